@@ -9,7 +9,7 @@ Before the first step, a format is decided for every op and every weight:
     policy           the format of one op, from the mode, the lists and the pins
     trace            which ops read each weight, seen in one forward pass
     storage          which weights are stored in half: the ones that only half ops read
-    precision        `prepare` stores the weights and wraps the optimizer; `cast` makes a block
+    precision        `prepare` sets up a model and its optimizer; `cast` is the forward pass's block
 
 A batch goes forward. Inside the block PyTorch hands each op to the cast:
 
@@ -27,26 +27,26 @@ The objective computes a loss in fp32, which is scaled before the backward pass:
 The gradients arrive in half. They are measured, widened to fp32, then unscaled:
 
     gradients        amax and norm first, then fp32; micro-batches summed by their counts
-    comm             the other processes: backward, accumulate, reduce; they agree on all of it
+    comm             the other processes: backward, accumulate and reduce in step with them
 
 Then the update happens as a whole, or not at all:
 
-    masters          the fp32 value behind each half weight, and the watch over that weight
-    widening         half weights that other code writes, and that therefore go back to fp32
-    optimizer        a torch optimizer over the masters: its groups, state, checkpoints
+    masters          the fp32 value behind each half weight, and how writes to it are noticed
+    widening         half weights that other code updates, which become fp32 again
+    optimizer        a torch optimizer over masters: its groups, state, checkpoints
     master_weights   collect, check, clip, update or skip, round into the weights
-    step_result      what was done; the one place where the host reads a skip
+    step_result      what a step did, and the one place where the host reads a skip
     buffers          BatchNorm's statistics, put back after a skip
 
 And all of it together:
 
     trainer          the step, line by line
-    callback         what watches a run, and what follows each step
+    callback         watches a run; an `Algorithm` also changes the training
 
 tree, ranges, errors and user_code serve all of them: batches of any shape, checks of a number,
 errors in one line, and whose code has failed.
 
-After these files you can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
+Having read this far, you can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
 objective, a callback, or a `Comm` of processes. docs/own_parts.md and docs/precision.md
 have examples.
 """

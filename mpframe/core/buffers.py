@@ -4,8 +4,8 @@ BatchNorm moves its running statistics in the forward pass, long before the grad
 the step counts. So the buffers are copied before the step and put back where it is skipped: one
 overflow in a forward pass would otherwise leave nan in the statistics for good.
 
-Other modules fill a cache and note in a plain attribute how far. Both are undone, or neither is: a
-module that takes an emptied cache for full reads zeros.
+Other modules fill a cache and note in a plain attribute how full it is. Both are restored, or
+neither: a module that takes an emptied cache for a full one reads zeros.
 
 `State` saves, restores and copies both; the trace, the probe and the autopsy use it as well.
 """
@@ -37,7 +37,7 @@ class State:
     that they may fill, replace or resize. Afterwards the state from before the block is back.
 
     Args:
-        homes: the `_buffers` and the `vars` of modules.
+        homes: the dicts to save, each the `_buffers` or the `vars` of a module.
     """
 
     def __init__(self, homes: Iterable[Any] = ()) -> None:
@@ -60,7 +60,7 @@ class State:
         self._present.restore()
 
     def with_copies(self) -> Self:
-        """The same with copies of the tensors, one of each."""
+        """Return the same state with copies of the tensors, one of each."""
         state, copies = copy.copy(self), dict[int, Tensor]()
         state._kept = [
             (home, {name: _clone(value, copies) for name, value in kept.items()})
@@ -96,7 +96,7 @@ class State:
 
 
 def entries(home: Any) -> dict[str, Any]:
-    """What a module keeps there, except what torch keeps and tensors with a gradient."""
+    """A home's entries, except torch's own and tensors that require gradients."""
     return {
         name: value
         for name, value in home.items()
@@ -132,7 +132,7 @@ class Buffers:
 
     def save(self) -> None:
         """Copy the buffers as they are now, and the plain attributes of their modules."""
-        if self._homes:  # A tiny model has none, and would notice the calls.
+        if self._homes:  # In a tiny model without buffers the calls would cost.
             self._kept = State(self._homes).with_copies()
             self._attributes = State(self._attributes_of)
 
@@ -149,7 +149,7 @@ class Buffers:
         """
         if skipped is False or not self._homes:
             return
-        moved = self._kept.find_replaced()  # The copies are never the buffers.
+        moved = self._kept.find_replaced()  # All buffers: a copy is another object.
         only_values = all(takes(buffer, kept) for _, _, buffer, kept in moved)
         if isinstance(skipped, Tensor) and not (only_values and not self._attributes.has_changed()):
             skipped = read([(skipped, None)])[0].skipped

@@ -84,11 +84,11 @@ class Algorithm(Callback):
         """The gradients are there, and the optimizer is about to use them.
 
         Args:
-            trainer: of the step.
+            trainer: the one that makes the step.
             losses: 0-d on the device; several if several objectives share the update.
 
         Returns:
-            0-d bool on the device, true to skip the step; None to leave it.
+            0-d bool on the device, true to skip the step; None has no say in it.
         """
         return None
 

@@ -8,7 +8,7 @@ many. A step calls
     accumulate    after each micro-batch
     reduce        once, when all gradients are there
 
-The functions on parts are for tensors of which each rank holds some rows, such as DTensors.
+The functions on parts are for sharded tensors (DTensors), of which each rank holds some rows.
 """
 
 import sys
@@ -29,10 +29,10 @@ class Loss(NamedTuple):
     """One loss on one micro-batch.
 
     Attributes:
-        name: of the loss; "" for the only one.
+        name: the loss's name; "" if it is the only one.
         value: 0-d, unscaled, detached.
-        scale: 0-d fp32, what multiplied it; the number 1: nothing.
-        samples: how many it is the mean of.
+        scale: its loss scale, 0-d fp32; the number 1 if it was not scaled.
+        samples: how many samples (or tokens) `value` is the mean of.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Comm:
     Attributes:
         rank: this process's number, 0 to size - 1.
         size: how many processes there are.
-        sharding: divides the model's weights among them; None: each process has all.
+        sharding: shards the model's weights across them; None if each process has all weights.
     """
 
     rank = 0
@@ -67,7 +67,7 @@ class Comm:
         """Begin a step whose gradients `optimizer` takes.
 
         Args:
-            optimizer: as a trainer has it.
+            optimizer: the trainer's.
             passes: how many backward passes follow.
             reduce: when to average gradients: `in_backward` (if `passes` is 1) or `after_backward`.
         """
@@ -81,11 +81,11 @@ class Comm:
             count: 0-d, or a number.
             inputs: the parameters that get gradients, a list; None: all.
         """
-        start = scale.clone() if isinstance(scale, Tensor) else None
-        loss.backward(start, inputs=inputs)  # type: ignore[no-untyped-call]
+        gradient = scale.clone() if isinstance(scale, Tensor) else None
+        loss.backward(gradient, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
-        """Let the optimizer take a micro-batch's gradients; return their amax on all ranks, 0-d."""
+        """Hand the optimizer a micro-batch's gradients; return their amax over all ranks, 0-d."""
         scale: Any = losses[0].scale
         count: Any = losses[0].samples
         if len(losses) > 1:
@@ -97,21 +97,21 @@ class Comm:
     def reduce(
         self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
     ) -> list[Tensor]:
-        """Average what the ranks have of a step, now or when the optimizer steps.
+        """Average gradients and losses over the ranks, now or when the optimizer steps.
 
         Args:
             optimizer: has accumulated the gradients.
-            micro_batches: of this rank.
-            buffers: of the model; all ranks get those of rank 0.
+            micro_batches: this rank's.
+            buffers: the model's; all ranks get rank 0's.
 
         Returns:
             The mean of each loss over the good micro-batches of all ranks, 0-d.
         """
         losses, finite = zip(*micro_batches, strict=True)
         means = []
-        for of_one in zip(*losses, strict=True):
-            single = len(of_one) == self.size == 1
-            means.append(of_one[0].value if single else self.mean_loss(of_one, finite))
+        for per_batch in zip(*losses, strict=True):
+            single = len(per_batch) == self.size == 1
+            means.append(per_batch[0].value if single else self.mean_loss(per_batch, finite))
         return means
 
     def mean_loss(self, losses: Sequence[Loss], finite: Sequence[Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ class Comm:
         values = torch.stack([loss.value for loss in losses])
         one = values.new_ones((), dtype=torch.float64)
         counts = torch.stack([(one * loss.samples).detach() for loss in losses])
-        if len(losses) > 1:  # A single one is as good as the step.
+        if len(losses) > 1:  # A single bad one skips the step anyway.
             values = torch.where(torch.stack([*finite]), values, torch.nan)
             counts = torch.where(values.isnan(), 0.0, counts)
         weights = (counts / counts.max()).float()  # exactly 1 where all are equal
@@ -139,30 +139,30 @@ class Comm:
         return (count / self.mean(count)).float()
 
     def norm(self, of_part: Tensor) -> Tensor:
-        """The 2-norm of what all ranks hold, each a part with this norm; 0-d, on the device."""
+        """The 2-norm over all ranks, from the norm of each rank's part; 0-d, on the device."""
         return of_part
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of all ranks' numbers at each place, on the host."""
+        """The elementwise maximum over all ranks, on the host."""
         return list(numbers)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank, on the host."""
+        """Whether `flag` is true on any rank, on the host."""
         return bool(self.max_of([flag])[0])
 
     def gather_object(self, value: T) -> list[T]:
-        """On rank 0 the values of all ranks in their order; an empty list on the others."""
+        """Return all ranks' values, in rank order, on rank 0; an empty list on the others."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The value that rank 0 has."""
+        """Return rank 0's value."""
         return value
 
     def broadcast_if_missing(self, value: T | None) -> T | None:
-        """The value; if weights are divided, a rank without one gets another rank's."""
+        """Return the value; if weights are sharded, a rank without one gets another rank's."""
         if self.sharding is None or not self.any(value is None):
             return value
         present = [one for one in self.gather_object(value) if one is not None]
@@ -178,23 +178,23 @@ class Comm:
         """Let BatchNorm use the statistics of all ranks, in place."""
 
     def refuse_lost(self, error: BaseException | None) -> None:
-        """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
+        """Raise LostRankError if an error in a model that communicates says a rank is lost."""
 
     def report_failure(self, error: str) -> None:
-        """Tell the other ranks why this one ends, so that they can say it."""
+        """Tell the other ranks why this one ends, for their error messages."""
 
 
 SINGLE_PROCESS = Comm()
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """value * weight; 0 where the weight is 0, for a mean over nothing is nan."""
+    """value * weight; 0 where the weight is 0, because a mean over nothing is nan."""
     return torch.where(weight == 0, 0.0, value * weight)
 
 
 def weigh_(values: list[Tensor], weight: Tensor) -> None:
-    """The same in place, for many values and one weight, 0-d fp32."""
-    if weight.is_cpu and weight == 1:  # Asking a CPU costs nothing, and these are all gradients.
+    """Do the same in place, for many values and one weight, 0-d fp32."""
+    if weight.is_cpu and weight == 1:  # A read from a CPU is free, a product is not.
         return
     torch._foreach_mul_(values, weight)
     for value in values:
@@ -202,8 +202,8 @@ def weigh_(values: list[Tensor], weight: Tensor) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a part of the tensor only."""
-    kind: Any = sys.modules.get("torch.distributed.tensor")  # Without it there is none.
+    """Whether this rank holds only a part of the tensor."""
+    kind: Any = sys.modules.get("torch.distributed.tensor")  # Not imported: no DTensors.
     return kind is not None and isinstance(tensor, kind.DTensor)
 
 
@@ -217,7 +217,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def part_for(place: Tensor, values: Tensor) -> Tensor:
-    """The rows of `values` (whole, or sharded as `place` is) that belong into `place`'s memory."""
+    """The rows of `values` (whole, or sharded like `place`) for this rank's part of `place`."""
     if is_sharded(values) or not is_sharded(place):
         return part_of(values)
     sharded: Any = place
@@ -227,7 +227,7 @@ def part_for(place: Tensor, values: Tensor) -> Tensor:
 
 
 def sharded_as(place: Tensor, part: Tensor) -> Tensor:
-    """A part as a tensor sharded in the way of `place`, sharing its memory."""
+    """Wrap a rank's part as a tensor sharded like `place`, sharing the part's memory."""
     if not is_sharded(place):
         return part
     from torch.distributed.tensor import DTensor
@@ -240,5 +240,5 @@ def sharded_as(place: Tensor, part: Tensor) -> Tensor:
 
 
 def rows_of_a_part(rows: int, ranks: int) -> int:
-    """How many rows each rank holds, except the last ones."""
+    """How many rows each rank holds; the last ranks may hold fewer."""
     return -(-rows // ranks)

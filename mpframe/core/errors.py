@@ -4,8 +4,8 @@ import difflib
 import signal
 from collections.abc import Iterable
 
-_NEAR = 0.5  # The least likeness of a name that is offered.
-_AS_NEAR = 0.85  # The least likeness beside the nearest name, as a share of that one's.
+_NEAR = 0.5  # The least likeness of a name that is suggested.
+_AS_NEAR = 0.85  # The same, as a share of the nearest name's likeness.
 _LONGEST = 1000  # characters; comparing takes their number squared
 _PART = 0.75  # The likeness of a name that contains the word, about as for a typing error.
 
@@ -26,10 +26,10 @@ class DataError(MpframeError):
 
 
 class UserCodeError(MpframeError):
-    """A user's dataset, model, loss, metric or optimizer raised, or gave what nothing can use."""
+    """A user's dataset, model, loss, metric or optimizer raised, or returned something unusable."""
 
     row: tuple[int, int] | None = None
-    """The place in the batch of the sample to blame, and of how many; None if unknown."""
+    """The index of the sample to blame, and the batch's size; None if unknown."""
 
 
 class CheckpointError(MpframeError):
@@ -65,7 +65,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """From 0 to 1; sections that both begin with do not count."""
+    """Return how alike two names are, 0 to 1, without the sections that both begin with."""
     names, others = name.split("."), other.split(".")
     while names and others and names[0] == others[0]:
         del names[0], others[0]

@@ -1,4 +1,4 @@
-"""From scaled half gradients to fp32 ones: measured where they lie, then widened, then unscaled.
+"""From scaled half gradients to fp32 ones: measured in place, then widened, then unscaled.
 
     amax = max |g| / scale         inf or nan if the step overflowed
     norm = sqrt(sum g^2) / scale   over all parameters, summed in fp32
@@ -43,13 +43,13 @@ class Gradients:
         by_master: the ones not popped yet: half gradients still scaled, the others unscaled.
         values: their dense values in the same memory, without empty ones.
         half: the float16 and bfloat16 tensors in `values`.
-        scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.
+        scale: what `pop_fp32` divides the half ones by, 0-d on their device; 1.0 if not scaled.
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
         count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
-        clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
-        max_value: `pop_fp32` clamps each value to this magnitude; None: it does not clamp.
-        scaler_amax: 0-d float32, the amax for the scaler if it is not `amax`: the largest of the
-            micro-batches, as each of them was computed in half by itself.
+        clip_factor: 0-d, what `pop_fp32` multiplies the half ones by; None without clipping.
+        max_value: `pop_fp32` clamps each value to this magnitude; None if it does not.
+        scaler_amax: 0-d float32, the amax for the scaler if it is not `amax`: the largest of any
+            micro-batch, because each has a backward pass in half of its own.
         dropped: 0-d int64, how many micro-batches of a window of several were left out, else None.
         no_new: the previous step has consumed the gradients, and there are no new ones.
     """
@@ -89,7 +89,7 @@ class Gradients:
     def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
         for views in (self.values, self.half):
-            views.clear()  # So that nothing else holds what is used up here.
+            views.clear()  # Or they would keep the popped gradients' memory.
         popped, widened = [], []
         for master in masters:
             gradient = self.by_master.pop(master)
@@ -98,7 +98,7 @@ class Gradients:
                 widened.append(gradient)
             popped.append(gradient)
         if widened and self.clip_factor is not None:
-            # One product for both; if the scale is a power of two, it costs no bit.
+            # One factor clips and unscales; if the scale is a power of two, no bit is lost.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
@@ -118,7 +118,7 @@ def measure_grads(
     device: torch.device,
     amax: Tensor | None = None,
 ) -> Gradients:
-    """Return gradients (by master) with their amax; fp32 ones are unscaled, half ones kept."""
+    """Return gradients, by master, with their amax (None: computed); unscale fp32 ones in place."""
     few = sum(map(Tensor.numel, scaled.values())) <= _FEW
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
@@ -173,7 +173,7 @@ def _amax(
         if not values:
             continue
         if values[0].is_cpu:
-            # There the infinity norm takes 9 to 20 times as long as finding both ends.
+            # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends.
             ends = list(chain.from_iterable(map(torch.aminmax, values)))
         else:
             ends = list(torch._foreach_norm(values, torch.inf))
@@ -188,7 +188,7 @@ def _norms_of_half(values: list[Tensor]) -> list[Tensor]:
     """Return the norm of each, summed in fp32 and in the order of fp32 values."""
     if not values[0].is_cpu:
         return list(torch._foreach_norm(values, 2, torch.float32))
-    # On a CPU a copy and its norm take no longer, and this is the norm that `amp` has.
+    # On a CPU a copy and its norm take no longer, and the norm is the one of `amp` mode.
     return [torch.linalg.vector_norm(value.float()) for value in values]
 
 
@@ -203,18 +203,18 @@ class Accumulator:
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
-        self._counts: list[Tensor] = []  # 0-d float64; 0 for what adds nothing
-        self._unit = torch.ones(())  # n_1
+        self._counts: list[Tensor] = []  # 0-d float64; 0 for a dropped micro-batch
+        self._unit = torch.ones(())  # n_1, which all weights are relative to
 
     def add(self, gradients: Gradients) -> None:
-        """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
+        """Add and consume a micro-batch; if its amax is not finite it adds nothing and counts 0."""
         if self._only is None and not self._counts:
             self._only = gradients
             return
         if self._only is not None:
             self._sum(self._only)
             self._only = None
-        if len(self._counts) == 1:  # As the only one a bad first micro-batch skips the step.
+        if len(self._counts) == 1:  # Only now: without a second, a bad first one skips the step.
             bad = self._counts[0] == 0
             for gradient in self._sums.values():
                 _zero_if(bad, gradient)
@@ -222,13 +222,13 @@ class Accumulator:
         self._sum(gradients)
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
-        """Return the mean over the good micro-batches of all ranks; its amax is inf without any.
+        """Return the mean over the good micro-batches of all ranks; amax is inf if there are none.
 
-        Computed in the memory of the sums. `masters` are in the order of the other ranks.
+        Computed in the memory of the sums. `masters` are in the same order on all ranks.
         """
         if self._only is not None and comm.size == 1:  # As it is: nothing is copied.
             only, count, amax = self._only, self._only.count, self._only.amax
-            if isinstance(count, Tensor) or not count:  # A mean over nothing is no step.
+            if isinstance(count, Tensor) or not count:  # Without samples, skip.
                 only.scaler_amax = amax
                 only.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
             return only
@@ -242,7 +242,7 @@ class Accumulator:
         bad = not_finite(amaxes)
         divisor = comm.size * torch.where(count > 0, count / unit, 1.0).float()
         mean = measure_grads(self._sums, divisor, bad.device)
-        # Reduced once more: what one of the ranks was sent may be damaged.
+        # Reduced once more: one of the ranks may have received damaged sums.
         mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))
         mean.dropped = None if len(amaxes) == 1 else bad.sum()
         mean.scaler_amax = amaxes.max()
@@ -293,7 +293,7 @@ def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _zero_if(bad: Tensor, gradient: Tensor) -> None:
-    """Set a gradient to zeros, in place, if `bad`, 0-d."""
+    """Zero a gradient in place if `bad`, 0-d."""
     (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
 
 

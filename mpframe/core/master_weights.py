@@ -5,7 +5,7 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
 
     m <- optimizer(m, fp32(g) / scale),    w <- round_to_half(m)
 
-and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
+and weight decay, momentum and second moments act on fp32 values and are fp32. An fp32
 parameter is its own master. A step consumes the gradients, whether it is skipped or not. An update
 goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
 """
@@ -69,7 +69,7 @@ class MasterWeights(OptimizerWrapper):
 
     Attributes:
         optimizer: the wrapped one, the same object.
-        needs_closure: the optimizer evaluates the loss itself, as LBFGS does; `step` refuses it.
+        needs_closure: the optimizer evaluates the loss itself, as LBFGS does; `step` raises for it.
         skips_on_device: the optimizer's kernels skip on the device (torch's fused ones do) and the
             host would wait for that device, as for any but a CPU. None before the first step, which
             makes the optimizer's state: a skip on the device would leave that state behind, with
@@ -90,7 +90,7 @@ class MasterWeights(OptimizerWrapper):
         self.comm: Comm = SINGLE_PROCESS
         self._buckets: list[Bucket] = [[]]
         self._frozen: list[Frozen] = []
-        self._steps = 0  # that have looked at the frozen weights
+        self._steps = 0  # how many have begun
         self._accumulator: Accumulator | None = None
         self._means: Gradients | None = None
         self._consumed = False
@@ -137,19 +137,19 @@ class MasterWeights(OptimizerWrapper):
 
     @torch.no_grad()
     def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
-        """Return a micro-batch's gradients, measured; parameters and masters are left without."""
-        if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
+        """Pop a micro-batch's gradients from parameters and masters, and measure them."""
+        if len(self.optimizer.param_groups) > self._registered:  # Inlined: this runs in every step.
             self._register_groups()
         gradients = measure_grads(self._pop_grads(), scale, self._device)
         amax, sharding = gradients.amax, self.comm.sharding
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
-            # The amax is from before the sum, which had to fit into half; the sum may overflow too.
+            # Only what was summed had to fit into half, so its amax counts, if the sum is finite.
             before = sharding.take_amax(amax.device)
             if isinstance(gradients.scale, Tensor):
                 before = before / gradients.scale
             amax = torch.where(amax < torch.inf, before, torch.inf)
-        if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
+        if isinstance(count, Tensor) or not count:  # No samples: the gradients mean nothing.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
         gradients.count = count
         gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
@@ -167,9 +167,9 @@ class MasterWeights(OptimizerWrapper):
         """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
         Args:
-            means: fp32 and unscaled, by parameter; those of other optimizers are ignored.
+            means: fp32 and unscaled, by parameter; other optimizers' are ignored.
             amax: 0-d fp32, the largest magnitude on any rank; None: computed.
-            before: 0-d fp32, the same before they were averaged, for the scaler; None without one.
+            before: 0-d fp32, the amax before averaging, for the scaler; None if there is no scaler.
         """
         grads = {master: means[p] for p, master in self._stepped.items() if p in means}
         self._means = measure_grads(grads, 1.0, self._device, amax)
@@ -193,7 +193,7 @@ class MasterWeights(OptimizerWrapper):
         amax is 0. After a skip no parameter, master or optimizer state has changed.
 
         Args:
-            scaler: of this step's loss; None: not scaled. A closure may stand here, as in torch.
+            scaler: this loss's scaler; None if it is not scaled. May be a closure, as in torch.
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite.
             max_value: instead clamp each of their values to [-max_value, max_value], > 0 and
                 finite.
@@ -244,7 +244,7 @@ class MasterWeights(OptimizerWrapper):
         return (None, evaluate(scaler)) if closure is None else (scaler, evaluate(closure))
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
-        """Return the step's gradients: the accumulated ones, or those of a pass with this scale."""
+        """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
         if len(self.optimizer.param_groups) > self._registered:
             self._register_groups()
         for frozen in self._frozen:
@@ -287,7 +287,7 @@ class MasterWeights(OptimizerWrapper):
             masters = [master for master in values if master in by_master]
             self._update(bucket, masters, gradients, skipped, verdict)
         self._update(buckets[-1], list(by_master), gradients, skipped, verdict)
-        # Fused kernels do not raise the counters that tell a kept cast that it is old.
+        # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
             on_device = is_waited_for(self._device) and _takes_found_inf(self.optimizer)
@@ -316,14 +316,14 @@ class MasterWeights(OptimizerWrapper):
             if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
-        fused: Any = self.optimizer
+        wrapped: Any = self.optimizer
         try:
             if verdict is None:  # The kernels skip by themselves.
-                fused.grad_scale, fused.found_inf = None, skipped.float()
-            fused.step()
+                wrapped.grad_scale, wrapped.found_inf = None, skipped.float()
+            wrapped.step()
         finally:
             if verdict is None:
-                del fused.grad_scale, fused.found_inf
+                del wrapped.grad_scale, wrapped.found_inf
         for master in masters:
             master.grad = None
         for kind, pairs in bucket:
@@ -331,7 +331,7 @@ class MasterWeights(OptimizerWrapper):
 
 
 def is_closure(scaler: Any) -> bool:
-    """Return whether a closure stands in the scaler's place: torch's callers give it first."""
+    """Return whether `scaler` is a closure, which torch's callers pass first."""
     return callable(scaler) and not hasattr(scaler, "scale")
 
 
@@ -354,18 +354,18 @@ def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
     """Return the pairs in their order, cut where a bucket would have too many values."""
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
     buckets: list[dict[type[Master], list[Pair]]] = [{}]
-    held = 0
+    filled = 0
     for weight, master in pairs:
-        if held and held + weight.numel() > size:
+        if filled and filled + weight.numel() > size:
             buckets.append({})
-            held = 0
+            filled = 0
         buckets[-1].setdefault(type(master), []).append((weight, master))
-        held += weight.numel()
+        filled += weight.numel()
     return [list(bucket.items()) for bucket in buckets]
 
 
 def _steps_by_parameter(stepped: Optimizer) -> bool:
-    """Return whether steps with parts of the gradients equal one; hooks expect a single step."""
+    """Return whether a step per bucket equals one step; hooks expect a single step."""
     optimizer: Any = stepped
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]

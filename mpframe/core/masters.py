@@ -1,9 +1,8 @@
 """The fp32 value behind each half weight: its master.
 
 Other code may write the weight behind the optimizer's back (load_state_dict, init, copy_, clamp_,
-.data). The master notices this by the weight's version, or by a sum of its bits where no version
-tells, and takes the written value over before the next step. A weight has one master, whichever
-optimizers hold it.
+.data). The master notices this by the weight's version, or on a CPU by its bits, and takes over the
+written value before the next step. A weight has one master, whichever optimizers hold it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -25,9 +24,9 @@ _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
 class _Seen:
-    """A half weight as its master last wrote it; before that, no weight.
+    """A half weight as its master last wrote it; until then it matches no weight.
 
-    `words` is a view of its bits; it keeps the memory, so that no other tensor gets this address.
+    `words` is a view of its bits; it keeps the memory, so no other tensor gets this address.
     `bits` is a copy of them, or the sums of their rows if `summed`; None: values are not compared.
     """
 
@@ -58,9 +57,9 @@ def _sums(words: Tensor) -> Tensor:
 
 
 def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor | bool]:
-    """Let masters take over what others wrote into their weights; return which values changed.
+    """Copy what other code wrote into weights to their masters; return which values changed.
 
-    With `look` also where nothing tells of a write.
+    `look`: compare values also where neither a version nor bits can show a write.
     """
     changed = []
     for weight, master in pairs:
@@ -88,16 +87,16 @@ def mark_known(pairs: Iterable[Pair]) -> None:
 
 
 class Master:
-    """The fp32 value behind a half weight. A subclass that keeps it otherwise overrides all.
+    """The fp32 value behind a half weight. A subclass that stores it otherwise overrides all.
 
     Args:
         weight: float16 or bfloat16.
-        start: the value to begin with, of the weight's shape and any format; in fp32 it is `value`,
-            not copied.
+        start: the value to begin with, of the weight's shape and any format; an fp32 tensor
+            becomes `value` itself, not a copy.
 
     Attributes:
         value: fp32, on the weight's device, in the optimizer's groups; always the same tensor.
-        half: the weight's format when it was last written from here.
+        half: the weight's format when the master last wrote it; fp32 if it was widened.
         seen: the weight as it was then.
     """
 
@@ -117,7 +116,7 @@ class Master:
         """Raise ConfigError if weights of this format cannot have such masters."""
 
     def current(self, weight: Tensor) -> Tensor:
-        """Return the fp32 value, with what others wrote into the weight."""
+        """Return the fp32 value, with what other code wrote into the weight."""
         sync_from_weights([(weight, self)])
         return self.value
 
@@ -128,7 +127,7 @@ class Master:
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
-        """Take over the weight's values; return whether others than the master's were written."""
+        """Take over the weight's values; return whether any differs from the rounded `value`."""
         half = weight.dtype if weight.dtype in HALF else self.half
         now, rounded = weight.detach(), torch.empty_like(self.value, dtype=half)
         round_into([(rounded, self.value)])
@@ -137,7 +136,7 @@ class Master:
         self.half = weight.dtype
         return ~same.all()
 
-    # Both take pairs of a weight and a master of this class, so that an update takes few calls.
+    # Both take many weights and masters of this class at once: an update makes few calls.
 
     materialize = staticmethod(sync_from_weights)  # Makes `value` current, for an update.
 
@@ -163,17 +162,17 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for half, (weights, masters) in by_format.items():
         torch._foreach_copy_(weights, masters)
         # The copy rounds values beyond the range to inf; they belong at the range's end. On a CPU
-        # a look at a large weight takes a third of the time of clamping it.
-        held = []
+        # checking a large weight takes a third of the time of clamping it.
+        to_clamp = []
         for weight in weights:
             if weight.is_cpu and weight.numel() >= _CHECKED:
                 ends = torch.aminmax(weight)
                 if ends.min.isfinite() & ends.max.isfinite():
                     continue
-            held.append(weight)
-        if held:
-            torch._foreach_clamp_max_(held, torch.finfo(half).max)
-            torch._foreach_clamp_min_(held, -torch.finfo(half).max)
+            to_clamp.append(weight)
+        if to_clamp:
+            torch._foreach_clamp_max_(to_clamp, torch.finfo(half).max)
+            torch._foreach_clamp_min_(to_clamp, -torch.finfo(half).max)
 
 
 def master_class(masters: bool | type[Master]) -> type[Master] | None:
@@ -182,7 +181,7 @@ def master_class(masters: bool | type[Master]) -> type[Master] | None:
 
 
 def set_master(weight: Tensor, start: Tensor, kind: type[Master]) -> None:
-    """Let a half weight's master be `start`, its value from before it was rounded."""
+    """Set or create a half weight's master, with `start` as its value."""
     master = _MASTERS.get(weight)
     if master is None:
         _MASTERS[weight] = kind(weight, start)
@@ -200,7 +199,7 @@ def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
 
 
 def clear_master(weight: Tensor) -> None:
-    """Let a half weight have no master."""
+    """Remove a half weight's master, if it has one."""
     if weight.dtype in HALF:
         _MASTERS.pop(weight, None)
 
@@ -219,7 +218,7 @@ def exact_value(weight: Tensor) -> Tensor | None:
 
 
 def widen(weight: Tensor) -> None:
-    """Store a half weight in fp32 where its master is: a write to one is a write to the other."""
+    """Store a half weight as fp32 in its master's memory: a write to one is a write to both."""
     master = master_for(weight)
     weight.data = master.current(weight).detach()
     master.half = weight.dtype
@@ -227,7 +226,7 @@ def widen(weight: Tensor) -> None:
 
 
 def rebind_master(weight: Tensor, master: Master) -> None:
-    """Give a weight that was copied the copy of its master, and its format."""
+    """Tie a copied weight to the copy of its master, and give it its half format back."""
     if weight.dtype not in HALF and master.half in HALF:  # Without its optimizer a copy is fp32.
         exact, weight.data = weight.data, weight.data.to(master.half)
         master.start_from(weight, exact)

@@ -1,4 +1,4 @@
-"""Objectives: what turns a model and a batch into a loss.
+"""Objectives: they turn a model and a batch into a loss.
 
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
@@ -28,7 +28,7 @@ class StepOutput:
 
     Attributes:
         loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
-        outputs: for metrics, in fp32; None: nothing.
+        outputs: what metrics get, in fp32; None if there is nothing for them.
         targets: what a metric compares the outputs with.
         count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
             tensor >= 0 on the device. Micro-batches, ranks, and the batches of an evaluation are
@@ -58,10 +58,10 @@ class NamedObjective:
     """One of a step's losses, and what its backward pass needs.
 
     Attributes:
-        name: of the loss; "" for the only one.
+        name: the loss's name; "" if it is the only one.
         objective: computes it.
         scaler: scales it.
-        parameters: receive its gradients; None: all.
+        parameters: the ones that get its gradients; None for all.
     """
 
     name: str
@@ -70,16 +70,16 @@ class NamedObjective:
     parameters: list[Tensor] | None = None
 
 
-_AS_IT_IS = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 def compute(
     objective: Objective,
     model: nn.Module,
     batch: Any,
-    casts: AbstractContextManager[None] = _AS_IT_IS,
+    casts: AbstractContextManager[None] = _NULL_CONTEXT,
 ) -> StepOutput:
-    """Call an objective; its loss is 0-d, in fp32 or wider.
+    """Call an objective and check its result; the loss becomes 0-d, in fp32 or wider.
 
     Args:
         objective, model, batch: on one device.
@@ -104,24 +104,24 @@ def compute(
     if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
         loss = _one_number(loss, objective)
     if not loss.requires_grad and torch.is_grad_enabled():
-        raise UserCodeError(_without_gradient(objective, model, output))
+        raise UserCodeError(_explain_no_gradient(objective, model, output))
     if output.count is not None:
         _require_count(output.count, objective)
     return output if loss is output.loss else replace(output, loss=loss)
 
 
 def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """A `StepOutput.count`; for None the size of the batch's first tensor along dimension 0."""
+    """Return `count`; if None, the size of the batch's first tensor along dimension 0."""
     if count is not None:
         return count
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, Tensor) and first.dim():  # Without a further call: every step asks.
+    if isinstance(first, Tensor) and first.dim():  # Inlined: this runs in every step.
         return len(first)
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
 def require_objective(path: str, objective: Any) -> None:
-    """Raise UserCodeError, naming `path`, if this is no objective; a loss is none."""
+    """Raise UserCodeError, naming `path`, if this is not an objective; a loss is not one."""
     if isinstance(objective, nn.modules.loss._Loss):
         name = name_of(objective)
         raise UserCodeError(
@@ -146,27 +146,27 @@ def _one_number(loss: Any, objective: Objective) -> Tensor:
 
 
 def _require_count(count: Any, objective: Objective) -> None:
-    known = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
-    if not known:
+    valid = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
+    if not valid:
         raise UserCodeError(
             f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number >= 0 "
             "or a 0-d tensor, or None for the batch's samples"
         )
 
 
-def _without_gradient(objective: Objective, model: nn.Module, output: StepOutput) -> str:
-    whose = f"{_source(objective)} gave a number"
+def _explain_no_gradient(objective: Objective, model: nn.Module, output: StepOutput) -> str:
+    what = f"{_source(objective)} gave a number"
     outputs = list(tensors_in(output.outputs))
     if outputs and not any(tensor.requires_grad for tensor in outputs):
-        whose = f"model: {name_of(model)} gave outputs"
+        what = f"model: {name_of(model)} gave outputs"
     return (
-        f"{whose} without a gradient; compute it from the weights by PyTorch's operations, without "
+        f"{what} without a gradient; compute it from the weights by PyTorch's operations, without "
         "detach(), item(), numpy() or no_grad()"
     )
 
 
 def _source(objective: Objective) -> str:
-    """What an error calls it; `supervised` names the loss within it."""
+    """Return what errors call an objective; `supervised` gives the name of its loss."""
     return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
 
 
@@ -179,7 +179,7 @@ class Supervised:
     Args:
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; outputs are in fp32
             or wider.
-        option: that chose the loss, for messages.
+        option: the option that chose the loss, for error messages.
     """
 
     def __init__(self, loss: Loss, option: str = "objective") -> None:
@@ -188,11 +188,11 @@ class Supervised:
 
     @property
     def source(self) -> str:
-        """What an error calls it."""
+        """What errors call this objective."""
         return f"{self._option} {name_of(self.loss)}"
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """The loss, the outputs in fp32, and the targets.
+        """Return the loss, the outputs in fp32, and the targets.
 
         Raises:
             UserCodeError: the batch is no pair, or the model or the loss raised.
@@ -208,7 +208,7 @@ class Supervised:
             outputs = model(inputs)
         except BaseException:
             blame("model:", model, inputs=inputs)
-        with block(None):  # The loss is fp32: no op of it is cast.
+        with block(None):  # The loss is fp32: none of its ops is cast.
             outputs = to_fp32(outputs)
             try:
                 loss = self.loss(outputs, targets)
@@ -218,7 +218,7 @@ class Supervised:
 
 
 def supervised(loss: Loss) -> Supervised:
-    """The objective of a loss(outputs, targets), for batches of (inputs, targets).
+    """Return the objective of a loss(outputs, targets), for batches of (inputs, targets).
 
     Args:
         loss: gives a 0-d tensor, the mean over the batch, e.g. `nn.CrossEntropyLoss()`.
@@ -236,23 +236,23 @@ _SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
 
 
 def model_loss(model: nn.Module, batch: Any) -> StepOutput:
-    """The loss of `model(**batch)`; metrics get its `logits` in fp32 and the batch's `labels`.
+    """Return the loss of `model(**batch)`; metrics get its `logits` in fp32 and the `labels`.
 
     The model computes its loss inside the casts, so the op lists decide its format (losses and
     large reductions are fp32 by default).
 
-    It counts the labels other than -100. A causal model compares each output with the next label
-    and leaves out the first of each row, and so does the count: if `model.loss_type`, which
-    transformers sets, is `ForCausalLM` or `ForConditionalGeneration` and the model is no
-    encoder-decoder. `shift_labels` in the batch are counted as they are. A batch without labels,
-    with labels that are not integers, or for CTC counts its samples.
+    It counts the labels other than -100. A causal model predicts the next label, so the first of
+    each row does not count if `model.loss_type`, which transformers sets, is `ForCausalLM` or
+    `ForConditionalGeneration` and the model is no encoder-decoder. `shift_labels` in the batch are
+    counted as they are. Without labels, with labels that are not integers, or for CTC, the batch's
+    samples are counted.
 
     Args:
         model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
-            Of a mapping without `logits`, as that of a model with several outputs, metrics get all
-            that is not the loss.
-        batch: a mapping with the names of the model's arguments; or a pair of such a mapping and of
-            what metrics get in the place of `labels`, which the model does not see.
+            From a mapping without `logits` (a model with several outputs) metrics get everything
+            except the loss.
+        batch: a mapping from the model's argument names to values; or a pair of such a mapping
+            and what metrics get instead of `labels`, which the model does not see.
 
     Raises:
         UserCodeError: the batch is no mapping, the model raised or returned no loss.
@@ -260,19 +260,19 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
     arguments, targets = _split(batch)
     with UserCode("model:", model, batch=arguments):
         result = model(**arguments)
-    loss = _named(result, "loss")
+    loss = _get(result, "loss")
     if loss is None:
         raise UserCodeError(
             f"model: {name_of(model)} gave {described(result)} without a loss; give it its "
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
-        count = _labels_in(arguments, model)
+        count = _count_labels(arguments, model)
         return StepOutput(loss, to_fp32(_outputs(result)), targets, count)
 
 
 def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
-    """The model's arguments, and what the metrics compare its outputs with."""
+    """Return the model's arguments, and what the metrics compare its outputs with."""
     if isinstance(batch, Mapping):
         return batch, batch.get("labels")
     if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], Mapping):
@@ -283,8 +283,8 @@ def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
     )
 
 
-def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
-    """How many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
+def _count_labels(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
+    """Return how many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
     kind = getattr(model, "loss_type", "")
     if kind is None:  # For a GPT2LMHeadModel, say: transformers takes its causal loss.
         kind = type(getattr(model, "_orig_mod", model)).__name__
@@ -299,11 +299,11 @@ def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
 
 
 def _outputs(result: Any) -> Any:
-    logits = _named(result, "logits")
+    logits = _get(result, "logits")
     if logits is None and isinstance(result, Mapping):
         return {name: value for name, value in result.items() if name != "loss"} or None
     return logits
 
 
-def _named(result: Any, name: str) -> Any:
+def _get(result: Any, name: str) -> Any:
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)

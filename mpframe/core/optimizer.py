@@ -33,12 +33,12 @@ _WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
 class OptimizerWrapper(Optimizer):
-    """Puts masters in the place of an optimizer's half parameters.
+    """Makes an optimizer step fp32 masters instead of half parameters.
 
     Args:
-        optimizer: the one that is wrapped.
-        starts: fp32 values from before the rounding, by half parameter, copied; also of parameters
-            that no group has yet.
+        optimizer: the one to wrap.
+        starts: fp32 values from before rounding, by half parameter; copied. They may include
+            parameters that no group has yet.
         kind: the masters' class; None makes every parameter its own master.
     """
 
@@ -56,10 +56,10 @@ class OptimizerWrapper(Optimizer):
             if parameter.dtype in HALF:
                 set_master(parameter, start.clone(), kind or Master)
         self._kind = kind
-        self._registered = 0  # groups
+        self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
         self._masters: dict[Tensor, Master] = {}  # by half parameter
-        self._sharded = False  # Asked once for all parameters, not for each in every step.
+        self._sharded = False  # whether any parameter is; asked once, not in each step
         self._device = torch.device("cpu")  # of all parameters
         self._share_with_wrapped()
         self._register_groups()
@@ -67,17 +67,17 @@ class OptimizerWrapper(Optimizer):
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """The wrapped optimizer's groups; their `params` are the model's own parameters."""
-        of = {stepped: parameter for parameter, stepped in self._stepped.items()}
+        parameter_of = {stepped: parameter for parameter, stepped in self._stepped.items()}
         return [
-            ParamGroup(group, [of.get(tensor, tensor) for tensor in group["params"]])
+            ParamGroup(group, [parameter_of.get(t, t) for t in group["params"]])
             for group in self.optimizer.param_groups
         ]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state, by the model's own parameters."""
-        of = {stepped: parameter for parameter, stepped in self._stepped.items()}
-        return {of.get(tensor, tensor): state for tensor, state in self.optimizer.state.items()}
+        parameter_of = {stepped: parameter for parameter, stepped in self._stepped.items()}
+        return {parameter_of.get(t, t): state for t, state in self.optimizer.state.items()}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -94,7 +94,7 @@ class OptimizerWrapper(Optimizer):
         return self._stepped[parameter] if master is None else master.current(parameter)
 
     def optimizer_param(self, parameter: Tensor) -> Tensor:
-        """Return the tensor in the wrapped optimizer's groups, and state, for `parameter`."""
+        """Return the tensor that the wrapped optimizer steps for `parameter`."""
         return self._stepped[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -109,12 +109,12 @@ class OptimizerWrapper(Optimizer):
         return {**self.inner_state_dict(), "masters": masters}
 
     def inner_state_dict(self) -> dict[str, Any]:
-        """Return only the wrapped optimizer's state, for masters that are kept by name."""
+        """Return the wrapped optimizer's state without masters, which are saved by name."""
         return self._map_state(_to_sharded, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, also a plain optimizer's: without `masters` they stay as they are.
+        """Load a state; a plain optimizer's, which has no `masters`, leaves them as they are.
 
         Raises:
             CheckpointError: the state was made over other parameters; nothing is loaded.
@@ -237,13 +237,13 @@ class OptimizerWrapper(Optimizer):
         return {**state, "state": mapped}
 
     def _share_with_wrapped(self) -> None:
-        """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
+        """Share hooks with the wrapped optimizer: they see each step that it takes."""
         _WRAPPED.add(self.optimizer)
         self.defaults = self.optimizer.defaults
         vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Schedulers put a function of their own in the place of `step`.
+        # Schedulers replace `step` with a function of their own.
         return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def _to_part(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 class ParamGroup(UserDict[str, Any]):
-    """A wrapped optimizer's group, with the model's own `params` in the place of the masters."""
+    """A wrapped optimizer's group, with the model's own `params` instead of the masters."""
 
     def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
         self.data = group

@@ -1,4 +1,4 @@
-"""The values that an option may have, and the only checks of a number against them."""
+"""The values that an option may have, and the checks that a number is one of them."""
 
 import math
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """What the host knows of a step of one optimizer."""
+    """Whether one optimizer's step was skipped, on the host."""
 
     skipped: bool  # Nothing was changed.
     dropped: int  # micro-batches that were left out
@@ -45,10 +45,10 @@ class StepResult:
             if the step was not accumulated.
         loss: 0-d float32, the unscaled mean loss of the step; outside the trainer what a closure
             returned, or None.
-        verdict: the same on the host, if it was read already; None if it was not.
-        parts: the same of each optimizer, by name, if several share the step; None with one.
-            `skipped` is then true if all of them skipped, `amax` the largest, `grad_norm` that
-            of all gradients together, `loss` the sum.
+        verdict: `skipped` and `dropped` on the host; None until they are read.
+        parts: each optimizer's result, by name, if several share the step; None with one.
+            `skipped` is then true if all of them skipped, `amax` is the largest, `grad_norm`
+            the norm of all gradients together, `loss` the sum.
     """
 
     skipped: Tensor
@@ -62,7 +62,7 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict; RuntimeError if it was not read. Before callbacks are called, it was."""
+        """The verdict; RuntimeError if it was not read. `on_optimizer_step` always has it."""
         if self.verdict is None:
             raise RuntimeError("the verdict on this step was not read yet: Trainer.read_verdicts")
         return self.verdict
@@ -106,17 +106,17 @@ def joined_verdict(parts: Mapping[str, StepResult]) -> Verdict | None:
 
 
 def with_verdicts(results: list[StepResult]) -> list[StepResult]:
-    """Return the steps with their verdicts on the host; unknown ones are read together."""
+    """Return the results with their verdicts; the missing ones are read together."""
     unread: list[StepResult] = []
     for result in results:
         if result.verdict is None:
             unread += result.each().values()
     verdicts = iter(read([(part.skipped, part.dropped) for part in unread]) if unread else ())
-    told = []
+    complete = []
     for result in results:
         if result.verdict is None:
             parts = {n: replace(part, verdict=next(verdicts)) for n, part in result.each().items()}
             several = replace(result, parts=parts, verdict=joined_verdict(parts))
             result = parts[""] if result.parts is None else several
-        told.append(result)
-    return told
+        complete.append(result)
+    return complete

@@ -109,21 +109,21 @@ class StepTrainer:
 
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
-        optimizer: what `precision.prepare` returned; or several of those, as a `MultiOptimizer`.
+        optimizer: what `precision.prepare` returned; or several, as a `MultiOptimizer`.
         objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
             a micro-batch; `supervised(loss)` for batches of inputs and targets. The loss of a step
             is the mean over the samples of all its micro-batches and ranks.
         precision: the dtype mode; fp32 by default.
-        scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
-        algorithms: by name, what changes the training beside the step: a schedule, an average of
-            the weights, what skips steps; called in this order.
-        plan: clips, compiles, and says what is skipped.
+        scaler: on the model's device; None: loss not scaled, and overflow still skips the step.
+        algorithms: by name, callbacks that change the training: a schedule, an average of the
+            weights, a rule that skips steps. They are called in this order.
+        plan: how to clip and compile, and when ranks average gradients.
         comm: the ranks that train together, each on its part of every batch.
 
     Raises:
         ConfigError: the optimizer evaluates the loss itself, or there is a scaler for each of
             several losses.
-        UserCodeError: the objective is none.
+        UserCodeError: `objective` is not an objective.
     """
 
     model: nn.Module
@@ -141,11 +141,11 @@ class StepTrainer:
         self.optimizer.set_comm(self.comm)
         self._buffers, self._micro_buffers = Buffers(self.model), Buffers(self.model)
         self._device = device_of(self.model)
-        # The objective is called with it; the model itself if it is not compiled.
+        # What the objective is called with.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
 
     def train_step(self, *micro_batches: Batch) -> StepResult:
-        """One optimizer step on one batch, or on the micro-batches of an accumulation window.
+        """Make one optimizer step on one batch, or on the micro-batches of an accumulation window.
 
         Args:
             micro_batches: what the objective takes; all are scaled by the same loss scale.
@@ -174,17 +174,15 @@ class StepTrainer:
         # Not after the step: a CPU's allocator would give the memory back and ask for it again.
         optimizer.zero_grad()
         self._buffers.save()
-        # What a single micro-batch did to the buffers is undone with the step.
-        buffers, losses = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS, []
+        # With a single micro-batch, undoing the step is enough.
+        buffers, done = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS, []
         for batch in map(self.on_device, micro_batches):
             buffers.save()
-            found = []
-            for objective in objectives:
-                found.append(self.forward_backward(objective, batch))
-            finite = self.comm.accumulate(optimizer, found) < torch.inf
+            losses = [self.forward_backward(objective, batch) for objective in objectives]
+            finite = self.comm.accumulate(optimizer, losses) < torch.inf
             buffers.restore_where(~finite)
-            losses.append((found, finite))
-        return self.comm.reduce(optimizer, losses, self._buffers)
+            done.append((losses, finite))
+        return self.comm.reduce(optimizer, done, self._buffers)
 
     def forward_backward(self, part: NamedObjective, batch: Batch) -> Loss:
         """Forward under the casts, loss in fp32 or wider, scaled backward pass."""
@@ -215,7 +213,7 @@ class StepTrainer:
         return result
 
     def finish_step(self, result: StepResult) -> StepResult:
-        """Let what follows a step follow it: the host may not know yet whether it was skipped."""
+        """Do what follows a step; the host may not know yet whether it was skipped."""
         self.precision.sync(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)
@@ -229,7 +227,7 @@ class StepTrainer:
 
     @property
     def objectives(self) -> list[NamedObjective]:
-        """Every loss of a step, in their order, with its scaler and the parameters it moves."""
+        """A step's losses, in order, each with its scaler and the parameters it trains."""
         scaler: Any = self.scaler  # One loss has one scaler.
         return [NamedObjective("", self.objective, scaler)]
 

@@ -56,8 +56,8 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def to_fp32(node: Any) -> Any:
-    """`node` with every half tensor in fp32."""
-    if isinstance(node, Tensor):  # Without a further call: every step asks.
+    """Return `node` with every half tensor in fp32."""
+    if isinstance(node, Tensor):  # Inlined: this runs in every step.
         return node.float() if node.dtype in HALF else node
     return map_tensors(widened, node)
 
@@ -88,7 +88,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
 
 
 def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func` if each tensor in its arguments is replaced by `change(tensor)`."""
+    """Call `func` with each tensor in its arguments replaced by `change(tensor)`."""
     changed = [map_tensors(change, value) for value in args]
     if not kwargs:
         return func(*changed)
@@ -129,4 +129,4 @@ def _is_dict(node: Any) -> bool:
 
 
 def _is_dataclass(node: Any) -> bool:
-    return hasattr(type(node), "__dataclass_fields__")  # of the value: a class itself is none
+    return hasattr(type(node), "__dataclass_fields__")  # of an instance, not of a class

@@ -6,7 +6,7 @@
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
     at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
 
-mpframe's errors pass unchanged. A SystemExit of a layer is an error like any other.
+mpframe's errors pass unchanged. A SystemExit in a layer is an error like any other.
 """
 
 import functools
@@ -30,7 +30,7 @@ class UserCode:
     """Context manager in which a user's code runs: its errors become `UserCodeError`s.
 
     Args:
-        option: that chose it, e.g. `model` or `dataset: the loss`.
+        option: the option that chose it, e.g. `model` or `dataset: the loss`.
         code: the object or function that is called; its arguments are `given`.
     """
 
@@ -47,7 +47,7 @@ class UserCode:
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
     """Raise the present error again, in an `except` clause; a user's as a `UserCodeError`.
 
-    The arguments are those of `UserCode`. The step does it like this: it costs nothing.
+    It takes `UserCode`'s arguments. The step calls it directly: without an error it costs nothing.
     """
     error = sys.exception()
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
@@ -145,7 +145,7 @@ def described(value: Any) -> str:
 
 
 def _range(value: Any) -> tuple[int, int]:
-    """The ends of a tensor of whole numbers; (0, -1) of any other value."""
+    """The ends of a tensor of whole numbers; (0, -1) for any other value."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         return 0, -1
     with suppress(RuntimeError):  # It is empty; or an accelerator does not answer after a failure.

@@ -45,7 +45,7 @@ Half = torch.dtype | str
 
 
 def _half_format(value: Half) -> torch.dtype:
-    """The 16-bit format that `value` is or names, if a run can use it."""
+    """Return the 16-bit format that `value` is or names, if a run can use it."""
     for name, half in HALVES.items():
         if value in (name, half):
             return half
@@ -55,7 +55,7 @@ def _half_format(value: Half) -> torch.dtype:
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
-    It takes its arguments as `Backoff` does. No scaled gradient must pass the largest number of
+    Its arguments are explained at `Backoff`. No scaled gradient must pass the largest number of
     `half`.
     """
 

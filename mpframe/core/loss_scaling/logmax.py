@@ -76,7 +76,7 @@ _State = Mapping[str, Number]
 
 
 def _log2(value: float) -> float:
-    return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math's rounds unlike.
+    return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math.log2 differs.
 
 
 def _where(condition: Tensor, value: Tensor | float, other: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class LogMax(AdaptiveScaler):
         self.state = {n: torch.where(ignored, old, new[n]) for n, old in self.state.items()}
 
     def _after(self, now: _State, amax: Number, on: Arithmetic) -> dict[str, Number]:
-        """The state after an observation, by the equations above."""
+        """Return the state after an observation, by the equations above."""
         clean = amax < math.inf  # nan compares false, so it counts as an overflow
         mean, bound = now["mean"], SURPRISE * on.sqrt(now["variance"])
         held = on.log2(amax * now["scale"])  # float64, where no product overflows
@@ -197,7 +197,7 @@ class LogMax(AdaptiveScaler):
             "lows": on.where(restart, 0.0, lows),
             "retreat": on.where(clean, on.floor(now["retreat"] / 2), further),
         }
-        return new | self._placed(now["scale"], new, on)
+        return new | self._choose_scale(now["scale"], new, on)
 
     def _reserve(self, state: _State, on: Arithmetic) -> Number:
         """The octaves above the mean that are held free: z σ + m."""
@@ -206,7 +206,7 @@ class LogMax(AdaptiveScaler):
     def _moments(
         self, now: _State, surprise: Number, count: Number, clean: Number, on: Arithmetic
     ) -> dict[str, Number]:
-        """Mean, variance and count after an observation; unchanged by an overflow."""
+        """Return mean, variance and count after an observation; an overflow changes none."""
         mean, variance = now["mean"], now["variance"]
         mean_gain = on.clamp(1 / (count + 1), self._mean_gain, math.inf)
         variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), self._variance_gain, math.inf)
@@ -218,8 +218,8 @@ class LogMax(AdaptiveScaler):
             "count": count + clean,
         }
 
-    def _placed(self, scale: Number, new: _State, on: Arithmetic) -> dict[str, Number]:
-        """The scale that the new state asks for, and the mean as seen from that scale."""
+    def _choose_scale(self, scale: Number, new: _State, on: Arithmetic) -> dict[str, Number]:
+        """Return the scale for the new state, and the mean relative to that scale."""
         exponent = on.exponent_of(scale)
         room = self._top - new["mean"] - self._reserve(new, on)
         rest = on.clamp(exponent + on.floor(room), self._floor, self._ceiling)
@@ -228,7 +228,7 @@ class LogMax(AdaptiveScaler):
 
 
 def _octaves(argument: str, scale: float) -> int:
-    """e, if `scale` is 2^e."""
+    """Return e if `scale` is 2^e, else raise ConfigError."""
     mantissa, exponent = math.frexp(scale)
     if mantissa != 0.5:
         nearest = f"use 2**{exponent - 1} or 2**{exponent}"

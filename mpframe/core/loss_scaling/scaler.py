@@ -1,4 +1,4 @@
-"""Loss scalers: what the step asks of one, and the two that never change their scale.
+"""Loss scalers: their protocol, and the two that never change their scale.
 
 `LossScaler` is the protocol: it gives the scale, and learns from the largest gradient of each step.
 `Scaler` is the base of the scalers that come with mpframe. `NoScaling` has the scale 1, so the step
@@ -69,7 +69,7 @@ def wants_probe(scaler: object) -> TypeGuard[Any]:
 
 
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
-    """The divisor of gradients; the number 1 if the loss is not scaled: no kernel runs."""
+    """Return the scale; the number 1 if the loss is not scaled, so that no kernel runs."""
     return 1.0 if scaler is None or isinstance(scaler, NoScaling) else scaler.scale
 
 
@@ -189,7 +189,7 @@ class NoScaling(Static):
         super().__init__(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty dict."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,7 +216,7 @@ def largest_power_below(limit: float, amax: Tensor) -> Tensor:
 def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
     """The largest power of two that leaves octaves (>= 0) free above a gradient of this magnitude.
 
-    None if `amax` is 0, inf or nan, and so tells nothing.
+    None if `amax` is 0, inf or nan.
     """
     if not 0.0 < amax < math.inf:
         return None
