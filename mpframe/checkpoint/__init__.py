@@ -9,8 +9,7 @@ writing.py and reading.py handle. untrusted.py refuses damaged and crafted files
 other weights to a model; export.py and export_graph.py write files for other programs.
 training/callbacks/checkpoints.py decides when a run saves, run/resume.py how it resumes.
 
-Imports torch and, of mpframe, `distributed`, `files`, `tree` and `errors`: no trainer and no
-options.
+Imports torch and, of mpframe, `core` and `files`: no trainer and no options.
 """
 
 from mpframe.checkpoint.folder import (

@@ -5,9 +5,10 @@ compares a composed configuration with it. Hydra composes; around it stand
 
     overrides.py     the words of a command line       composing.py     one job, composed
     command_line.py  the two together, checked         sweep.py         the jobs of a sweep
-    stored.py        a checkpoint's options            planned.py       ${plan:total_steps}
-    redaction.py     keeps secrets out
+    stored.py        a checkpoint's options            moved.py         old names of a `_target_`
+    planned.py       ${plan:...} and ${size:...}       redaction.py     keeps secrets out
+    locations.py     where conf/ is                    output_folder.py refuses one early
 
-This package imports only files/ and core/errors.py, never torch, so that a mistake is answered at
-once. Only config, assembly, run and cli know the options.
+This package imports only files/, core/errors.py and core/ranges.py, never torch, so that a mistake
+is answered at once. Only config, assembly, run and cli know the options.
 """

@@ -4,7 +4,8 @@
     plain_file.py   opens regular files only: no links, FIFOs or devices
     stored_yaml.py  reads a run's stored options as plain values, within bounds
     turns.py        lets processes work in a folder one after the other
-    text.py         lines and tables for a terminal
+    text.py         lines and tables for a terminal; errors in one line
+    table.py        writes a table as CSV or Parquet
 
 Begin with durable.py. This package imports only `core.errors`, so every package can use it.
 """

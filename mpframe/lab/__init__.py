@@ -6,6 +6,7 @@
     range_watch    the callback that reports both during a run; pictures draws them
     autopsy/       why a step failed, found by replaying it
     doctor/        what will go wrong, before training
+    report/        runs compared, on one page
     hints          options that are allowed, but probably not intended; a run reports them
     search         which modules must stay in fp32
     simulation     what another loss scaler would have done
@@ -13,7 +14,7 @@
 Begin with exponents.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
 remedies.py writes pins and moved ops as words for the command line.
 
-Imports `training` and all below it; `assembly` and the programs in `cli` use it. Nothing of it is
+Imports `training` and all below it; `run` and the programs in `cli` use it. Nothing of it is
 loaded before it is used; hints.py is what every run uses.
 """
 

@@ -10,7 +10,8 @@ recipe.py, which says how each operand of each product is quantised. Behind it s
     handler.py    the `OpHandler` through which the cast finds all this
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
-    ops.py        which ops of PyTorch are which product; the cast mode calls it
+    ops.py        which ops of PyTorch are which product
+    recurrent.py  LSTM, GRU and RNN step by step, so that each product can be quantised
     layers.py     the same in words, for the dtype map
     state.py      what lasts from step to step: random numbers, histories of delayed scaling
 

@@ -5,11 +5,12 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     tracker, event_file    curves, texts, pictures and hyperparameters for TensorBoard
     tags                   the name of every curve, picture and text, and what it means
     metrics_csv            the same numbers as a table
+    dtype_map              what each module stores and computes in, and why
     amax_record            the largest gradient of every step, to try loss scalers on afterwards
     summary                summary.json: how a run ended
     environment            versions, hardware, command line; the most memory in use
 
-May import config, files and errors; knows no trainer. Nothing else is here, because
+May import config, files and core; knows no trainer. Nothing is exported here, because
 summary.py is imported by programs that do not need torch.
 """
 

@@ -1,6 +1,6 @@
 """What several processes send and hold: a model to plan with.
 
-Usage: python -m bench.traffic, which prints the tables of docs/distributed.md.
+Usage, in scripts/: python -m bench.traffic, which prints the tables of docs/distributed.md.
 
 What a step hands to the collectives is known exactly, and counted by a test. What each rank then
 sends is that of the ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms

@@ -164,10 +164,10 @@ _FOLDER = (
 )
 INPUTS: dict[str, tuple[str, ...]] = {
     "digits_mlp": ("experiment=digits_mlp",),
-    "shapes_unet_small": ("experiment=shapes_unet_small",),
-    "speech_lstm_small": ("experiment=speech_lstm_small",),
-    "gpt_small": ("experiment=gpt_small",),
-    "detection_ssd_small": ("experiment=detection_ssd_small",),
+    "shapes_unet +size=small": ("experiment=shapes_unet", "+size=small"),
+    "speech_lstm +size=small": ("experiment=speech_lstm", "+size=small"),
+    "gpt +size=small": ("experiment=gpt", "+size=small"),
+    "detection_ssd +size=small": ("experiment=detection_ssd", "+size=small"),
     "image folder, kept in memory": _FOLDER,
     DECODED: (*_FOLDER, "dataset.cache_bytes=0"),
 }
@@ -301,7 +301,7 @@ optimizer.step()
 """
 _STEP, _TYPO = "import torch, one step of AdamW", "a refused typo"
 _RUN = "default run, to the end of its first step"
-_FIRST_STEP = ["-m", "bench.first_step", "trainer.progress=off", "hydra.run.dir=run"]
+_FIRST_STEP = ["-m", "bench.first_step", "callbacks.progress_bar=null", "hydra.run.dir=run"]
 # What is measured: the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),
