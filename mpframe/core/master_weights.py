@@ -106,7 +106,9 @@ class MasterWeights(OptimizerWrapper):
         if len(self.optimizer.param_groups) > self._registered:
             self._register_groups()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._masters:
+        for parameter, stepped in self._stepped.items():
+            if stepped is parameter:
+                continue
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:

@@ -258,6 +258,32 @@ def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(mode: str, two: R
     assert not torch.equal(*(own["states"][-1]["weights"]["4.weight"] for own in (sharded, free)))
 
 
+def cleared(mode: str, set_to_none: bool) -> tuple[float, float]:
+    """The sum of all gradients' magnitudes before and after `zero_grad`; no step comes between."""
+    with joined(None, lambda: CPU, 120) as comm:
+        trainer, samples = setup("mlp", mode, comm, True, {})
+        inputs, targets = samples[:8]
+        with trainer.precision.cast():
+            loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
+        loss.backward()
+
+        def size() -> float:
+            gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            return float(sum(whole_of(gradient).abs().sum() for gradient in gradients))
+
+        before = size()
+        trainer.optimizer.zero_grad(set_to_none)  # type: ignore[call-arg]
+        return before, size()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", ["fp32", "amp"])
+def test_gradients_of_parts_are_cleared(two: Ranks, mode: str, set_to_none: bool) -> None:
+    for before, after in two(cleared, mode, set_to_none):
+        assert before > 0
+        assert after == 0
+
+
 def kept(mode: str) -> dict[str, Any]:
     """Two steps and a validation: whether parts stay where they are, and what is gathered."""
     gathered_in: dict[str, torch.dtype] = {}

@@ -145,3 +145,14 @@ def test_hysteresis_equals_megatrons(seed: int, interval: int, hysteresis: int) 
         reference = Megatron(interval, hysteresis)
         theirs = [reference.update(bool(overflow)) for overflow in overflows[:, stream].tolist()]
         assert ours[:, stream].tolist() == theirs
+
+
+def test_more_clean_steps_than_a_shorter_interval_grow_at_once() -> None:
+    """A run is resumed with a smaller growth_interval than its count has reached."""
+    scaler, resumed = (
+        Backoff(init_scale=2.0**8, growth_interval=100),
+        Backoff(growth_interval=10),
+    )
+    scales(scaler, "." * 50)
+    resumed.load_state_dict(scaler.state_dict())
+    assert scales(resumed, "..") == [2.0**9, 2.0**9]

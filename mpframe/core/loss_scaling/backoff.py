@@ -153,7 +153,7 @@ class Backoff(AdaptiveScaler):
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
         clean_steps = (clean_steps + 1).masked_fill(overflow, 0)
         overflows = overflows + overflow
-        grow = clean_steps == self._growth_interval
+        grow = clean_steps >= self._growth_interval
         shrink = overflow & (overflows >= self._hysteresis)
 
         grown = torch.where(grow, scale * self._growth_factor, scale)
