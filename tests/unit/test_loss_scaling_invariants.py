@@ -7,7 +7,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,7 +84,19 @@ def test_backoff_stays_in_bounds_and_moves_by_one_factor(options, seed, steps) -
         assert torch.where(amax < math.inf, scaler.scale >= before, scaler.scale <= before).all()
 
 
+RESTART_AT_AN_OVERFLOW = {
+    "init_scale": "probe",
+    "overflow_probability": 0.25,
+    "half": torch.float16,
+    "mean_decay": 0.0,
+    "variance_decay": 0.0,
+    "min_scale": 1.0,
+    "max_scale": 256.0,
+}
+
+
 @repeatable
+@example(RESTART_AT_AN_OVERFLOW, 900, 36)
 @given(logmaxes(), seeds, lengths)
 def test_logmax_stays_in_bounds_and_on_powers_of_two(options, seed, steps) -> None:
     scaler = LogMax(**options)

@@ -16,7 +16,8 @@ from there by d octaves on overflows:
 
     rest = e + ⌊T - μ - z σ - m⌋                clamped to [min, max]
     d <- 2 d + 1 on overflow, ⌊d/2⌋ on a clean step
-    e <- max(rest - d, min)                     μ moves along, as x would have
+    e <- max(rest - d, min)                     on overflow at most e - 1
+                                                μ moves along, as x would have
 
 Why it is so:
 
@@ -197,7 +198,7 @@ class LogMax(AdaptiveScaler):
             "lows": on.where(restart, 0.0, lows),
             "retreat": on.where(clean, on.floor(now["retreat"] / 2), further),
         }
-        return new | self._choose_scale(now["scale"], new, on)
+        return new | self._choose_scale(now["scale"], new, clean, on)
 
     def _reserve(self, state: _State, on: Arithmetic) -> Number:
         """The octaves above the mean that are held free: z σ + m."""
@@ -218,12 +219,17 @@ class LogMax(AdaptiveScaler):
             "count": count + clean,
         }
 
-    def _choose_scale(self, scale: Number, new: _State, on: Arithmetic) -> dict[str, Number]:
+    def _choose_scale(
+        self, scale: Number, new: _State, clean: Number, on: Arithmetic
+    ) -> dict[str, Number]:
         """Return the scale for the new state, and the mean relative to that scale."""
         exponent = on.exponent_of(scale)
         room = self._top - new["mean"] - self._reserve(new, on)
         rest = on.clamp(exponent + on.floor(room), self._floor, self._ceiling)
         chosen = on.clamp(rest - new["retreat"], self._floor, math.inf)
+        # A restart gives the margin back, and with it more octaves than the retreat takes.
+        halved = chosen - on.clamp(chosen - exponent + 1.0, 0.0, math.inf)
+        chosen = on.where(clean, chosen, on.clamp(halved, self._floor, math.inf))
         return {"scale": on.power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
 
 
