@@ -12,7 +12,6 @@ from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, w
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
-from mpframe.core.precision import Precision
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.run.preprocessing import refuse_other_preprocessing
@@ -30,11 +29,6 @@ class Restored:
     trainer: Trainer  # with the weights of the checkpoint
     step: int  # steps the run had tried when the checkpoint was saved
     weights: str  # `trained` or `ema`
-
-    @property
-    def precision(self) -> Precision:
-        """The mode it is evaluated in."""
-        return self.trainer.evaluator.precision or self.trainer.precision
 
 
 def rebuilt(config: Config) -> tuple[Trainer, Loader]:

@@ -218,7 +218,7 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        skipped = not_finite(amax)
+        skipped = ~(amax < torch.inf)  # inf or nan
         norm = gradients.norm()
         if self.comm.sharding is not None:  # This rank has a part of the gradients.
             norm = self.comm.norm(norm)

@@ -178,7 +178,9 @@ class StepTrainer:
         buffers, done = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS, []
         for batch in map(self.on_device, micro_batches):
             buffers.save()
-            losses = [self.forward_backward(objective, batch) for objective in objectives]
+            losses = []
+            for objective in objectives:
+                losses.append(self.forward_backward(objective, batch))
             finite = self.comm.accumulate(optimizer, losses) < torch.inf
             buffers.restore_where(~finite)
             done.append((losses, finite))

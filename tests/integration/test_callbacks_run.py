@@ -36,9 +36,7 @@ def test_a_users_callback_sees_every_step_once_over_a_resume(
     assert steps == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     state = checkpoint.read(tmp_path).state["callbacks"]
     assert state["mine"] == {"losses": steps}
-    assert list(state) == [
-        *("results", "throughput", "curves", "csv", "autopsy", "mine", "checkpoints")
-    ]
+    assert list(state) == [*("results", "throughput", "curves", "csv", "autopsy", "mine")]
 
 
 def test_two_of_one_class_keep_a_state_each(start_run: StartRun, tmp_path: Path) -> None:

@@ -450,7 +450,10 @@ class Third(process_group.ProcessGroup):
 
 
 def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
-    assert (Third().lend("third"), Third().lend(None)) == ("third", "first")
+    assert (Third().broadcast_if_missing("third"), Third().broadcast_if_missing(None)) == (
+        "third",
+        "first",
+    )
 
 
 def largest_norm() -> Tensor:

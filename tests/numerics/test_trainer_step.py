@@ -342,26 +342,6 @@ class TwoBatches:
         return iter(batches(2))
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_evaluation_in_fp32_is_that_of_the_masters(mode: str, half: str) -> None:
-    """Exactly the loss of an fp32 model that holds the fp32 weights, whatever the mode."""
-    trainer = make_trainer(mode, half)
-    trainer.algorithms = {}
-    for batch in batches(5):
-        trainer.train_step(batch)
-    before = copy.deepcopy(trainer.state_dict())
-    formats = [p.dtype for p in trainer.model.parameters()]
-    trainer.evaluator = Evaluator(precision=Precision())
-    measured = trainer.evaluate(TwoBatches()).loss
-    assert differing(before, trainer.state_dict()) == []
-    assert [p.dtype for p in trainer.model.parameters()] == formats
-    plain = small_net().eval()
-    plain.load_state_dict(before["weights"])
-    with torch.no_grad():
-        losses = [nn.CrossEntropyLoss()(plain(x), y).double() for x, y in batches(2)]
-    assert measured == float((losses[0] * 8 + losses[1] * 8) / 16)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_leaves_the_mode_of_the_model(training: bool) -> None:
     trainer = make_trainer("fp32")
@@ -369,14 +349,3 @@ def test_evaluation_leaves_the_mode_of_the_model(training: bool) -> None:
     trainer.model.train(training)
     trainer.evaluate(TwoBatches())
     assert trainer.model.training is training
-
-
-@pytest.mark.parametrize("eval_half", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_evaluation_has_a_precision_of_its_own(mode: str, half: str, eval_half: str) -> None:
-    trainer = make_trainer(mode, half)
-    seen = []
-    trainer.model[4].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    trainer.evaluator = Evaluator(precision=Precision("amp", eval_half))
-    trainer.evaluate(TwoBatches())
-    assert seen == [getattr(torch, eval_half)] * 2

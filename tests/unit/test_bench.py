@@ -215,8 +215,8 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged, silent, scalers, parts, calls = overhead.tiny_tables(1, tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
     assert list(counts) == ["fp32", "mixed"]
-    assert 0 < int(counts["fp32"]) <= 45, counts
-    assert 0 < int(counts["mixed"]) <= 51, counts
+    assert 0 < int(counts["fp32"]) <= 46, counts
+    assert 0 < int(counts["mixed"]) <= 52, counts
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(silent.times) == names
     assert list(logged.times) == [*names, "by hand, compiled", "mpframe, compiled"]

@@ -101,7 +101,7 @@ def evaluate(
     if loader is None:
         raise ConfigError("split=test: the dataset has no test part; use split=val")
     evaluation, device = run.trainer.evaluate(loader), str(device_of(run.trainer.model))
-    where = (str(run.precision), device, loader.batch_size, loader.size)
+    where = (str(run.trainer.precision), device, loader.batch_size, loader.size)
     return Evaluated(evaluation, split, run.step, run.weights, *where)
 
 

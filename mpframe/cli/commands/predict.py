@@ -104,8 +104,9 @@ def main(arguments: list[str]) -> None:
     _refuse_file(out, overwrite)
     count = predict(run, samples, out, options.get("outputs"))
     said = (
-        f"{path}, step {run.step}: {count} predictions of {samples.source} ({run.precision} on "
-        f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"
+        f"{path}, step {run.step}: {count} predictions of {samples.source} "
+        f"({run.trainer.precision} on {device_of(run.trainer.model)}, weights {run.weights}); "
+        f"written to {out}"
     )
     print(printable(said))
 
