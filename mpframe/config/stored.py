@@ -73,7 +73,7 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     """Refuse the targets that nobody but a stored configuration names, all in one line."""
     words = []
     for option, target in targets:
-        if target in MOVED:
+        if isinstance(target, str) and target in MOVED:
             new = f"{option}={MOVED[target]}"
             raise CheckpointError(f"{path}: {option}={target} is now {MOVED[target]}; add {new}")
         words.append(f"{option}={target}")
