@@ -364,6 +364,14 @@ FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagr
 class TestSkip:
     """A step with a gradient that is not finite leaves every bit."""
 
+    @pytest.mark.parametrize("dtype", [FP32, *HALVES.values()])
+    def test_nan_skips_without_clipping(self, dtype: torch.dtype) -> None:
+        weight = nn.Parameter(torch.ones(2, dtype=dtype))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=0.5))
+        weight.grad = torch.tensor([1.0, float("nan")], dtype=dtype)
+        assert wrapped.step().skipped
+        assert torch.equal(weight.detach(), torch.ones(2, dtype=dtype))
+
     @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
     @pytest.mark.parametrize("dtype", [FP32, *HALVES.values()])
     @pytest.mark.parametrize("steps_before", [0, 2])
