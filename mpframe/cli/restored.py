@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
 from mpframe.checkpoint.folder import best_in
 from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, weights_of
@@ -14,7 +14,9 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
+from mpframe.run.parts import build_loaders, build_task, seed_everything
 from mpframe.run.preprocessing import refuse_other_preprocessing
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
 from mpframe.training.ema import AverageWeights, ema_of
 from mpframe.training.trainer import Trainer
@@ -33,10 +35,10 @@ class Restored:
 
 def rebuilt(config: Config) -> tuple[Trainer, Loader]:
     """Build a run's trainer and its training data; no step has been made."""
-    assembly.seed_everything(config.run.seed)
-    task = assembly.build_task(config)
-    train = assembly.build_loaders(config, task).train
-    return assembly.build_trainer(config, task, len(train)), train
+    seed_everything(config.run.seed)
+    task = build_task(config)
+    train = build_loaders(config, task).train
+    return build_trainer(config, task, len(train)), train
 
 
 def run_folder(path: Path) -> Path:
@@ -81,12 +83,12 @@ def restored(
     state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given, data)
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
-    assembly.seed_everything(config.run.seed)
+    seed_everything(config.run.seed)
     facts = facts_of(snapshot, source)
-    task = task_of(facts) if task_of else assembly.build_task(config)
+    task = task_of(facts) if task_of else build_task(config)
     if data:
         refuse_other_preprocessing(task, facts["preprocessing"], run_folder(path))
-    trainer = assembly.build_trainer(config, task, 1)
+    trainer = build_trainer(config, task, 1)
     trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(trained)
     if kind == "trained":

@@ -10,5 +10,5 @@ compares a composed configuration with it. Hydra composes; around it stand
     locations.py     where conf/ is                    output_folder.py refuses one early
 
 This package imports only files/, core/errors.py and core/ranges.py, never torch, so that a mistake
-is answered at once. Only config, assembly, run and cli know the options.
+is answered at once. Only config, run and cli know the options.
 """

@@ -1,14 +1,13 @@
-"""One training run in its folder, from the checked options to summary.json.
+"""One training run, from the checked options to objects, and from those to summary.json.
 
-Begin with `Run` in run.py: what a run does, in order.
+Begin with `Run` in run.py, which does everything in order, then `build_trainer` in trainer.py.
 
-    folder           the run's folder: its lock, and the files that it begins with
-    resume           the checkpoint or the weights that the run starts from
-    callbacks        all callbacks of a run, in order
-    description      the run in its log and in TensorBoard; how to use its weights
-    preprocessing    whether other data are read with the run's numbers; the tokenizer's vocabulary
-    process          memory, threads, console, Slurm's queue
-    outcome          the final test and the summary
+    target     calls what a `_target_` names             folder       the lock, the first files
+    parts      model, data, precision, loss scaler       resume       where a run starts from
+    optimizer  optimizers, schedules, averages           outcome      the final test, the summary
+    trainer    puts the parts together                   description  log, TensorBoard, usage
+    callbacks  all callbacks of a run, in order          process      memory, console, Slurm
+    preprocessing  whether other data are read with the run's numbers
 
-This package may import assembly and what is below it. Only cli starts runs.
+Only this package instantiates a `_target_`, and only cli starts runs.
 """

@@ -9,10 +9,10 @@
 The run's own callbacks are no entries of the group, so that they cannot be left out.
 """
 
-from mpframe import assembly
 from mpframe.config.schema import Config, measured
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
+from mpframe.run.parts import build_callbacks
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.results import Results
@@ -35,7 +35,7 @@ class RunCallbacks:
             "checkpoints": self.checkpoints,
             "stop_on_signal": interruption,
         }
-        group = assembly.build_callbacks(config)
+        group = build_callbacks(config)
         for name in group.keys() & (first.keys() | last.keys()):
             raise ConfigError(
                 f"callbacks.{name}: is one of the run's own callbacks, which every run has; "

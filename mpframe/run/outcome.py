@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.parts import resolve_device
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.training.callbacks.results import Results
@@ -64,7 +65,7 @@ def summary_of(
         loss_scaling=scaling,
         final_scale=scales.get("", scales or None),
         seed=config.run.seed,
-        device=str(assembly.resolve_device(config.run.device)) if trainer else config.run.device,
+        device=str(resolve_device(config.run.device)) if trainer else config.run.device,
         torch=torch.__version__,
     )
 

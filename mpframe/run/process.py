@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from mpframe.assembly import resolve_device
 from mpframe.config.schema import Config
+from mpframe.run.parts import resolve_device
 from mpframe.training.memory import keep_freed_memory
 
 _LOAD = Path("/proc/loadavg")

@@ -19,7 +19,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from mpframe import assembly
 from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composing import checked
 from mpframe.config.output_folder import refuse_unwritable
@@ -46,9 +45,18 @@ from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
+from mpframe.run.parts import (
+    Loaders,
+    build_loaders,
+    build_task,
+    resolve_device,
+    scaling_name,
+    seed_everything,
+)
 from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import Resume
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption
@@ -73,7 +81,7 @@ class Run:
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
         self.config = _of_this_rank(config)
-        self.scaling = assembly.scaling_name(config)  # Refused before the folder is taken.
+        self.scaling = scaling_name(config)  # Refused before the folder is taken.
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
@@ -98,7 +106,7 @@ class Run:
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
         options = self.config.trainer
-        device = partial(assembly.resolve_device, self.config.run.device)
+        device = partial(resolve_device, self.config.run.device)
         with (
             self._scratch,
             hidden_from_logs(self.secrets),
@@ -156,26 +164,26 @@ class Run:
 
     def _fit(self) -> None:
         config = self.config
-        assembly.seed_everything(config.run.seed)
-        task = assembly.build_task(config)
-        loaders = assembly.build_loaders(config, task, self.comm)
+        seed_everything(config.run.seed)
+        task = build_task(config)
+        loaders = build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
                 stack.callback(loader.close)
             self._fit_with(task, loaders)
 
-    def _fit_with(self, task: Task, loaders: assembly.Loaders) -> None:
+    def _fit_with(self, task: Task, loaders: Loaders) -> None:
         config, train = self.config, loaders.train
         # Again, because the first import of a dataset's modules may draw random numbers.
-        assembly.seed_everything(config.run.seed)
-        trainer = self.trainer = assembly.build_trainer(config, task, len(train), self.comm)
+        seed_everything(config.run.seed)
+        trainer = self.trainer = build_trainer(config, task, len(train), self.comm)
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
-            assembly.seed_everything(config.run.seed + self.comm.rank)
+            seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
@@ -207,7 +215,7 @@ class Run:
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(self, trainer: Trainer, loaders: assembly.Loaders, context: RunContext) -> None:
+    def _train_with(self, trainer: Trainer, loaders: Loaders, context: RunContext) -> None:
         assert self.callbacks is not None
         with set_up(trainer, context):
             with self.callbacks.checkpoints.around(trainer), _errors_dated(trainer):
@@ -215,7 +223,7 @@ class Run:
             with _errors_dated(trainer):
                 self._test(trainer, loaders)
 
-    def _test(self, trainer: Trainer, loaders: assembly.Loaders) -> None:
+    def _test(self, trainer: Trainer, loaders: Loaders) -> None:
         """Test what the training came to, if the dataset has a test part."""
         if loaders.test is None:
             return

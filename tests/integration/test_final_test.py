@@ -13,7 +13,7 @@ import pytest
 from conftest import StartRun, scalars, train
 from sameness import differing
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.command_line import checked, compose_named, without_hydra
@@ -24,6 +24,7 @@ from mpframe.core.errors import (
     DivergedError,
     RunInterrupted,
 )
+from mpframe.run.parts import build_loaders, build_task
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
@@ -308,9 +309,9 @@ def test_an_empty_test_part_is_refused_before_the_first_step(
     (tmp_path / "own_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     run = run_of(tmp_path / "run", *OPTIONS, *FACTS, "dataset._target_=own_parts.empty")
-    task = assembly.build_task(run.config)
+    task = build_task(run.config)
     with pytest.raises(DataError, match=r"^dataset: list has no samples; give at least one$"):
-        assembly.build_loaders(run.config, task)
+        build_loaders(run.config, task)
 
 
 def test_an_unknown_split_is_refused(

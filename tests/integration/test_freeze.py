@@ -13,9 +13,10 @@ from test_param_groups import batches
 from test_resume import cut
 from torch import Tensor
 
-from mpframe import assembly
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
+from mpframe.run.parts import build_task, seed_everything
+from mpframe.run.trainer import build_trainer
 from mpframe.training.callbacks.freeze import Freeze
 from mpframe.training.ema import ema_of
 from mpframe.training.trainer import Trainer
@@ -31,8 +32,8 @@ KINDS = ["foreach", "fused"]
 def cnn(*words: str) -> Trainer:
     _, composed = compose_named([*CNN, "optimizer.lr=0.01", *words])
     config = checked(without_hydra(composed))
-    assembly.seed_everything(0)
-    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
+    seed_everything(0)
+    return build_trainer(config, build_task(config), batches=4)
 
 
 def with_optimizer(name: str, kind: str) -> list[str]:

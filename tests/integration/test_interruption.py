@@ -16,9 +16,10 @@ from conftest import StartRun, scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.run.folder import RunLock
+from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
 
@@ -132,7 +133,8 @@ def test_further_signals_do_not_tear_the_checkpoint(
 def test_before_there_is_anything_to_save_a_signal_stops_at_once(
     start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "build_loaders", at_call(1, send, assembly.build_loaders))
+    stop = at_call(1, send, build_loaders)
+    monkeypatch.setattr("mpframe.run.run.build_loaders", stop)
     with pytest.raises(RunInterrupted):
         start_run(tmp_path, *OPTIONS)
     assert Summary.read(tmp_path).status == "interrupted"

@@ -9,13 +9,13 @@ import torch
 from conftest import StartRun
 from hydra import compose, initialize_config_dir
 
-from mpframe import assembly
-from mpframe.assembly.parts import to_device
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError
 from mpframe.core.objective import Objective, Supervised, model_loss
+from mpframe.run.parts import build_task, to_device
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
 from mpframe.training.objectives import cross_entropy
 from mpframe.workloads.gan import discriminator_objective
@@ -28,7 +28,7 @@ def objective_of(*overrides: str) -> Any:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         config = checked(compose("config", overrides=arguments))
-    return assembly.build_task(config).objective
+    return build_task(config).objective
 
 
 def test_the_default_is_the_datasets_own() -> None:
@@ -137,7 +137,7 @@ def test_a_task_may_leave_the_objective_to_the_options(
     assert objective_of(*words, "objective=model_loss") is model_loss
     config = checked(compose_named(words)[1])
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
-        assembly.build_trainer(config, assembly.build_task(config), batches=4)
+        build_trainer(config, build_task(config), batches=4)
 
 
 def test_a_users_collate_makes_the_batches_of_a_task_without_a_metric(

@@ -9,9 +9,11 @@ from conftest import StartRun, scalars
 from sameness import assert_same_run
 from test_resume import cut
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.run.parts import build_task, seed_everything
+from mpframe.run.trainer import build_trainer
 from mpframe.training.trainer import Trainer
 
 SMALL = ["model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=none"]
@@ -24,8 +26,8 @@ GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 def trainer_of(*overrides: str) -> Trainer:
     _, composed = compose_named([*SMALL, "device=cpu", *overrides])
     config = checked(without_hydra(composed))
-    assembly.seed_everything(0)
-    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
+    seed_everything(0)
+    return build_trainer(config, build_task(config), batches=4)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

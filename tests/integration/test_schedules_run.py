@@ -10,10 +10,10 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.assembly.optimizer import build_schedule
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.core.errors import ConfigError
+from mpframe.run.optimizer import build_schedule
 from mpframe.tracking.summary import Summary
 from mpframe.training import schedules
 

@@ -14,12 +14,13 @@ from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import cut
 
-from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import RunInterrupted, UserCodeError
 from mpframe.core.precision import Precision
+from mpframe.run.parts import build_task, seed_everything
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.gan import discriminator_objective, generator_objective
@@ -32,10 +33,10 @@ def built(*overrides: str) -> Trainer:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         config = checked(compose("config", overrides=arguments))
-    assembly.seed_everything(0)
-    task = assembly.build_task(config)
-    assembly.seed_everything(0)
-    return assembly.build_trainer(config, task, 4)
+    seed_everything(0)
+    task = build_task(config)
+    seed_everything(0)
+    return build_trainer(config, task, 4)
 
 
 def half_weights(trainer: Trainer) -> set[str]:

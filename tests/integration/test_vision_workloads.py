@@ -10,9 +10,10 @@ from test_resume import cut
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.assembly import build_task, build_trainer
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
+from mpframe.run.parts import build_task
+from mpframe.run.trainer import build_trainer
 
 RUNGS = sorted(path.stem for path in (CONF / "rung").glob("*.yaml"))
 TRAINED = [rung for rung in RUNGS if rung != "dynamic"]  # It is `masters` with another scaler.

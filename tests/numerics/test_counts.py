@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.assembly.trainer import shard
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of, model_loss, supervised
 from mpframe.parallel.launch import joined
+from mpframe.run.trainer import shard
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer

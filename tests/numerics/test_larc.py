@@ -8,11 +8,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
-from mpframe.assembly import make
 from mpframe.config.locations import CONF
 from mpframe.core import gradients, master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
+from mpframe.run.target import make
 from mpframe.training.callbacks.larc import LARC
 from mpframe.training.callbacks.step_hooks import Penalty
 from mpframe.training.plan import Plan

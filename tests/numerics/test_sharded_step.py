@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from mpframe import LogMax, Precision
-from mpframe.assembly.trainer import shard
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
 from mpframe.parallel.launch import joined
+from mpframe.run.trainer import shard
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hydra.utils import get_class
 
-from mpframe.assembly import build_loaders, make, resolve_device
-from mpframe.assembly.target import options_of
 from mpframe.core.errors import ConfigError
+from mpframe.run.parts import build_loaders, resolve_device
+from mpframe.run.target import make, options_of
 
 
 def test_auto_takes_what_there_is() -> None:
@@ -61,9 +61,9 @@ def test_batches_are_pinned_for_a_cuda_device(
 ) -> None:
     made: list[bool] = []
     monkeypatch.setattr(
-        "mpframe.assembly.parts.Loader", lambda *_, **options: made.append(options["pin"])
+        "mpframe.run.parts.Loader", lambda *_, **options: made.append(options["pin"])
     )
-    monkeypatch.setattr("mpframe.assembly.parts.resolve_device", torch.device)
+    monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
     data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0)
     trainer = SimpleNamespace(timeout=600.0)
     config: Any = SimpleNamespace(

@@ -9,10 +9,10 @@ from run_context import context
 from torch import nn
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.assembly import build_callbacks
 from mpframe.core.callback import Callback, call
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.core.objective import supervised
+from mpframe.run.parts import build_callbacks
 from mpframe.run.resume import restore
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 from mpframe.training.run_context import RunContext, set_up

@@ -332,7 +332,7 @@ def test_an_experiment_that_has_another_name_is_answered_with_it(name: str) -> N
 
 
 def test_the_scaling_that_fits_is_chosen() -> None:
-    from mpframe.assembly import scaling_name
+    from mpframe.run.parts import scaling_name
 
     chosen = {
         d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")

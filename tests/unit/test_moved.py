@@ -8,11 +8,11 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from mpframe.assembly.target import found
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.config.moved import MOVED
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.run.target import found
 
 OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
 

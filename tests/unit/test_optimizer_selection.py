@@ -5,11 +5,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from mpframe import assembly
 from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.models import mlp
+from mpframe.run.parts import build_task
+from mpframe.run.trainer import Trainer, build_trainer
 from mpframe.training.selection import Selection, divided
 
 
@@ -51,10 +52,10 @@ def test_what_divides_nothing_is_refused(selections: dict[str, Selection], line:
         divided(mlp(4, classes=2, hidden=8), selections)
 
 
-def trainer_of(*overrides: str) -> "assembly.Trainer":
+def trainer_of(*overrides: str) -> "Trainer":
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = checked(compose("config", overrides=["device=cpu", *overrides]))
-    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
+    return build_trainer(config, build_task(config), batches=4)
 
 
 def test_muon_gets_the_matrices() -> None:

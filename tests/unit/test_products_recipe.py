@@ -8,7 +8,6 @@ import yaml
 from torch import nn
 
 from mpframe import OpLists, Precision
-from mpframe.assembly.parts import build_precision, in_fp32
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
@@ -16,6 +15,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import OPERANDS, Recipe, shipped
 from mpframe.lowbit.scaling import Quantization
+from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
 
 MXFP8 = Quantization(FORMATS["e4m3fn"], per="block", block=32, scale="e8m0", rule="rceil")

@@ -3,13 +3,13 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mpframe.assembly import build_precision
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.op_lists import OpLists
 from mpframe.core.policy import Policy
 from mpframe.lab.remedies import deny_words, pin_words
+from mpframe.run.parts import build_precision
 
 NAMES = ["", "fc", "head", "0", "05", "2", "2.1", "2.10", "2.1.1", "layer4.1.conv2", "layer4.11"]
 

@@ -3,12 +3,12 @@
 import pytest
 from torch import Tensor
 
-from mpframe.assembly.trainer import refuse_beside_sharding
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
 from mpframe.parallel.launch import refuse_misfit
+from mpframe.run.trainer import refuse_beside_sharding
 
 GOES_NOT = "does not go with trainer.parallel=fsdp"
 USE = {

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpframe import assembly
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import checkpoint_of, restored, run_folder
@@ -43,6 +42,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import printable
+from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
 
@@ -95,7 +95,7 @@ def evaluate(
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     run = restored(checkpoint_of(path, split), given, weights)
-    loaders = assembly.build_loaders(run.config, run.task)
+    loaders = build_loaders(run.config, run.task)
     split = split or ("val" if loaders.test is None else "test")
     loader = loaders.val if split == "val" else loaders.test
     if loader is None:

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import nn
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.export import (
     FORMATS,
@@ -68,6 +68,7 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.tree import dtype_name
 from mpframe.files.text import printable
+from mpframe.run.parts import build_model
 
 _DEFAULTS = {
     "checkpoint": "",
@@ -139,7 +140,7 @@ def _content(export: Export, facts: dict[str, Any]) -> bytes:
         return as_safetensors(tensors, _without_secrets(facts))
     config = config_of(export.snapshot.config, export.source / "config.yaml", export.given)
     facts["model"] = model_facts(config.model)
-    model: nn.Module = assembly.build_model(config)
+    model: nn.Module = build_model(config)
     facts["inputs"] = without_labels(facts["inputs"], model)
     graph = traced(model, export.weights, export.options["weights_dtype"], facts["inputs"])
     facts["inputs"] = describe_inputs(graph, facts["inputs"])

@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from mpframe import assembly
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
@@ -50,6 +49,7 @@ from mpframe.data.task import Task
 from mpframe.files.table import refuse_unwritable_kind
 from mpframe.files.table import writing as table_writer
 from mpframe.files.text import printable
+from mpframe.run.parts import evaluation_loader
 from mpframe.training.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
 
@@ -123,7 +123,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     Raises:
         MpframeError: the outputs are not of this kind, or the file cannot be written.
     """
-    loader = assembly.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
+    loader = evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     bar = _Bar(len(loader))
     try:
         with writing(out), table_writer(out) as write:

@@ -34,7 +34,6 @@ from typing import Self
 import yaml
 from tqdm import tqdm
 
-from mpframe import assembly
 from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
@@ -47,6 +46,8 @@ from mpframe.files.durable import write_atomically
 from mpframe.files.text import markdown
 from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
+from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
@@ -78,7 +79,7 @@ class Aim:
         """Return the options of the run with every module kept."""
         if self.pin == NO_PRODUCTS:
             return replace(config, dtype=replace(config.dtype, products=NO_PRODUCTS))
-        return assembly.in_fp32(config)
+        return in_fp32(config)
 
 
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
@@ -173,7 +174,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
     config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
     task, train = _data(config)
     trainer = _trainer(config, task)
-    val = assembly.build_loaders(config, task).val
+    val = build_loaders(config, task).val
     trainer.callbacks = {"skip_guard": SkipGuard(limits.max_consecutive_skips)}
     try:
         trainer.fit(train)
@@ -184,14 +185,14 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
 
 
 def _data(config: Config) -> tuple[Task, Loader]:
-    assembly.seed_everything(config.run.seed)
-    task = assembly.build_task(config)
-    return task, assembly.build_loaders(config, task).train
+    seed_everything(config.run.seed)
+    task = build_task(config)
+    return task, build_loaders(config, task).train
 
 
 def _trainer(config: Config, task: Task) -> Trainer:
-    assembly.seed_everything(config.run.seed)
-    return assembly.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
+    seed_everything(config.run.seed)
+    return build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
 
 
 def _with_products(trainer: Trainer) -> list[str]:

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpframe.assembly import build_scaler
 from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
@@ -28,6 +27,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 from mpframe.lab.simulation import as_table, draw, replay
+from mpframe.run.parts import build_scaler
 from mpframe.tracking.amax_record import read_amax
 
 _OPTIONS = ("run", "loss_scaling", "out")

@@ -36,11 +36,12 @@ from bench.whole import trainers
 from bench.whole.loop_time import LoopTime
 from bench.whole.one_run import OURS
 from bench.whole.workloads import WORKLOADS, Workload
-from mpframe.assembly import build_loaders, build_task, build_trainer
 from mpframe.config.command_line import checked, compose_named
 from mpframe.config.schema import Config
 from mpframe.core.errors import MpframeError, first_line
 from mpframe.data.loading import Loader
+from mpframe.run.parts import build_loaders, build_task
+from mpframe.run.trainer import build_trainer
 from mpframe.training.trainer import Trainer
 
 MOST_OF_RUN = 1.03  # times a loop by hand

@@ -12,8 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from mpframe.assembly.parts import monitored
-from mpframe.assembly.target import found, make
 from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
@@ -22,6 +20,8 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
+from mpframe.run.parts import monitored
+from mpframe.run.target import found, make
 from mpframe.training.ema import Ema
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.schedules import PlannedSchedule, Schedule

@@ -14,16 +14,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from mpframe.assembly.optimizer import build_ema, build_optimizers, build_schedule, joined
-from mpframe.assembly.parts import (
-    build_callbacks,
-    build_metrics,
-    build_model,
-    build_precision,
-    build_scalers,
-    resolve_device,
-    to_device,
-)
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -35,6 +25,16 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
+from mpframe.run.optimizer import build_ema, build_optimizers, build_schedule, joined
+from mpframe.run.parts import (
+    build_callbacks,
+    build_metrics,
+    build_model,
+    build_precision,
+    build_scalers,
+    resolve_device,
+    to_device,
+)
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
 from mpframe.training.plan import Plan

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpframe.assembly.target import found, make, options_of
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -33,6 +32,7 @@ from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.launch import place
+from mpframe.run.target import found, make, options_of
 from mpframe.training.evaluation import LOSS, NamedMetric
 
 
