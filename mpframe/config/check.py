@@ -1,8 +1,8 @@
-"""Compares a composed configuration with the schema: a typed `Config`, or a line that says why not.
+"""Compares a composed configuration with the schema, and returns a typed `Config`.
 
-Everything is resolved first: a missing value and an interpolation that points nowhere are found
-here, before the first step. Then unknown keys, wrong types and values out of range are refused,
-each with the option's path, the value and what is allowed.
+Interpolations are resolved first, so a missing value or a dangling reference is found before the
+first step. Then unknown keys, wrong types and values out of range are refused, each with the
+option's path, the value and what is allowed.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} a
 from mpframe.config.redaction import values_of
 from mpframe.config.schema import (
     OPEN,
+    OPTIONS,
     RUN_OPTIONS,
     SECTIONS,
     Config,
@@ -37,6 +38,7 @@ from mpframe.config.schema import (
 )
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import Range
+from mpframe.files.stored_yaml import walk
 
 T = TypeVar("T")
 SIZE = "size"
@@ -44,7 +46,7 @@ SIZE = "size"
 
 
 def check(composed: DictConfig) -> Config:
-    """The typed configuration behind a composed one."""
+    """Return the typed configuration of a composed one, or raise a ConfigError."""
     tree = _resolved(composed)
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
@@ -55,7 +57,7 @@ def check(composed: DictConfig) -> Config:
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
-    own, arguments = _split(DatasetOptions, _open(tree, "dataset"))
+    data, arguments = _split(DatasetOptions, _open(tree, "dataset"))
     groups = optimizer.get("groups") or {}
     if joint is None:
         optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
@@ -66,7 +68,7 @@ def check(composed: DictConfig) -> Config:
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
         numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
-        data=_load(DatasetOptions, "dataset", own),
+        data=_load(DatasetOptions, "dataset", data),
         model=_open(tree, "model"),
         dataset=arguments,
         objective=_optional(tree, "objective"),
@@ -93,7 +95,7 @@ def _refuse_unfit_size(composed: DictConfig) -> None:
 
 
 def _refuse_without_source(run: RunOptions) -> None:
-    """The options that belong to `init_from` need it, and names are renamed to names."""
+    """Refuse options of `init_from` without it, and a new name that is not a word."""
     names = run.init_from_names or {}
     for name, value in (("init_from_except", run.init_from_except), ("init_from_names", names)):
         if value and run.init_from is None:
@@ -106,25 +108,24 @@ def _refuse_without_source(run: RunOptions) -> None:
 def _group(name: str, node: Any) -> Part:
     path = f"optimizer.groups.{name}"
     if not isinstance(node, dict):
-        raise ConfigError(f"{path}={_shown(node)}: must be a mapping; give it parameters")
+        raise ConfigError(f"{path}={as_typed(node)}: must be a mapping; give it parameters")
     if name == "default":
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
-    own, settings = _split(GroupOptions, node)
-    options = _load(GroupOptions, path, own)
+    common, settings = _split(GroupOptions, node)
+    options = _load(GroupOptions, path, common)
     for key in settings:
         if hint := use_instead(key):
             raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
-            f"{path}.{given[0]}={_shown(node[given[0]])}: has no meaning with frozen=true; leave "
+            f"{path}.{given[0]}={as_typed(node[given[0]])}: has no meaning with frozen=true; leave "
             "out one of them"
         )
     return Part(options, settings)
 
 
 def _joint(node: Mapping[str, Any]) -> JointOptions:
-    """Several optimizers, each with its own target and arguments."""
     options = _load(JointOptions, "optimizer", node)
     if not options.parts:
         raise ConfigError("optimizer.parts={}: must name at least one optimizer")
@@ -135,11 +136,11 @@ def _joint(node: Mapping[str, Any]) -> JointOptions:
 def _part(name: str, parts: Mapping[str, Any]) -> Part:
     path = f"optimizer.parts.{name}"
     if not isinstance(parts[name], dict):
-        raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
+        raise ConfigError(f"{path}={as_typed(parts[name])}: must be a mapping with a _target_")
     node = dict(parts[name])
     _require_target(path, node)
-    own, rest = _split(GroupOptions, node)
-    options = _load(GroupOptions, path, own)
+    common, rest = _split(GroupOptions, node)
+    options = _load(GroupOptions, path, common)
     if options.frozen:
         raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
@@ -158,7 +159,7 @@ def _refuse_leaving(run_name: str) -> None:
 
 
 def _refuse_empty(run: RunOptions) -> None:
-    """Refuse an empty path, which would stand for the current folder."""
+    """Refuse an empty path, which would mean the current folder."""
     for name, path in (("resume", run.resume), ("init_from", run.init_from)):
         if path is not None and not path.strip():
             raise ConfigError(
@@ -167,38 +168,20 @@ def _refuse_empty(run: RunOptions) -> None:
             )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options as one level of dotted paths."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{path}.")
-        else:
-            flat[path] = value
-    return flat
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested options as one level of dotted paths."""
+    return {path: held for path, _, held in walk(tree) if not isinstance(held, dict) or not held}
 
 
 def refuse_bad_value(path: str, value: Any) -> None:
     """Refuse a value of the option at `path`, if that is an option of a closed section."""
-    section, dot, name = path.rpartition(".")
-    holder: Any = SECTIONS.get(section) if dot else RunOptions
-    options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}
     refers = isinstance(value, str) and ("${" in value or value == "???")
-    if name in options and not refers:
-        _valid(path, value, options[name])
-
-
-def known_paths() -> set[str]:
-    """The dotted path of every option of a closed section."""
-    paths = set(RUN_OPTIONS)
-    for name, section in SECTIONS.items():
-        paths |= {f"{name}.{f.name}" for f in dataclasses.fields(section)}
-    return paths
+    if path in OPTIONS and not refers:
+        _valid(path, value, OPTIONS[path])
 
 
 def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
-    """An instance of a section's dataclass; refuses unknown keys, wrong types, bad values."""
+    """Make an instance of a section's dataclass, or refuse a key, type or value."""
     options = {f.name: f for f in dataclasses.fields(cast(Any, section))}
     _refuse_unknown(path, node, set(options))
     prefix = f"{path}." if path else ""
@@ -208,7 +191,7 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
 
 
 def _valid(path: str, value: Any, spec: Any) -> Any:
-    """`value` as the type of its option; one of another type or out of range is refused."""
+    """Convert a value to the type of its option, or refuse it."""
     limits: Range = spec.metadata["range"]
     measure = spec.metadata["measure"]
     if measure and measured(value, measure):
@@ -216,44 +199,40 @@ def _valid(path: str, value: Any, spec: Any) -> Any:
     try:
         converted = _converted(value, spec)
         # OmegaConf would take any number for a truth.
-        if limits.holds(converted) and not (
-            spec.type is bool and isinstance(value, int | float) and not isinstance(value, bool)
-        ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if limits.holds(converted) and not (spec.type is bool and number):
             return converted
     except OmegaConfBaseException:
-        pass  # Of another type.
+        pass  # Another type.
     kind = "" if limits.choices else " ".join([_type_name(_type(spec)), spec.metadata["unit"]])
-    hint = (use_instead(str(value)) if path == "dtype.mode" else "") or nearest(
-        str(value), limits.choices
-    )
+    hint = use_instead(str(value)) if path == "dtype.mode" else ""
+    hint = hint or nearest(str(value), limits.choices)
     allowed = " ".join(part.strip() for part in (kind, str(limits)) if part.strip())
     allowed += f", or as in 10{measure}" * bool(measure)
-    raise ConfigError(f"{path}={_shown(value)}: must be {allowed}" + (f"; {hint}" if hint else ""))
+    raise ConfigError(f"{path}={as_typed(value)}: must be {allowed}" + f"; {hint}" * bool(hint))
 
 
 def _converted(value: Any, spec: Any) -> Any:
-    """`value` as the type of its option, by OmegaConf's rules (`"3"` is an int, `1` a float)."""
+    """Convert by OmegaConf's rules: `"3"` is an int, `1` a float."""
     if spec.type is Any:
         return value
     merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
     held: Any = OmegaConf.to_container(merged)
-    return _as_word(held["value"]) if spec.metadata["range"].choices else held["value"]
+    value = held["value"]
+    if spec.metadata["range"].choices and isinstance(value, bool):
+        return {True: "on", False: "off"}[value]  # YAML reads an unquoted `on` as true.
+    return value
 
 
 def _type(spec: Any) -> Any:
-    """The option's type; a word for a number with its measure is not one."""
+    """Return the option's type, without the `str` of a number with its measure."""
     return reduce(or_, set(get_args(spec.type)) - {str}) if spec.metadata["measure"] else spec.type
 
 
 @cache
 def _holder(kind: Any) -> type:
-    """A dataclass whose field `value` is of this type."""
+    """Make a dataclass whose field `value` is of this type."""
     return dataclasses.make_dataclass("Holder", [("value", kind)])
-
-
-def _as_word(value: Any) -> Any:
-    """A truth as the word it stands for: YAML reads an unquoted `on` as true, `off` as false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _type_name(kind: Any) -> str:
@@ -268,16 +247,19 @@ def _type_name(kind: Any) -> str:
     return {"list": "a list", "dict": "a mapping"}.get(getattr(kind, "__name__", ""), "a value")
 
 
-def _shown(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+def as_typed(value: Any) -> str:
+    """Write a value as it is typed on a command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     node = tree.get(name)
     if not isinstance(node, dict):
-        raise ConfigError(f"{name}={_shown(node)}: must be a mapping; choose a file of conf/{name}")
+        raise ConfigError(
+            f"{name}={as_typed(node)}: must be a mapping; choose a file of conf/{name}"
+        )
     return node
 
 
@@ -292,12 +274,12 @@ def _optional(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
-    """The nodes of a section with several entries, by name; one that is null is left out."""
+    """Return the nodes of a section with several entries by name, without those that are null."""
     nodes = _section(tree, section) if tree.get(section) else {}
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(
-                f"{section}.{name}={_shown(node)}: must be a mapping with a _target_, or null to "
+                f"{section}.{name}={as_typed(node)}: must be a mapping with a _target_, or null to "
                 "leave it out"
             )
         if node is not None:
@@ -306,32 +288,32 @@ def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
 
 
 def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of a node that are fields of `options`, and the others."""
+    """Separate the entries of a node that are fields of `options` from the others."""
     fields = {field.name for field in dataclasses.fields(options)}
-    own = {key: value for key, value in node.items() if key in fields}
-    return own, {key: value for key, value in node.items() if key not in fields}
+    held = {key: value for key, value in node.items() if key in fields}
+    return held, {key: value for key, value in node.items() if key not in fields}
 
 
 def _require_target(path: str, node: Mapping[str, Any]) -> None:
-    if not isinstance(node.get("_target_"), str):
-        raise ConfigError(
-            f"{path}._target_={_shown(node.get('_target_'))}: "
-            "must be the dotted name of a class or function"
-        )
+    target = node.get("_target_")
+    if not isinstance(target, str):
+        must = "must be the dotted name of a class or function"
+        raise ConfigError(f"{path}._target_={as_typed(target)}: {must}")
 
 
 def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None:
     for key in node:
         if key not in known:
             prefix = f"{path}." if path else ""
-            paths = [f"{prefix}{name}" for name in sorted(known)]
-            hint = use_instead(str(key)) or nearest(f"{prefix}{key}", paths)
-            hint = hint or f"known: {', '.join(paths)}"
-            raise ConfigError(f"{prefix}{key}: no such option; {hint}")
+            names = [f"{prefix}{name}" for name in sorted(known)]
+            hint = use_instead(str(key)) or nearest(f"{prefix}{key}", names)
+            raise ConfigError(
+                f"{prefix}{key}: no such option; {hint or 'known: ' + ', '.join(names)}"
+            )
 
 
 def _resolved(composed: DictConfig) -> dict[str, Any]:
-    """The configuration as plain values; refuses what is missing or points nowhere."""
+    """Return the configuration as plain values, or refuse a missing value or reference."""
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:

@@ -1,7 +1,7 @@
-"""From the words of a command line to a checked job, or to one line that says what is wrong.
+"""Turns the words of a command line into a checked job, or into one line that says what is wrong.
 
-A command line is made ready for Hydra, or composed and checked here. `JobCheck` is a callback of
-Hydra, wired in conf/: it checks what Hydra has composed before anything starts.
+A command line is made ready for Hydra, or composed and checked here. `JobCheck`, a callback of
+Hydra that conf/ names, checks what Hydra has composed before anything starts.
 """
 
 import copy
@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.composing import checked, composed, refuse_bad_override, without_hydra
-from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import (
     PRIMARY,
     Source,
@@ -41,6 +40,7 @@ from mpframe.config.sweep import (
     resolved_text,
 )
 from mpframe.core.errors import ConfigError, MpframeError
+from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
 
 __all__ = [
@@ -50,7 +50,7 @@ _JOBS = 512
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra takes them."""
+    """Return the arguments as Hydra takes them."""
     flags, words = parsed_flags(arguments)
     if flags.shell_completion:
         return arguments
@@ -61,7 +61,7 @@ def prepare(arguments: list[str]) -> list[str]:
     place = source_of(flags, words).place
     if flags.config_path not in (None, place):
         given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
-    # Before the flags: of some the value may be left out, and the next word would be taken for it.
+    # Words go first: a flag whose value was left out would take the next word for it.
     return [*rewritten(words), *given]
 
 
@@ -70,12 +70,12 @@ class Job:
     """A job that training would run."""
 
     typed: list[str]  # Its words of the command line.
-    overrides: list[str]  # The same as Hydra is given them.
-    config: Config  # What they make, checked.
+    overrides: list[str]  # The same words as Hydra gets them.
+    config: Config
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Each job that training would run."""
+    """Yield each job that training would run."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
@@ -87,7 +87,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
-    """What `option=value` words compose for one job."""
+    """Compose the `option=value` words of one job: Hydra's overrides, and the configuration."""
     source, typed = take_source(given)
     words = rewritten(typed)
     overrides = parsed(words)
@@ -99,7 +99,7 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
 
 
 def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
-    """The words of each job, as they were typed."""
+    """Return the words of each job, as they were typed."""
     if not multirun:
         return [given]
     swept = [[word] for word in given]
@@ -111,10 +111,10 @@ def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
 
 
 class JobCheck(Callback):
-    """Refuses a run, or a whole sweep, before it starts."""
+    """A callback of Hydra that refuses a run, or a whole sweep, before it starts."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _ended():
+        with _exit_on_error():
             for word in _words(config, "hydra"):
                 if word.startswith("hydra.sweep."):
                     raise ConfigError(
@@ -125,14 +125,14 @@ class JobCheck(Callback):
             _check(config, "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _ended():
+        with _exit_on_error():
             _check_sweep(config, str(kwargs.get("config_name") or PRIMARY))
         _start_at_once(config)
         _let_trials_fail(config)
 
 
 @contextmanager
-def _ended() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     try:
         with unreachable_in_one_line():
             yield
@@ -152,7 +152,7 @@ def _check_sweep(config: DictConfig, name: str) -> None:
 
 
 def _check(config: DictConfig, option: str) -> None:
-    """Check a composed job; its options may refer to Hydra's, as in ${hydra:job.num}."""
+    """Check a composed job, whose options may refer to Hydra's, as in ${hydra:job.num}."""
     job = copy.deepcopy(config)
     before = HydraConfig.instance().cfg
     try:
@@ -164,24 +164,21 @@ def _check(config: DictConfig, option: str) -> None:
         resume = checked(job).run.resume
         refuse_unwritable(option, folder)
         if option == "hydra.sweep.dir":
-            _refuse_to_write_elsewhere(folder / "multirun.yaml")
+            file = folder / "multirun.yaml"
+            # Hydra would write through a link, and wait for a FIFO.
+            if file.is_symlink() or (file.exists() and not file.is_file()):
+                raise ConfigError(
+                    f"hydra.sweep.dir={folder}: its {file.name} is no regular file; delete it, or "
+                    "choose another folder"
+                )
             options = resolved_text(without_hydra(job))
             holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
     finally:
         HydraConfig.instance().cfg = before
 
 
-def _refuse_to_write_elsewhere(path: Path) -> None:
-    """Refuse a link or a FIFO in the place of a file: Hydra writes through it, or waits for it."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ConfigError(
-            f"hydra.sweep.dir={path.parent}: its {path.name} is no regular file; delete it, or "
-            "choose another folder"
-        )
-
-
 def _words(config: DictConfig, kind: str) -> list[str]:
-    """The words of the command line for Hydra (`hydra`) or for the jobs (`task`)."""
+    """Return the words of the command line for Hydra (`hydra`) or for the jobs (`task`)."""
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     return list(overrides[kind])
 
@@ -210,7 +207,7 @@ def _is_basic(config: DictConfig, kind: str) -> bool:
 
 
 def _start_at_once(config: DictConfig) -> None:
-    """Let Hydra compose each job just before it runs, if they run one after the other."""
+    """Make Hydra compose each job just before it runs, if they run one after the other."""
     basic = _is_basic(config, "sweeper") and _is_basic(config, "launcher")
     if basic and config.hydra.sweeper.max_batch_size is None:
         with read_write(config.hydra):
@@ -218,7 +215,7 @@ def _start_at_once(config: DictConfig) -> None:
 
 
 def _let_trials_fail(config: DictConfig) -> None:
-    """Let a search go on if a trial fails: Optuna's sweeper stops at the first by default."""
+    """Continue a search if a trial fails: Optuna's sweeper stops at the first by default."""
     option = "max_failure_rate"
     given = any(option in word for word in _words(config, "hydra"))
     if option in config.hydra.sweeper and not given:

@@ -1,13 +1,11 @@
-"""Lets Hydra compose one job's configuration, and says in one line why Hydra could not.
+"""Composes one job's configuration with Hydra, and explains in one line why Hydra could not.
 
-Hydra answers a misspelt key with the hint to add `+`, and a key added so would train with the
-default and say nothing. So if Hydra refuses, the words are checked again, one by one: the
-first that names no choice or option, or has a value that is not allowed, is named with what is.
+Hydra answers a misspelt key with the hint to add `+`, and then the run would silently train with
+the default. So if Hydra refuses, each word is checked again: the first that names no choice or
+option, or has a value that is not allowed, is reported with the allowed ones.
 """
 
 import argparse
-from collections.abc import Iterator
-from typing import Any, cast
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -17,32 +15,31 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from mpframe.config.check import check, known_paths, refuse_bad_value
+from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import (
     MAPPINGS,
     PRIMARY,
-    Source,
     hydra_over,
     parsed,
     rewritten,
     source_of,
 )
 from mpframe.config.redaction import secrets_of, values_of
-from mpframe.config.schema import OPEN, Config, use_instead
+from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest
+from mpframe.files.stored_yaml import walk
 
 _ONE_CHOICE = {
     *("dtype", "dtype/products", "ops"),
     *(name for name, section in OPEN.items() if not section.named),
 }
-_MERGING = "Error merging override "  # Hydra's; what is wrong with it stands in the cause.
+_MERGING = "Error merging override "  # Hydra's words, whose cause says what is wrong.
 
 
 def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
-    """What the words of one job compose, Hydra's own section with it; Hydra is initialised."""
-    overrides = parsed(words)
-    for override in overrides:
+    """Compose the words of one job, including Hydra's own section; needs Hydra initialised."""
+    for override in parsed(words):
         refuse_bad_override(override)
     try:
         return compose(name, overrides=words, return_hydra_config=True)
@@ -51,18 +48,18 @@ def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
 
 
 def checked(config: DictConfig) -> Config:
-    """The typed configuration behind a composed one that may still hold Hydra's own section."""
+    """Return the typed configuration of a composed one, with or without Hydra's own section."""
     secrets_of(values_of(config), {})  # A refusal tells none of them.
     return check(without_hydra(config))
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """A composed configuration without Hydra's own section, interpolations left as they are."""
+    """Return a composed configuration without Hydra's own section, interpolations unresolved."""
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
 def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigError:
-    """Why Hydra, which is initialised, could not compose the words, in one line."""
+    """Explain in one line why Hydra, which is initialised, could not compose the words."""
     try:
         overrides = parsed(words)
         for override in overrides:
@@ -81,7 +78,7 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
     except ConfigError as refused:
         return refused
     except Exception:
-        pass  # The fault is in a choice's own file; the error repeats what Hydra said of it.
+        pass  # The fault is in a choice's own file, and Hydra's error describes it.
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return ConfigError(f"{mark.name}, line {mark.line + 1}: {error.problem}; correct the file")
@@ -91,10 +88,10 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
 
 
 def refuse_bad_override(override: Override) -> None:
-    """Refuse a value on the command line that is not allowed, whatever else it is given with."""
+    """Refuse a value on the command line that no other word could make right."""
     key, value = override.key_or_group, override.value()
     if override.type is OverrideType.DEL:
-        if key in known_paths() and not key.startswith("optimizer."):
+        if key in OPTIONS and not key.startswith("optimizer."):
             raise ConfigError(f"~{key}: every run has this option; give it a value, {key}=VALUE")
     elif isinstance(value, list) and len(value) != 1 and key in _ONE_CHOICE:
         raise ConfigError(f"{override.input_line}: give one choice, as {key}=NAME")
@@ -103,7 +100,7 @@ def refuse_bad_override(override: Override) -> None:
 
 
 def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
-    """The choices of a group, sorted, for Hydra as it is initialised; none if it is no group."""
+    """Return the sorted choices of a group for Hydra as it is initialised, if it is a group."""
     if "." in group:
         return []
     places = [word for word in words if word.lstrip("+").startswith("hydra.searchpath=")]
@@ -112,7 +109,7 @@ def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
 
 
 def one_line(error: Exception) -> str:
-    """What Hydra or OmegaConf says on several lines, without where it looked."""
+    """Put what Hydra or OmegaConf says into one line, without the search path."""
     said = str(error) or str(error.__cause__ or type(error).__name__)
     if said.startswith(_MERGING) and error.__cause__ is not None:
         said = f"{said.removeprefix(_MERGING)}: {first_line(error.__cause__)}"
@@ -137,7 +134,7 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
 
 
 def _other_way(group: str, choice: str) -> str:
-    """What to write instead of a choice that others have, or how to get it."""
+    """Return what to write instead of another library's choice, or how to get it."""
     if group in ("hydra/sweeper", "hydra/launcher"):
         return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
     if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
@@ -148,7 +145,7 @@ def _other_way(group: str, choice: str) -> str:
 
 
 def _experiment_now(name: str) -> str:
-    """What to write for an experiment that is now the small size of another, or has a new name."""
+    """Return what to write for an experiment that was renamed or became a small size."""
     whole = name.removesuffix("_small")
     file = CONF / "experiment" / f"{whole}.yaml"
     if whole == name or not file.is_file():
@@ -159,7 +156,7 @@ def _experiment_now(name: str) -> str:
 
 
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
-    """Refuse what is no choice of a group, naming the nearest ones."""
+    """Refuse a choice that a group does not have, naming the nearest ones."""
     if choice not in choices:
         hint = _other_way(group, choice) or nearest(choice, choices)
         raise ConfigError(
@@ -180,11 +177,11 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
-    own = section in OPEN and bool(rest)
-    hint = use_instead(key if own else key.rpartition(".")[2]) or nearest(key, known)
+    is_open = section in OPEN and bool(rest)
+    hint = use_instead(key if is_open else key.rpartition(".")[2]) or nearest(key, known)
     beside = [path for path in known if path.startswith(f"{section}.")]
     advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
-    if own and not adds:
+    if is_open and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")
 
@@ -197,31 +194,19 @@ def _refuse_unknown_hydra_key(override: Override, base: DictConfig) -> None:
 
 
 def paths(config: DictConfig) -> set[str]:
-    """The dotted path of every option of a composed configuration, sections included."""
-    return set(_walked(cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))))
-
-
-def _walked(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _walked(value, f"{prefix}{key}.")
+    """Return the dotted path of every option of a composed configuration and of its sections."""
+    return {path for path, _, _ in walk(OmegaConf.to_container(config, resolve=False))}
 
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
-    """Look the words of a command line through for what Hydra could not compose."""
+    """Search the words of a command line for what Hydra could not compose."""
     source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
+        files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
         return ConfigError(
             f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
-            + (_nearest_in(source) or "add --config-dir=FOLDER")
+            + (nearest(source.name, [file.stem for file in files]) or "add --config-dir=FOLDER")
         )
     job = [o for o in parsed(rewritten(words)) if not (flags.multirun and o.is_sweep_override())]
     with hydra_over(source):
         return refusal(error, [str(o.input_line) for o in job], source.name)
-
-
-def _nearest_in(source: Source) -> str:
-    """The user's own primary configurations with a name like the one that is asked for."""
-    files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
-    return nearest(source.name, [file.stem for file in files])

@@ -1,7 +1,7 @@
-"""Where the shipped configuration lies: conf/ of a clone, mpframe/conf of the wheel.
+"""Where the shipped configuration is: conf/ of a clone, mpframe/conf of the wheel.
 
-In a clone mpframe/conf is a link to conf/, for `pkg://mpframe.conf`. Messages name the folder
-itself. An unpacked source archive has no link.
+In a clone mpframe/conf is a link to conf/, for `pkg://mpframe.conf`. An unpacked source archive has
+no link.
 """
 
 from pathlib import Path

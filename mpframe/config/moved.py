@@ -1,4 +1,4 @@
-"""The new names of what a `_target_` of version 0.1.0 named, in one table."""
+"""The new name of each `_target_` of version 0.1.0."""
 
 _WORKLOADS = {
     "detection.data": ["data.scenes", "data.MeanAveragePrecision"],

@@ -1,11 +1,10 @@
 """The words of a command line: Hydra's flags, `option=value`, and where Hydra composes from.
 
-    --config-dir=FOLDER    is searched before the shipped conf/, as are those of hydra.searchpath
-    --config-path=FOLDER   takes the place of the shipped conf/
+    --config-dir=FOLDER    is searched before the shipped conf/, like hydra.searchpath
+    --config-path=FOLDER   replaces the shipped conf/
     --config-name=NAME     the primary configuration in one of them
 
-The other commands take these three flags as well. Hydra parses the overrides; a few are rewritten
-for it.
+All commands take these three flags. Hydra parses the overrides, and a few are rewritten for it.
 """
 
 import argparse
@@ -37,14 +36,14 @@ _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags by name, and the `option=value` words between them, in order."""
+    """Separate the flags by name from the `option=value` words, which keep their order."""
     flags, rest = _parsed(_parser(), arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
 
 def source_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Of the flags those that say where Hydra composes from, and all other arguments, in order."""
+    """Separate the flags that say where Hydra composes from and all other arguments."""
     flags, rest = _parsed(_source_parser(), arguments)
     _refuse_unfit_source(flags)
     return flags, rest
@@ -61,7 +60,7 @@ def _parsed(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Refuse in one line, and not by printing the usage, e.g. an ambiguous abbreviation."""
+        """Refuse in one line instead of printing the usage."""
         raise ConfigError(f"{message}; see --help")
 
 
@@ -73,7 +72,7 @@ def _source_parser() -> argparse.ArgumentParser:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Hydra's flags, as its documentation lists them."""
+    """Make the parser of Hydra's flags, as its documentation lists them."""
     parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -112,22 +111,21 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _refuse_unfit_source(flags: argparse.Namespace) -> None:
-    path, folder = flags.config_path, flags.config_dir
-    if path is not None and "://" not in path and not Path(path).is_dir():
-        raise ConfigError(f"--config-path={path}: no such folder; name one with .yaml files")
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
+    for flag, path in (("path", flags.config_path), ("dir", flags.config_dir)):
+        package = flag == "path" and "://" in str(path)
+        if path is not None and not package and not Path(path).is_dir():
+            raise ConfigError(f"--config-{flag}={path}: no such folder; name one with .yaml files")
 
 
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
-"""Options that are mappings and hold no entry at first."""
+"""Options that are mappings without an entry at first."""
 _PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
-_LONGEST = 2**15  # characters; Hydra's parser takes their number squared, five seconds for a list
+_LONGEST = 2**15  # characters: Hydra's parser needs quadratic time, five seconds for such a list
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
 def rewritten(words: list[str]) -> list[str]:
-    """The words as Hydra takes them."""
+    """Return the words as Hydra takes them."""
     for word in words:
         if len(word) > _LONGEST:
             raise ConfigError(
@@ -136,11 +134,11 @@ def rewritten(words: list[str]) -> list[str]:
             )
     words = [move for word in words for move in _moves(_with_quoted_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
-    return _with_options_of_swept_groups(_with_own_targets(words))
+    return _add_options_of_swept_groups(_choose_users_targets(words))
 
 
 def parsed(words: list[str]) -> list[Override]:
-    """The words as Hydra understands them."""
+    """Parse the words as Hydra does."""
     parser = OverridesParser.create()
     overrides = []
     for word in words:
@@ -148,8 +146,8 @@ def parsed(words: list[str]) -> list[Override]:
             override = parser.parse_override(word)
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            shown = word or "''"
-            raise ConfigError(f"{shown}: not of the form option=value; {reason}") from None
+            what = f"{word or repr(word)}: not of the form option=value"
+            raise ConfigError(f"{what}; {reason}") from None
         if not override.key_or_group:
             raise ConfigError(f"{word}: not of the form option=value; the option is missing")
         overrides.append(override)
@@ -157,7 +155,7 @@ def parsed(words: list[str]) -> list[Override]:
 
 
 def word_of(option: str, value: str) -> str:
-    """The word that gives an option a text as its value, in quotes if Hydra needs them."""
+    """Return the word that gives an option a text as its value, quoted if Hydra needs it."""
     word = f"{option}={value}"
     try:
         plain = parsed([word])[0]
@@ -165,15 +163,13 @@ def word_of(option: str, value: str) -> str:
         plain = None
     if plain is not None and not plain.is_sweep_override() and plain.value() == value:
         return word
-    # A backslash is one of the text, unless a quote follows.
-    escaped = re.sub(
-        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
-    )
+    # Only backslashes before a quote need another one.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value)
     return f"{option}='{escaped}'"
 
 
 def _with_quoted_path(word: str) -> str:
-    """A path may hold `=` and commas, as the folder of a sweep's job does, or begin with `~/`."""
+    """Quote a path, which may hold `=` and commas as a sweep's folder does, or begin with `~/`."""
     option, _, value = word.partition("=")
     home = value.startswith("~/") and "," not in value
     if home or (option in _PATHS and os.path.exists(value)):
@@ -182,7 +178,7 @@ def _with_quoted_path(word: str) -> str:
 
 
 def _moves(word: str) -> list[str]:
-    """An addition to an op list, or a removal, as moves of single ops."""
+    """Return an addition to an op list, or a removal, as moves of single ops."""
     match = _MOVE.match(word)
     if match is None:
         return [word]
@@ -191,30 +187,22 @@ def _moves(word: str) -> list[str]:
     return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
 
 
-def _with_own_targets(words: list[str]) -> list[str]:
-    """Give a user's own class none of the arguments of the shipped choice."""
+def _choose_users_targets(words: list[str]) -> list[str]:
+    """Give a user's class none of the arguments of the shipped choice."""
     groups = [group for group, section in OPEN.items() if not section.named]
-    own = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
+    users = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
     chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}
-    written = [f"{group}=own" for group in sorted(own - chosen)]
-    for word in words:
-        free = any(word.startswith(f"{group}.") for group in own)
-        written.append(f"++{word}" if free else word)
-    return written
-
-
-def _with_options_of_swept_groups(words: list[str]) -> list[str]:
-    overrides = parsed(words)
-    swept = {o.key_or_group for o in overrides if o.is_sweep_override()}
-
-    def free(override: Override, word: str) -> bool:
-        group, dot, _ = override.key_or_group.partition(".")
-        return bool(dot) and group in swept and word[0] not in "+~"
-
+    options = tuple(f"{group}." for group in users)
     return [
-        f"++{word}" if free(override, word) else word
-        for override, word in zip(overrides, words, strict=True)
+        *(f"{group}=own" for group in sorted(users - chosen)),
+        *(f"++{word}" if word.startswith(options) else word for word in words),
     ]
+
+
+def _add_options_of_swept_groups(words: list[str]) -> list[str]:
+    """Allow options that only some choices of a swept group have."""
+    swept = tuple(f"{o.key_or_group}." for o in parsed(words) if o.is_sweep_override())
+    return [f"++{word}" if word.startswith(swept) else word for word in words]
 
 
 PRIMARY = "config"
@@ -227,20 +215,20 @@ _SEARCHED = "hydra.searchpath"
 class Source:
     """Where a configuration is composed from."""
 
-    name: str = PRIMARY  # Of the primary configuration.
-    place: str = str(CONF)  # An absolute folder, or `pkg://` and a package.
-    further: str | None = None  # An absolute folder that is searched besides.
-    searched: tuple[str, ...] = ()  # By hydra.searchpath: `file://FOLDER` or `pkg://PACKAGE`.
+    name: str = PRIMARY  # the primary configuration's
+    place: str = str(CONF)  # an absolute folder, or `pkg://` and a package
+    further: str | None = None  # an absolute folder that is also searched
+    searched: tuple[str, ...] = ()  # hydra.searchpath: `file://FOLDER` or `pkg://PACKAGE`
 
     @property
     def own_folders(self) -> list[Path]:
-        """The folders among them that are not mpframe's own, without those of hydra.searchpath."""
+        """The user's folders, except the ones of hydra.searchpath."""
         named = [place for place in (self.place, self.further) if place]
         return [Path(p) for p in named if _PACKAGE not in p and not _is_shipped(p)]
 
     @property
     def first(self) -> list[str]:
-        """What is searched before the shipped conf/: a user's file stands for one of that name."""
+        """The places searched before the shipped conf/, whose files win over shipped ones."""
         if not _is_shipped(self.place):
             return []
         named = [f"file://{self.further}"] if self.further else []
@@ -262,7 +250,7 @@ def _is_shipped(place: str) -> bool:
 
 
 def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
-    """The source that parsed flags and words name."""
+    """Return the source that parsed flags and words name."""
     place = str(flags.config_path or CONF)
     source = Source(
         name=str(flags.config_name or PRIMARY).removesuffix(".yaml"),
@@ -275,7 +263,7 @@ def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
 
 
 def _searched_by(source: Source) -> Any:
-    """What a user's own primary configuration adds; Hydra itself says what is wrong with it."""
+    """Return what a user's primary configuration adds; Hydra reports its mistakes."""
     for folder in source.own_folders:
         with suppress(OSError, YAMLError, OmegaConfBaseException):
             config = OmegaConf.load(folder / f"{source.name}.yaml")
@@ -284,11 +272,11 @@ def _searched_by(source: Source) -> Any:
 
 
 def stand_ins(hydra: DictConfig) -> Iterator[str]:
-    """A line for each choice of a job that a user's file of the same name makes."""
-    folders = [own.path for own in hydra.runtime.config_sources if own.schema == "file"]
+    """Yield a line for each choice of a job that is a user's file with a shipped one's name."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, choice in hydra.runtime.choices.items():
         name = f"{group}/{choice}.yaml"
-        folder = next((own for own in folders if os.path.isfile(f"{own}/{name}")), str(CONF))
+        folder = next((f for f in folders if os.path.isfile(f"{f}/{name}")), str(CONF))
         if not _is_shipped(folder) and (CONF / name).is_file():
             yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
 
@@ -306,7 +294,7 @@ def take_source(
 
 @contextmanager
 def hydra_over(source: Source = SHIPPED) -> Iterator[None]:
-    """Within the block Hydra composes from a source."""
+    """Context manager in which Hydra composes from a source."""
     package = source.place.removeprefix(_PACKAGE).replace("/", ".")
     settings = {"version_base": "1.3", "job_name": "train"}
     with (
@@ -320,7 +308,7 @@ def hydra_over(source: Source = SHIPPED) -> Iterator[None]:
 
 @contextmanager
 def own_folders_first(source: Source) -> Iterator[None]:
-    """Within the block a search path that Hydra makes has the user's folders before mpframe's."""
+    """Context manager in which Hydra's search path has the user's folders before mpframe's."""
     Plugins.instance().register(_OwnFolders)
     _OwnFolders.first = source.first
     _OwnFolders.last = source.further
@@ -331,7 +319,7 @@ def own_folders_first(source: Source) -> Iterator[None]:
 
 
 class _OwnFolders(SearchPathPlugin):
-    """Hydra itself puts the folders of --config-dir and hydra.searchpath last."""
+    """A plugin, because Hydra puts the folders of --config-dir and hydra.searchpath last."""
 
     first: ClassVar[list[str]] = []
     last: ClassVar[str | None] = None

@@ -1,4 +1,4 @@
-"""Words in a configuration: `${size:768,128}`, and how long a run is planned.
+"""Resolvers of a configuration: `${size:768,128}`, and `${plan:NAME}` for a run's length.
 
 With `+size=small` each `${size:FULL,SMALL}` of an experiment is its second value.
 
@@ -9,8 +9,8 @@ A schedule is made for a number of steps, whatever its argument for it is called
     epochs: ${plan:epochs}                     passes over the data; the last may be incomplete
     steps_per_epoch: ${plan:steps_per_epoch}
 
-A resolved configuration still contains these words: `filled_in` puts the numbers in when the
-schedule is made, because they are known once the data set is loaded.
+A resolved configuration still contains the `${plan:...}`. `filled_in` puts the numbers in when the
+schedule is made, because they are known only once the dataset is loaded.
 """
 
 import re
@@ -25,8 +25,8 @@ NAMES = ("total_steps", "epochs", "steps_per_epoch")
 _WORDS = re.compile(r"\$\{plan:(\w+)(?:,([\d.e+-]+))?\}")
 
 
-def _kept(name: str, share: float | None = None) -> str:
-    """The words themselves, if they are allowed."""
+def _keep_plan(name: str, share: float | None = None) -> str:
+    """Return the words unresolved, if they are allowed."""
     if name not in NAMES:
         hint = nearest(str(name), NAMES) or f"choose {', '.join(NAMES)}"
         raise ValueError(f"the plan has no {name}: {hint}")
@@ -37,16 +37,16 @@ def _kept(name: str, share: float | None = None) -> str:
     return f"${{plan:{name},{share}}}"
 
 
-def _sized(full: Any, small: Any, *, _root_: Any) -> Any:
+def _choose_size(full: Any, small: Any, *, _root_: Any) -> Any:
     return small if OmegaConf.select(_root_, "size") == "small" else full
 
 
-OmegaConf.register_new_resolver("plan", _kept, replace=True)
-OmegaConf.register_new_resolver("size", _sized, replace=True)
+OmegaConf.register_new_resolver("plan", _keep_plan, replace=True)
+OmegaConf.register_new_resolver("size", _choose_size, replace=True)
 
 
 def filled_in(node: Any, plan: Mapping[str, int]) -> Any:
-    """`node` with the numbers of `plan` for its words."""
+    """Return `node` with the numbers of `plan` in place of its `${plan:...}`."""
     if isinstance(node, Mapping):
         return {key: filled_in(value, plan) for key, value in node.items()}
     if isinstance(node, list):

@@ -1,9 +1,9 @@
 """Keeps the secrets of the environment out of what a run writes and prints.
 
-A run's folder is meant to be passed on. Two kinds of values are never in it: those of variables
-that the configuration refers to by `${oc.env:NAME}`, wherever they are passed on to, and those of
-variables whose name sounds like a secret, in case a shell has put them on the command line. The
-path of a folder is shown unless its variable's name sounds like a secret.
+A run's folder is meant to be passed on. Two kinds of environment variables are never shown in it:
+variables that the configuration refers to by `${oc.env:NAME}`, and variables whose name sounds like
+a secret, because a shell may have put them on the command line. A folder's path is shown unless its
+variable's name sounds like a secret.
 
 Values are redacted before they are written, as YAML may quote, escape or fold a secret.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mpframe.files.stored_yaml import walk
 from mpframe.files.text import printable
 
 SECRET_NAME = re.compile(
@@ -35,7 +36,7 @@ _ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
 def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[str]:
-    """The values to keep out, the longest first."""
+    """Return the values to keep out, the longest first."""
     _referred.update(name for text in texts for name in _REFERENCE.findall(str(text)))
     found = {
         value
@@ -52,16 +53,16 @@ def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[
 
 
 def hide(text: str, secrets: Sequence[str]) -> str:
-    """`text` with `***` in the place of every secret, escaped as it may be."""
+    """Replace every secret in `text` by `***`, also if it is escaped."""
     for secret in secrets:
         text = _pattern(secret).sub(HIDDEN, text)
     return text
 
 
 def redacted(value: Any, secrets: Sequence[str]) -> Any:
-    """A copy of nested values, with `***` in the place of every secret in a key or a value.
+    """Return a copy of nested values with `***` for every secret in a key or a value.
 
-    An interpolation that contains a secret is hidden as a whole, and so is a number that is one.
+    An interpolation or a number that contains a secret is hidden as a whole.
     """
     if isinstance(value, Mapping):
         return {redacted(key, secrets): redacted(held, secrets) for key, held in value.items()}
@@ -76,7 +77,7 @@ def redacted(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
-    """A configuration as YAML without its secrets."""
+    """Return a configuration as YAML without its secrets."""
     tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     if resolve:
         resolved: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
@@ -85,13 +86,14 @@ def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
 
 
 def values_of(config: Any) -> list[Any]:
-    """Every value of a configuration as it was written, unresolved."""
-    return list(_leaves(OmegaConf.to_container(config, resolve=False)))
+    """Return every value of a configuration as it was written, unresolved."""
+    tree = OmegaConf.to_container(config, resolve=False)
+    return [held for _, _, held in walk(tree, lists=True) if not isinstance(held, dict | list)]
 
 
 @contextmanager
 def hidden_from_logs(secrets: Sequence[str]) -> Iterator[None]:
-    """Within the block the root logger's handlers write no secret and no control character."""
+    """Context manager in which the root logger writes no secret and no control character."""
     handlers = logging.getLogger().handlers.copy()
     before = [handler.formatter for handler in handlers]
     for handler in handlers:
@@ -104,7 +106,7 @@ def hidden_from_logs(secrets: Sequence[str]) -> Iterator[None]:
 
 
 class Redacting(logging.Formatter):
-    """Formats as another does, and hides secrets in the text, tracebacks included."""
+    """A formatter that hides secrets in what another one writes, tracebacks included."""
 
     def __init__(self, inner: logging.Formatter | None, secrets: Sequence[str]) -> None:
         super().__init__()
@@ -112,25 +114,25 @@ class Redacting(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text; a character that would control a terminal is written out."""
+        """Format the record without secrets, with control characters written out."""
         return printable(hide(self._inner.format(record), self._secrets), keep="\n\t")
 
 
 def formatter_of_hydra() -> logging.Formatter:
-    """For Hydra's own lines, which repeat the options of a sweep's jobs as they were typed."""
+    """Make the formatter of Hydra's lines, which repeat the options of a sweep's jobs."""
     secrets = secrets_of(sys.argv, os.environ)
     return Redacting(logging.Formatter("[%(asctime)s][HYDRA] %(message)s"), secrets)
 
 
 @lru_cache
 def _pattern(secret: str) -> re.Pattern[str]:
-    """Finds a secret also if quoting or `repr` has put backslashes into it."""
+    """Match a secret also if quoting or `repr` has put backslashes into it."""
     letters = (_ESCAPED.get(letter, re.escape(letter)) for letter in secret)
     return re.compile("".join(rf"\\{{0,3}}{letter}" for letter in letters))
 
 
 def _but_references(raw: Any, resolved: Any) -> Any:
-    """`resolved`, but each reference to the environment as it is in `raw`."""
+    """Return `resolved`, with each reference to the environment as it is in `raw`."""
     if isinstance(raw, dict) and isinstance(resolved, dict):
         return {key: _but_references(raw.get(key), value) for key, value in resolved.items()}
     if isinstance(raw, list) and isinstance(resolved, list):
@@ -138,11 +140,3 @@ def _but_references(raw: Any, resolved: Any) -> Any:
     if isinstance(raw, str) and "${oc.env" in raw:
         return raw.replace("$", "\\$")
     return resolved
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict | list):
-        for held in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(held)
-    else:
-        yield tree

@@ -1,15 +1,14 @@
 """The schema: every option mpframe owns, its type, default, unit, range and one sentence.
 
-The values a run starts from stand in `conf/`; this file says what each may be, and check.py holds
-a composed configuration against it. Neither imports torch, so a wrong option is refused at once.
+The values a run starts from are in `conf/`. This file says which values are allowed, and check.py
+compares a composed configuration with it. Neither imports torch, so a mistake is answered at once.
 
-Closed sections (`dtype`, `ops`, `trainer`, `numerics`, the run itself) take the options listed here
-and no others. Open sections (`OPEN`) name a `_target_` and take whatever that takes, plus the
-options listed here.
+Closed sections (`dtype`, `ops`, `trainer`, `numerics`, the run itself) take only the options listed
+here. Open sections (`OPEN`) name a `_target_` and also take its arguments.
 
-To import this file gives Hydra the schema: `schema`, the first entry of conf/config.yaml's
-defaults list. So Hydra itself knows the type and default of each closed option, and refuses any
-other one, on the command line and in every file.
+Importing this file registers the schema with Hydra as `schema`, the first entry of the defaults
+list in conf/config.yaml. Hydra then knows the type and default of each closed option, and refuses
+any other one on the command line and in every file.
 """
 
 import dataclasses
@@ -23,9 +22,9 @@ from mpframe.core.ranges import Range
 
 
 def option(default: Any, sentence: str, unit: str = "", measure: str = "", **limits: Any) -> Any:
-    """A field of the schema: its default, its one sentence, its unit and its `Range`.
+    """Make a field of the schema from its default, sentence, unit and limits (see `Range`).
 
-    A number may be followed by `measure`, and is then of that other unit, as in `30min`.
+    With a `measure`, a number of that unit is also allowed, such as `30min`.
     """
     metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": False}
     metadata["range"] = Range(**limits)
@@ -35,10 +34,7 @@ def option(default: Any, sentence: str, unit: str = "", measure: str = "", **lim
 
 
 def watching_option(*arguments: Any, **named: Any) -> Any:
-    """An option that changes what is seen or kept of a run, or how long a failing run goes on.
-
-    It changes none of the run's numbers.
-    """
+    """Make an option that changes none of a run's numbers, only what is shown or kept of it."""
     made = option(*arguments, **named)
     made.metadata = {**made.metadata, "watches": True}
     return made
@@ -87,13 +83,13 @@ _FORMER = {
 
 
 def use_instead(name: str) -> str:
-    """A clause with what to write for an older or another library's name; empty if it is none."""
+    """Return a clause with our word for an older or another library's name, or an empty one."""
     folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
     return (folded | _FORMER).get(name.lower(), "")
 
 
 def measured(value: Any, measure: str) -> float | None:
-    """The number before `measure`, e.g. 30.0 for `30min`; None for anything else."""
+    """Return the number before `measure`, e.g. 30.0 for `30min`, or None for anything else."""
     words = re.fullmatch(rf"(\d+\.?\d*|\.\d+){measure}", str(value))
     return float(words[1]) if words and float(words[1]) > 0 else None
 
@@ -333,7 +329,7 @@ class RunOptions:
 class OpenSection:
     """A section that names a class or function by `_target_`, and its arguments."""
 
-    options: type | None = None  # Those that belong to it whatever its target.
+    options: type | None = None  # Common to all of its targets.
     required: bool = True  # If False, the section may be null or absent.
     named: bool = False  # The section holds several of them by name.
 
@@ -358,7 +354,14 @@ SECTIONS: dict[str, type] = {
     "optimizer": OptimizerOptions,
 }
 RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
-
+OPTIONS = {
+    f"{path}.{field.name}".lstrip("."): field
+    for path, section in {"": RunOptions, **SECTIONS}.items()
+    for field in dataclasses.fields(section)
+}
+"""The field of each option by its dotted path."""
+WATCHING = {path for path, field in OPTIONS.items() if field.metadata["watches"]}
+"""The paths of the options that only watch."""
 
 # Those of conf/callbacks/default.yaml, except loss_spikes.
 _WATCHING_CALLBACKS = (
@@ -368,35 +371,23 @@ _WATCHING_CALLBACKS = (
 
 
 def only_watches(path: str) -> bool:
-    """Whether an option, by its dotted path, changes what is seen of a run and none of its numbers.
+    """Return whether the option at a dotted path changes none of a run's numbers.
 
-    A user's own callback may do anything, so it is taken to change them.
+    A user's own callback may do anything, so it counts as one that changes them.
     """
     section, _, rest = path.partition(".")
     if section == "callbacks":
         return rest.split(".")[0] in _WATCHING_CALLBACKS
-    return section == "metrics" or path in watching()
-
-
-def watching() -> set[str]:
-    """The dotted paths of the options that only watch."""
-    sections: dict[str, Any] = {"": RunOptions, **SECTIONS}
-    return {
-        f"{path}.{field.name}" if path else field.name
-        for path, section in sections.items()
-        for field in dataclasses.fields(section)
-        if field.metadata["watches"]
-    }
+    return section == "metrics" or path in WATCHING
 
 
 @dataclass
 class Config:
     """A checked configuration. Open sections are plain mappings with their `_target_`.
 
-    `joint` holds the optimizers if there are several; `optimizer` is then without `_target_`.
-    `groups` are the optimizer's groups of parameters, by name, in their order.
-    `callbacks` and `metrics` hold such mappings by name, in the order of the configuration; one
-    that is null is left out.
+    With several optimizers, `joint` holds them and `optimizer` has no `_target_`. `groups` are the
+    optimizer's groups of parameters by name. `callbacks` and `metrics` are such mappings by name,
+    without those that are null. All keep the order of the configuration.
     """
 
     run: RunOptions
@@ -420,12 +411,11 @@ class Config:
     @property
     def optimizer_nodes(self) -> list[dict[str, Any]]:
         """The node of each optimizer, `_target_` and arguments."""
-        if self.joint is None:
-            return [self.optimizer]
-        return [part.node for part in self.joint.parts.values()]
+        parts = self.joint.parts.values() if self.joint else ()
+        return [part.node for part in parts] or [self.optimizer]
 
 
-# What a user changes most comes first, and the long lists of ops last: so `--help` shows them.
+# The order in `--help`: the options changed most often first, the long lists of ops last.
 _ORDER = (
     *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
     *("objective", "metrics", "callbacks", "numerics", "ops"),
@@ -433,19 +423,15 @@ _ORDER = (
 
 
 def _schema() -> Any:
-    """A dataclass of the whole configuration; an open section may hold anything."""
-    closed = {
+    """Make a dataclass of the whole configuration, in which an open section may hold anything."""
+    fields: dict[str, Any] = {
         name: (name, section, dataclasses.field(default_factory=section))
         for name, section in SECTIONS.items()
-        if name not in OPEN
     }
-    own = {"dataset": lambda: dataclasses.asdict(DatasetOptions())}
-    free = {
-        name: (name, Any, dataclasses.field(default_factory=own.get(name, lambda: None)))
-        for name in OPEN
-    }
-    fields = free | closed
-    # OmegaConf fills a typed mapping at the root with nothing; check.py holds it against its type.
+    fields |= {name: (name, Any, dataclasses.field(default=None)) for name in OPEN}
+    common = dataclasses.field(default_factory=lambda: dataclasses.asdict(DatasetOptions()))
+    fields["dataset"] = ("dataset", Any, common)
+    # OmegaConf fills a typed mapping at the root with nothing, so check.py checks its type.
     names = ("init_from_names", Any, dataclasses.field(default=None))
     ordered = [names, *(fields[name] for name in sorted(fields, key=_ORDER.index))]
     return dataclasses.make_dataclass("Options", ordered, bases=(RunOptions,))

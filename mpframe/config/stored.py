@@ -1,9 +1,9 @@
 """A run's stored configuration, read back as data.
 
 A checkpoint may come from anybody, and a configuration is code: a `_target_` names what is called.
-So nothing that its `config.yaml` says is run, called or looked up, with one exception: if it names
-a class or function that a file of this program's own `conf/`, or of a folder that the user names,
-has at the same place, that one is meant. Any other must be named again on the command line:
+So nothing that its `config.yaml` names is called or looked up, with one exception: a class or
+function that a file of the shipped `conf/`, or of a folder that the user names, has at the same
+place. Any other must be named again on the command line:
 
     stored                          command line                    built
     model: mpframe.models.cnn       -                               the shipped cnn, stored options
@@ -12,8 +12,8 @@ has at the same place, that one is meant. Any other must be named again on the c
     model: my_pkg.Net               --config-dir=conf               the same, if a file there has it
     model: my_pkg.Net               model=cnn model.width=16        cnn as the command line says
 
-A target below a section's own is built if such a file has it there, with all options stored beside
-it. Any other, Hydra's other special keys, interpolations and YAML aliases are refused.
+A nested target is built if such a file has it at that place, with all options stored beside it. Any
+other, Hydra's other special keys, interpolations and YAML aliases are refused.
 """
 
 import os
@@ -33,7 +33,7 @@ from mpframe.config.moved import MOVED
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.files.stored_yaml import parsed
+from mpframe.files.stored_yaml import parsed, walk
 
 _TARGET = "_target_"
 
@@ -43,30 +43,27 @@ class Trusted:
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]
-        own = [n for folder in source.own_folders for n in _named_in(folder, source.name)]
-        self._own = {(place, target) for place, target, _ in own}
-        self._nodes: dict[tuple[str, str], list[set[str]]] = {}
-        for place, target, options in [*own, *_named_in(CONF, "config")]:
-            self._nodes.setdefault((place, target), []).append(options)
+        named = [n for folder in source.own_folders for n in _targets_in(folder, source.name)]
+        self._users = {(place, target) for place, target, _ in named}
+        self._options: dict[tuple[str, str], list[set[str]]] = {}
+        for place, target, options in [*named, *_targets_in(CONF, "config")]:
+            self._options.setdefault((place, target), []).append(options)
 
     def choices(self, group: str) -> dict[str, Any]:
-        """The targets of a group by choice."""
-        files = [
-            file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))
-        ]
-        nodes = {file.stem: _read(file) for file in files}
-        targets = {choice: node.get(_TARGET, "???") for choice, node in nodes.items()}
+        """Return the targets of a group by choice."""
+        files = [f for folder in self._folders for f in sorted((folder / group).glob("*.yaml"))]
+        targets = {file.stem: _read(file).get(_TARGET, "???") for file in files}
         return {choice: target for choice, target in targets.items() if target != "???"}
 
     def holds(self, place: str, node: Mapping[str, Any]) -> bool:
-        """True if a file has this node's target and all of its options at this place."""
-        target, options = str(node[_TARGET]), set(node)
-        return any(options <= own for own in self._nodes.get((place, target), ()))
+        """Return whether a file has this node's target and all of its options at this place."""
+        known = self._options.get((place, str(node[_TARGET])), ())
+        return any(set(node) <= options for options in known)
 
     def names(self, place: str, target: Any) -> bool:
-        """True if a file names this target for this place, e.g. `model` or `metrics.top`."""
+        """Return whether a file has this target at this place, e.g. `model` or `metrics.top`."""
         shipped = place in OPEN and target in self.choices(place).values()
-        return shipped or (place, str(target)) in self._own
+        return shipped or (place, str(target)) in self._users
 
 
 def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
@@ -87,23 +84,20 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     )
 
 
-def _named_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:
-    """What `_targets` gives, of the files of a folder that Hydra composes from."""
-    places = {**{group: group for group in OPEN}, "experiment": ""}
-    for group, place in places.items():
-        for file in sorted((folder / group).rglob("*.yaml")):
-            yield from _targets(_read(file), place)
-    for file in folder.glob(f"{primary}.yaml"):
-        yield from _targets(_read(file))
+def _targets_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:
+    """Yield (place, target, keys beside it) of each `_target_` that Hydra finds in a folder."""
+    trees = [(group, file) for group in OPEN for file in sorted((folder / group).rglob("*.yaml"))]
+    roots = [*sorted((folder / "experiment").rglob("*.yaml")), *folder.glob(f"{primary}.yaml")]
+    for group, file in [*trees, *(("", root) for root in roots)]:
+        tree = _read(file)
+        for place, node in [(group, tree), *_nodes(tree, f"{group}." if group else "")]:
+            if _TARGET in node:
+                yield place, str(node[_TARGET]), set(node)
 
 
-def _targets(node: Any, place: str = "") -> Iterator[tuple[str, str, set[str]]]:
-    """(place, target, keys beside it) of each `_target_` in a node and below it."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key == _TARGET:
-                yield place, str(value), set(node)
-            yield from _targets(value, f"{place}.{key}".lstrip("."))
+def _nodes(tree: Any, parent: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, node) of the mappings below a tree, except those in lists."""
+    return ((place, node) for place, _, node in walk(tree, parent) if isinstance(node, dict))
 
 
 def _read(file: Path) -> dict[Any, Any]:
@@ -120,7 +114,7 @@ _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
     *("resume", "init_from", "init_from_names", "init_from_except", "size"),
 }
-# What an evaluation needs none of, but a complete configuration holds.
+# A complete configuration holds these, and an evaluation does not use them.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
 _INSTEAD = {
     "scheduler": None,
@@ -131,27 +125,33 @@ _INSTEAD = {
 
 
 def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Config:
-    """The configuration to evaluate a run with: the stored one with the command line's changes."""
+    """Return the configuration to evaluate a run with.
+
+    text: the stored configuration, from the file `path`. given: the words of the command line,
+    which change it. data: if False, the dataset, the objective and the metrics are left out.
+    """
     source, words = take_source(given)
     read, trusted = parsed(text, path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
-    overrides = [own for own in overrides if own.key_or_group != "hydra.searchpath"]
+    overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     _refuse_unfit(overrides)
     plain = OmegaConf.to_container(without_hydra(composed), resolve=False)
     fresh = cast(dict[str, Any], plain)
-    named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(words)
+    groups = {o.key_or_group for o in overrides if (CONF / o.key_or_group).is_dir()}
+    taken = [o.key_or_group for o in overrides if o.key_or_group not in groups]
+    named = groups & _words(words)
     for group in named:
         if group not in OPEN or _target(stored, group) != _target(fresh, group):
             stored[group] = {}
-    taken = [o.key_or_group for o in overrides if not _is_group(o.key_or_group)]
     for key in taken:
         _drop(stored, key)
-    built = {key: own for key, own in stored.items() if data or key not in _DATA}
+    built = {key: section for key, section in stored.items() if data or key not in _DATA}
     refuse_unnamed(path, _unnamed(built, named, trusted))
-    nested = {f"{place}._target_" for place, node in _nested(stored) if trusted.holds(place, node)}
-    _refuse_code(path, {**stored, "optimizer": joint}, nested)
+    nested = [(place, node) for place, node in _nodes(stored) if "." in place and _TARGET in node]
+    allowed = {f"{place}._target_" for place, node in nested if trusted.holds(place, node)}
+    _refuse_code(path, {**stored, "optimizer": joint}, allowed)
     for key in (*named, *taken):
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
@@ -166,7 +166,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
 
 
 def _parts(optimizer: Any) -> dict[Any, Any]:
-    """The names of several optimizers and which weights each may take."""
+    """Return the names of several optimizers and which weights each takes."""
     parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
     kept = ("parameters", "without", "ndim")
     return {
@@ -176,27 +176,23 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
     }
 
 
-def _is_group(key: str) -> bool:
-    return (CONF / key).is_dir()
-
-
 def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -> list[str]:
-    """`GROUP=CHOICE` for what is stored, so that the command line may name its options."""
+    """Return `GROUP=CHOICE` for each stored section, so that words may name its options."""
     choices = []
     for group in _used(stored) - _words(given):
         target = _target(stored, group)
-        names = [choice for choice, own in trusted.choices(group).items() if own == target]
+        names = [choice for choice, known in trusted.choices(group).items() if known == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
     return choices
 
 
 def _used(stored: Mapping[str, Any]) -> set[str]:
-    """The open sections with one target that an evaluation takes from the stored options."""
+    """Return the open sections with one target that an evaluation takes from the stored ones."""
     return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
 
 
 def _words(given: list[str]) -> set[str]:
-    """The groups the command line chooses from, `group._target_=...` included."""
+    """Return the groups that the command line chooses from, `group._target_=...` included."""
     keys = {word.partition("=")[0].lstrip("+~") for word in given}
     return {key.removesuffix("._target_") for key in keys}
 
@@ -219,12 +215,12 @@ def _refuse_unfit(overrides: list[Override]) -> None:
 def _unnamed(
     stored: Mapping[str, Any], named: set[str], trusted: Trusted
 ) -> Iterator[tuple[str, Any]]:
-    """(word of the command line, target) of what only the stored configuration names."""
+    """Yield (word of the command line, target) of what only the stored configuration names."""
     for group in sorted(_used(stored) - named):
         target = _target(stored, group)
         if not trusted.names(group, target):
             yield f"{group}._target_", target
-    # The group holds what a user added; the dataset's own metrics are not stored.
+    # The group holds what a user added. The dataset's metrics are not stored.
     metrics = stored.get("metrics")
     for name, node in metrics.items() if isinstance(metrics, dict) else ():
         target = node.get("_target_") if isinstance(node, dict) else None
@@ -232,55 +228,19 @@ def _unnamed(
             yield f"+metrics.{name}._target_", target
 
 
-def _nested(stored: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, node) of each node with a target below the targets of the open sections."""
-    for place, node in _nodes(stored):
-        if "." in place and "_target_" in node:
-            yield place, node
-
-
-def _nodes(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, dict):
-            yield f"{place}{key}", value
-            yield from _nodes(value, f"{place}{key}.")
-
-
 def _refuse_code(path: Path, stored: Mapping[str, Any], nested: set[str]) -> None:
-    """Refuse all that could run, but for the targets, which have been found trusted."""
-    own = {f"metrics.{name}._target_" for name in stored.get("metrics") or ()}
-    targets = _TARGETS | own | nested
-    for place, key in _keys(stored):
+    """Refuse everything that could run, except the targets that have been found trusted."""
+    metrics = {f"metrics.{name}._target_" for name in stored.get("metrics") or ()}
+    targets = _TARGETS | metrics | nested
+    for place, key, value in walk(stored, lists=True):
         if not isinstance(key, str) or (key.startswith("_") and place not in targets):
             raise CheckpointError(f"{path}: {place} is refused, a stored configuration is data")
-    for place, value in _leaves(stored):
-        if not isinstance(value, str | int | float | None):
+        if not isinstance(value, str | int | float | dict | list | None):
             raise CheckpointError(f"{path}: {place} is a {type(value).__name__}; refused")
         if isinstance(value, str) and "${" in value:
             raise CheckpointError(
                 f"{path}: {place} refers to what is not in the file; give it as {place}=VALUE"
             )
-
-
-def _keys(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, key) of every key below `node`."""
-    for key, value in node.items() if isinstance(node, dict) else ():
-        yield f"{place}{key}", key
-        yield from _keys(value, f"{place}{key}.")
-    for item in node if isinstance(node, list) else ():
-        yield from _keys(item, place)
-
-
-def _leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every value below `node`."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _leaves(value, f"{place}.{key}" if place else key)
-    elif isinstance(node, list):
-        for item in node:
-            yield from _leaves(item, place)
-    else:
-        yield place, node
 
 
 def _drop(tree: Any, key: str) -> None:
@@ -292,7 +252,7 @@ def _drop(tree: Any, key: str) -> None:
 
 
 def _put(tree: dict[str, Any], key: str, source: dict[str, Any]) -> None:
-    """Set what `source` holds at a dotted path; a mapping is laid over the one there."""
+    """Set the value of `source` at a dotted path. A mapping is filled up, not replaced."""
     *parents, last = key.split(".")
     for parent in parents:
         tree, source = tree.setdefault(parent, {}), source.get(parent, {})

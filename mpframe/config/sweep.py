@@ -1,9 +1,8 @@
 """The jobs of a sweep: the swept values, the jobs' names, the folders of earlier starts.
 
-Hydra's sweepers make the jobs. The values are checked before the first job. A job is named by what
-was swept, `dtype=mixed,seed=2`, and its folder has this name; the folder may already hold the same
-run, or another one, from an earlier start. A sweep that was stopped prints the command that
-continues it.
+Hydra's sweepers make the jobs. All values are checked before the first job. A job and its folder
+are named after the swept values, `dtype=mixed,seed=2`. The folder may already hold this run, or
+another one, from an earlier start. A sweep that was stopped prints the command that continues it.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ from mpframe.config.check import flatten, refuse_bad_value
 from mpframe.config.composing import choices_of, composed, paths, refuse_unknown_choice
 from mpframe.config.overrides import PRIMARY, parsed, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
-from mpframe.config.schema import only_watches, watching
+from mpframe.config.schema import WATCHING, only_watches
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
@@ -41,7 +40,7 @@ _MOST_JOBS = 100_000
 def axes(
     words: Sequence[str], given: Sequence[str] = (), draws: bool = False, name: str = PRIMARY
 ) -> list[list[str]]:
-    """For each word, one word for each of the values it sweeps over; Hydra is initialised."""
+    """Return for each word a list with one word per swept value; needs Hydra initialised."""
     overrides = parsed(list(words))
     swept = [_words_of(override, [*given, *words], draws, name) for override in overrides]
     if not draws and math.prod(map(len, swept)) > _MOST_JOBS:  # Hydra would list them all first.
@@ -57,11 +56,11 @@ def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str
     first = [words[0] for words in swept]
     for place, words in enumerate(swept):
         group = words[0].partition("=")[0]
-        own = [word for word in first if word.startswith(f"++{group}.")]
-        for word in words if own and len(words) > 1 else ():
+        options = [word for word in first if word.startswith(f"++{group}.")]
+        for word in words if options and len(words) > 1 else ():
             job = [*first[:place], word, *first[place + 1 :]]
-            known = paths(composed([*given, *(w for w in job if w not in own)], name))
-            for key in (word.lstrip("+").partition("=")[0] for word in own):
+            known = paths(composed([*given, *(w for w in job if w not in options)], name))
+            for key in (option.lstrip("+").partition("=")[0] for option in options):
                 if key not in known:
                     hint = nearest(key, known)
                     raise ConfigError(f"{key}: no such option of {word}; {hint}".rstrip("; "))
@@ -88,7 +87,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
 
 
 def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
-    """The values of a sweep over one option; of an interval its ends."""
+    """Return the values of a sweep over one option, or the ends of an interval."""
     text = override.input_line
     value: Any = override.value()
     if isinstance(value, Glob):
@@ -111,7 +110,7 @@ def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
 
 
 _EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
-_MOST = 200  # bytes; file systems allow 255, and files are named after the folder
+_MOST = 200  # bytes: file systems allow 255, and files are named after the folder
 _KEPT = 140  # bytes of a longer name
 _UNFIT = re.compile(r"[^\w.\-=,+@\[\]]+")
 
@@ -119,11 +118,11 @@ _UNFIT = re.compile(r"[^\w.\-=,+@\[\]]+")
 def name_of(
     words: Sequence[str], shared: Iterable[str], number: object, secrets: Sequence[str]
 ) -> str:
-    """The name of a job."""
+    """Name a job after its words, without `shared` options and secrets."""
     left_out = set(shared)
     keys = [override.key_or_group for override in parsed(list(words))]
-    own = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
-    given = ",".join(sorted(own))
+    swept = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
+    given = ",".join(sorted(swept))
     shown = hide(given, secrets)
     if shown != given:
         shown = f"{shown.replace(HIDDEN, 'hidden')},job={number}"
@@ -131,7 +130,7 @@ def name_of(
 
 
 def leave_out(config: DictConfig, shared: Sequence[str]) -> None:
-    """Leave options out of the names of a sweep's jobs, besides those that the user leaves out."""
+    """Leave more options out of the names of a sweep's jobs than the user does."""
     given = OmegaConf.select(config, _EXCLUDED) or []
     keys = ",".join(f"'{key}'" for key in dict.fromkeys([*given, *shared]))
     with read_write(config.hydra):
@@ -139,7 +138,7 @@ def leave_out(config: DictConfig, shared: Sequence[str]) -> None:
 
 
 def _as_folder(text: str) -> str:
-    """`text` as the name of one folder; another text gives another name."""
+    """Make the name of a folder from `text`, a different one for each text."""
     name = _UNFIT.sub("_", re.sub("['\"]", "", text))
     if name == text and len(name.encode()) <= _MOST:
         return name
@@ -147,21 +146,20 @@ def _as_folder(text: str) -> str:
     return f"{cut}~{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _resolved(_root_: Any) -> str:
-    """The name of the job whose configuration refers to it."""
+def _job_name(_root_: Any) -> str:
     words: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)
     shared = OmegaConf.select(_root_, _EXCLUDED) or []
     secrets = secrets_of([*values_of(_root_), *words], os.environ)
     return name_of(words, shared, _root_.hydra.job.num, secrets)
 
 
-OmegaConf.register_new_resolver("job_name", _resolved, replace=True)
+OmegaConf.register_new_resolver("job_name", _job_name, replace=True)
 
 
 OPTIONS = "config_resolved.yaml"
 """The file in a run's folder that has the value of every option."""
 ELSEWHERE = {"device", "dataset.root", "dataset.workers", "trainer.timeout"}
-"""Options that say where a run is, and none of its numbers; `auto` may be the same device."""
+"""Options that depend on the machine and change none of a run's numbers."""
 # These only watch the training, but the summary depends on them.
 _DECIDING = {
     *("trainer.eval_every", "trainer.monitor", "trainer.keep_best"),
@@ -173,7 +171,10 @@ Options = Mapping[str, Any]
 
 
 def holds_this_run(folder: Path, options: str, resume: str) -> bool:
-    """Whether a folder holds a run with these options."""
+    """Return whether a folder holds a run with these options, YAML as `resolved_text` makes it.
+
+    ConfigError: it holds another run, and `resume` is none.
+    """
     path = folder / OPTIONS
     try:
         stored = read_stored(path)
@@ -193,22 +194,23 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
 
 
 def resolved_text(composed: DictConfig) -> str:
-    """Every option's value as YAML, without secrets, as a run's folder holds them."""
-    secrets = secrets_of(values_of(composed), os.environ)
-    return as_yaml(composed, secrets, resolve=True)
+    """Return every option's value as YAML without secrets, as a run's folder holds them."""
+    return as_yaml(composed, secrets_of(values_of(composed), os.environ), resolve=True)
 
 
 def changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
-    """The options that differ, by dotted path: (old, new), as text."""
-    old, new = flatten(then), flatten(now)
-    paths = sorted(old.keys() | new.keys())
-    pairs = {path: (_shown(old.get(path)), _shown(new.get(path))) for path in paths}
-    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+    """Return the options that differ, by dotted path: (old, new), as text."""
+    old, new = (
+        {path: "null" if value is None else str(value) for path, value in flatten(tree).items()}
+        for tree in (then, now)
+    )
+    pairs = {path: (old.get(path, "null"), new.get(path, "null")) for path in old | new}
+    return {path: pairs[path] for path in sorted(pairs) if pairs[path][0] != pairs[path][1]}
 
 
 def _other_results(then: Options, now: Options) -> list[str]:
-    """The options that may give another result: `option=value (was value)` each."""
-    aside = (watching() | ELSEWHERE) - _DECIDING
+    """Return the options that may give another result, each as `option=value (was value)`."""
+    aside = (WATCHING | ELSEWHERE) - _DECIDING
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes(then, now).items()
@@ -216,20 +218,16 @@ def _other_results(then: Options, now: Options) -> list[str]:
     ]
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 _FOLDER = "hydra.sweep.dir"
 
 
 def stopped(received: signal.Signals, folder: Path) -> RunInterrupted:
-    """What is said of a sweep that a signal stopped."""
+    """Make the error of a sweep that a signal stopped, with the command that continues it."""
     return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
 
 
 def say_on_signal(folder: Path) -> None:
-    """Let a signal end this process with that line, while its jobs run in other processes."""
+    """Make signals end this process with that line, while its jobs run in other processes."""
 
     def end(number: int, frame: FrameType | None) -> None:
         error = stopped(signal.Signals(number), folder)
@@ -242,14 +240,14 @@ def say_on_signal(folder: Path) -> None:
 
 
 def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
-    """The command line to copy into a shell, in the folder where it was given before."""
+    """Return the command line to copy into a shell, in the folder where it was given before."""
     words = _as_typed([*arguments] or sys.orig_argv)
     words = [word for word in words if not word.startswith(f"{_FOLDER}=")]
     return shlex.join([*words, word_of(_FOLDER, str(folder))])
 
 
 def _as_typed(words: list[str]) -> list[str]:
-    """Without the Python that runs an installed program, which nobody types."""
+    """Leave out the Python that runs an installed program, which nobody types."""
     program = Path(words[1]) if len(words) > 1 else Path()
     if program.is_absolute() and shutil.which(program.name) == str(program):
         return [program.name, *words[2:]]

@@ -1,4 +1,4 @@
-"""Writing so that after a crash a file has its old content or the new one, never a mixture.
+"""Writes a file so that after a crash it has its old content or the new one, never a mixture.
 
 A file is on the disk only after fsync, and its name only after fsync of its folder.
 """
@@ -10,16 +10,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from mpframe.core.errors import ConfigError
 from mpframe.files.plain_file import open_regular
 
 log = logging.getLogger(__name__)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a crash, finds the old content or the new one.
+def refuse_unwritable(option: str, folder: Path) -> None:
+    """Refuse an output folder that cannot be written, before anything is computed."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{option}={folder}: {existing} is a file; choose a folder")
+    probe = existing / f".write-probe-{os.getpid()}"
+    try:
+        probe.touch(exist_ok=False)  # A link planted there is not followed.
+        probe.unlink()
+    except OSError:
+        cause = f"{existing} cannot be written; choose another folder"
+        raise ConfigError(f"{option}={folder}: {cause}") from None
 
-    A link at `path` is replaced; the file that it leads to is not changed. After an OSError `path`
-    is as before and nothing is left behind.
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file of which a reader, or a crash, finds the old content or the new one.
+
+    A link at `path` is replaced, and the file that it leads to is not changed. After an OSError
+    `path` is as before and nothing is left behind.
     """
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -27,7 +42,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write in the block, which has its name only after it."""
+    """Open a file to write, which gets its name when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with _named(path):
         try:
@@ -42,9 +57,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def append_whole(path: Path, piece: bytes) -> None:
-    """Append a piece to a regular file, all of it or nothing; a missing file is created.
+    """Append a piece to a regular file, all of it or nothing. A missing file is created.
 
-    OSError: there is no room, or it is a link; the file is as before.
+    OSError: there is no room, or it is a link. The file is as before.
     """
     with _named(path), open_regular(path, "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
@@ -58,9 +73,9 @@ def append_whole(path: Path, piece: bytes) -> None:
 
 
 class AppendLog:
-    """A file that grows by whole pieces; pieces for which the disk has no room wait in memory.
+    """A file that grows by whole pieces.
 
-    `on_error`: `stop` raises if a piece cannot be written; `warn` writes it with the next one.
+    on_error: if a piece cannot be written, `stop` raises, and `warn` writes it with the next one.
     """
 
     def __init__(self, path: Path, on_error: str = "stop") -> None:
@@ -74,7 +89,7 @@ class AppendLog:
         return bool(self._pending)
 
     def append(self, piece: bytes) -> None:
-        """Append a piece, after those that wait."""
+        """Append a piece after those that could not be written."""
         self._pending += piece
         try:
             append_whole(self._path, self._pending)
@@ -93,7 +108,7 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_paths(paths: Collection[Path]) -> None:
-    """Wait until closed files, and their names, are on the disk; one that is gone is left out."""
+    """Wait until closed files and their names are on the disk. A missing file is ignored."""
     for path in paths:
         with suppress(FileNotFoundError), open_regular(path, "r+b") as file:
             os.fsync(file.fileno())
@@ -112,7 +127,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in an OSError of the block: a full disk's error does not."""
+    """Context manager that adds the file's name to an OSError, as for a full disk."""
     try:
         yield
     except OSError as error:

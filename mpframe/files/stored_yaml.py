@@ -1,9 +1,10 @@
 """Reads a run's stored options as plain values, for resuming, evaluating and reporting.
 
-They may come from anybody, and a few lines of YAML can expand to more than the memory or take the
-parser hours: aliases, depth and length are limited before anything is built.
+They may come from anybody, and a few lines of YAML can fill the memory or take the parser hours.
+So aliases, depth and length are limited before anything is built.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,22 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
     return tree
 
 
+def walk(node: Any, parent: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted path, key, value) of each entry of nested mappings.
+
+    With `lists` also each item of a list, under the list's path and an empty key. `parent` is what
+    every path begins with, e.g. `model.`.
+    """
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{parent}{key}", key, value
+        yield from walk(value, f"{parent}{key}.", lists=lists)
+    for item in node if lists and isinstance(node, list) else ():
+        yield parent.removesuffix("."), "", item
+        yield from walk(item, parent, lists=lists)
+
+
 def _is_hostile(text: str) -> bool:
-    """Whether it would take the parser hours, or expand to more than the memory."""
+    """Return whether the text would take the parser hours, or fill the memory."""
     if len(text) > _MOST_LETTERS:
         return True
     depth = 0

@@ -18,7 +18,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.state import conversion, rounding, trained_in, weights_of
 from mpframe.config.check import flatten
-from mpframe.config.schema import RunOptions, only_watches, watching
+from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import Callbacks
 from mpframe.core.errors import CheckpointError, MpframeError, RunInterrupted
@@ -81,8 +81,8 @@ def _aside(path: str) -> bool:
 def _passed_over(schedule: str) -> set[str]:
     """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
     if schedule.endswith(_PLATEAU):
-        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
-    return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
+        return (WATCHING | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
+    return WATCHING | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 
 def carried_over(then: Options, now: Options) -> list[str]:

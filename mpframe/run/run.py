@@ -21,7 +21,6 @@ from omegaconf import DictConfig
 
 from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composing import checked
-from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
@@ -39,6 +38,7 @@ from mpframe.core.errors import (
 from mpframe.core.user_code import raised
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
+from mpframe.files.durable import refuse_unwritable
 from mpframe.files.stored_yaml import parsed
 from mpframe.parallel.launch import joined, place, refuse_misfit
 from mpframe.run.callbacks import RunCallbacks

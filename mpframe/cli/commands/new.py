@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 from mpframe.cli.program import command
-from mpframe.config.output_folder import refuse_unwritable
 from mpframe.core.errors import ConfigError
+from mpframe.files.durable import refuse_unwritable
 
 _TEMPLATE = Path(__file__).parent / "template"
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mpframe.cli.program import command, refuse_words, take_own
-from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, RunOptions
 from mpframe.core.ranges import Range
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import markdown
 
 _HEAD = """# Options
