@@ -28,8 +28,8 @@ from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import holds_this_run, resolved_text, stopped
 from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
+from mpframe.files.file_lock import turn_in
 from mpframe.files.text import printable
-from mpframe.files.turns import turn_in
 from mpframe.parallel.launch import line_of, place
 from mpframe.tracking.summary import Status, Summary
 

@@ -1,4 +1,4 @@
-"""All callbacks of a run: its own, around those of the group `callbacks`.
+"""All callbacks of a run: the fixed ones, around the group `callbacks`.
 
     results, throughput    first, because others read what they count
     the group              in the order of its entries
@@ -6,7 +6,7 @@
     checkpoints            saves the state of the others after the step
     stop_on_signal         last, once all others have dealt with the step
 
-The run's own callbacks are no entries of the group, so that they cannot be left out.
+The fixed ones are not in the group, so they cannot be left out.
 """
 
 from mpframe.config.schema import Config, measured
@@ -28,7 +28,16 @@ class RunCallbacks:
         tried = config.loss_scaling.get("hysteresis", 1)
         self.results = Results()
         self.throughput = Throughput(config.data.batch_size, began)
-        self.checkpoints = Checkpoints(_save_plan(config))
+        every = options.checkpoint_every
+        plan = SavePlan(
+            every=None if isinstance(every, str) else every,
+            minutes=measured(every, "min"),
+            keep_last=options.keep_last,
+            keep_best=options.keep_best,
+            background=options.async_save,
+            on_error=options.on_save_error,
+        )
+        self.checkpoints = Checkpoints(plan)
         first: dict[str, Callback] = {"results": self.results, "throughput": self.throughput}
         last: dict[str, Callback] = {
             "skip_guard": SkipGuard(options.max_consecutive_skips, tried),
@@ -42,15 +51,3 @@ class RunCallbacks:
                 "give yours another name"
             )
         self.by_name = {**first, **group, **last}
-
-
-def _save_plan(config: Config) -> SavePlan:
-    options, every = config.trainer, config.trainer.checkpoint_every
-    return SavePlan(
-        every=None if isinstance(every, str) else every,
-        minutes=measured(every, "min"),
-        keep_last=options.keep_last,
-        keep_best=options.keep_best,
-        background=options.async_save,
-        on_error=options.on_save_error,
-    )

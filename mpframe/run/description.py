@@ -1,9 +1,9 @@
 """The description of a run: its log, its HParams in TensorBoard, and how to use its weights.
 
-In the HParams table each option that the sweep varies has a column, and TensorBoard shows these
-first; a single run's are the options that its command line gave. The other columns are the same for
-every run. Each open section is one of them, with its arguments in it, because two models do not
-have the same arguments and TensorBoard drops a column that some runs lack.
+In the HParams table the first columns are the options that the sweep varies, or in a single run the
+options of its command line. The other columns are the same for every run. An open section is one
+column, arguments included, because two models do not have the same arguments and TensorBoard drops
+a column that some runs lack.
 
 Each checkpoint and each export says how a stranger uses its weights.
 """
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.checkpoint.export import versions
+from mpframe.config.check import as_typed
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed
 from mpframe.config.redaction import hide, redacted
@@ -40,21 +41,21 @@ from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
 
-_SWEEP = "multirun.yaml"  # Hydra writes it before the first job
+_SWEEP = "multirun.yaml"  # Hydra writes it before the first job.
 _ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}
-_MOST = 512  # values of an option that are looked at
+_MOST = 512  # most values of an option
 
 Value = str | float | int | bool | None
 
 
 def precision_in_words(config: Config) -> str:
-    """The dtype mode with its half format, e.g. `mixed float16`."""
+    """Return the dtype mode with its half format, e.g. `mixed float16`."""
     mode = config.dtype.mode
     return mode if mode == "fp32" else f"{mode} {config.dtype.half}"
 
 
 def called(node: Mapping[str, Any] | None) -> str:
-    """An open section in one line, e.g. `cnn width=32 stages=2`."""
+    """Return an open section in one line, e.g. `cnn width=32 stages=2`."""
     if not node:
         return "none"
     arguments = [f"{key}={_typed(value)}" for key, value in node.items() if key[0] != "_"]
@@ -62,21 +63,19 @@ def called(node: Mapping[str, Any] | None) -> str:
 
 
 def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
-    """The options that the jobs of a sweep differ in, each with its values as they are typed."""
+    """Return the options that the jobs of a sweep differ in, with their values as typed."""
     if hydra is None:
         return {}
-    own = {o.key_or_group: o for o in parsed(list(hydra.overrides.task)) if not o.is_delete()}
-    sweep = _sweep(hydra)
-    varies = {
-        key: override
-        for key, override in own.items()
+    words, sweep = parsed(list(hydra.overrides.task)), _sweep(hydra)
+    return {
+        key: _values(sweep.get(key, word), word)
+        for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
         if not only_watches(key) and (key not in sweep or sweep[key].is_sweep_override())
     }
-    return {key: _values(sweep.get(key, word), word) for key, word in varies.items()}
 
 
 def _sweep(hydra: DictConfig) -> dict[str, Override]:
-    """The words of the sweep that a job belongs to; none if it belongs to none."""
+    """Return the words of the sweep that a job belongs to, if it belongs to one."""
     file = Path(hydra.runtime.cwd, hydra.sweep.dir, _SWEEP)
     if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
         return {}
@@ -87,7 +86,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
 def hparams(
     config: Config, scaling: str, varied: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, Value], list[str]]:
-    """The columns of a run, and the names of those that vary."""
+    """Return the columns of a run, and the names of the ones that vary."""
     nodes = config.optimizer_nodes
     columns: dict[str, Value] = {
         "dtype": precision_in_words(config),
@@ -113,18 +112,18 @@ def hparams(
     return columns, list(first)
 
 
-def _values(sweep: Override, own: Override) -> Sequence[str]:
-    """The values of an option as far as they are known before a sweeper draws them."""
+def _values(sweep: Override, word: Override) -> Sequence[str]:
+    """Return the values of an option that are known before a sweeper draws them."""
     listed = sweep.is_choice_sweep() or sweep.is_range_sweep()
     if listed and not isinstance(sweep.value(), Glob):  # Only Hydra knows what a glob matches.
         return list(islice(sweep.sweep_string_iterator(), _MOST))
-    return [own.get_value_element_as_str()]
+    return [word.get_value_element_as_str()]
 
 
-def _value(own: Any, values: Sequence[str]) -> Value:
-    """A number only if every value of the column is one: TensorBoard cannot sort a mixed column."""
-    numbers = all(map(_is_number, values)) and isinstance(own, int | float)
-    return own if numbers and not isinstance(own, bool) else _typed(own)
+def _value(value: Any, values: Sequence[str]) -> Value:
+    """Return a number only if the column has no word: TensorBoard cannot sort a mixed column."""
+    numbers = all(map(_is_number, values)) and isinstance(value, int | float)
+    return value if numbers and not isinstance(value, bool) else _typed(value)
 
 
 def _is_number(text: str) -> bool:
@@ -136,20 +135,19 @@ def _is_number(text: str) -> bool:
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on a command line."""
+    """Write nested values as they are typed on a command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_typed(held)}" for key, held in value.items()) + "}"
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return as_typed(value)
 
 
 log = logging.getLogger(__name__)
 
 
 def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> None:
-    """Log the dtype mode, what each module computes in, and what may go wrong."""
+    """Log the dtype mode, each module's formats, and hints about what may go wrong."""
     device = device_of(trainer.model)
     policy = trainer.precision.policy
     emulated = policy.mode != "fp32" and policy.emulates(device)
@@ -180,7 +178,7 @@ def describe(
 ) -> None:
     """Write the texts, the layout of the charts and the hyperparameters to TensorBoard."""
     tracker.text(Tag.TEXT_ABOUT, hide(_about(config, trainer, train), secrets))
-    tracker.text(Tag.TEXT_CONFIG, _options(config_text, trainer.precision.policy.ops))
+    tracker.text(Tag.TEXT_CONFIG, _options_text(config_text, trainer.precision.policy.ops))
     table = dtype_map.describe(trainer.precision, trainer.model)
     tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{table}\n```")
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
@@ -193,8 +191,8 @@ def describe(
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:
-    """The run in three lines: its precision, its model and data, its training."""
-    weights = sum(own.numel() for own in trainer.model.parameters() if not is_lazy(own))
+    """Describe the run in three lines: its precision, its model and data, its training."""
+    weights = sum(p.numel() for p in trainer.model.parameters() if not is_lazy(p))
     optimizers = " + ".join(map(called, config.optimizer_nodes))
     lines = [
         f"**Precision**: {precision_in_words(config)} on {device_of(trainer.model)}, loss scaling "
@@ -207,8 +205,8 @@ def _about(config: Config, trainer: Trainer, train: Loader) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _options(config_text: str, ops: OpLists) -> str:
-    """The options as Markdown, with the name of a file in place of the long lists of ops."""
+def _options_text(config_text: str, ops: OpLists) -> str:
+    """Write the options as Markdown, with a file's name in place of the long lists of ops."""
     options: Any = OmegaConf.create(config_text)
     options.ops = {"modules": dict(ops.modules)}
     said = f"`ops.allow`, `ops.deny`, `ops.infer` and `ops.move`: {ops_in_words(ops)}"
@@ -216,7 +214,7 @@ def _options(config_text: str, ops: OpLists) -> str:
 
 
 def ops_in_words(ops: OpLists) -> str:
-    """The shipped file that lists of ops differ least from, what was moved, and what is pinned."""
+    """Name the shipped file that is nearest to the op lists, and the moved ops and the pins."""
     names = sorted(file.stem for file in (CONF / "ops").glob("*.yaml"))
     moved = {name: _moved(ops, OpLists.named(name)) for name in names}
     nearest = min(names, key=lambda name: len(moved[name]))
@@ -229,14 +227,17 @@ def ops_in_words(ops: OpLists) -> str:
 
 
 def _moved(ops: OpLists, shipped: OpLists) -> dict[str, str]:
-    """The ops that are in another list than in `shipped`, each with its list, by name."""
+    """Return the ops that are in another list than in `shipped`, each with its list, by name."""
     lists = (ops, shipped)
     names = sorted({op for one in lists for op in one.allow | one.deny | one.infer})
     return {op: ops.list_of(op) for op in names if ops.list_of(op) != shipped.list_of(op)}
 
 
 def usage_of(task: Task, trainer: Trainer) -> dict[str, Any]:
-    """What this module's docstring lists, as JSON values; null for what cannot be known."""
+    """Return how to use the weights, as JSON values; null if unknown.
+
+    The model's inputs, the names of the classes, the preprocessing, the precision, the versions.
+    """
     names = task.class_names
     return {
         "inputs": _inputs_of(task, trainer.model),
@@ -260,9 +261,9 @@ def _precision_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:
-    """What the objective calls the model with, for one sample of the validation data."""
+    """Describe the model's inputs, as the objective gives them for one validation sample."""
     if isinstance(task.objective, Mapping):
-        return None  # Several losses call the model's parts, each in its own way.
+        return None  # Several losses call the model's parts, each in another way.
     try:
         call = _call_of(task.objective, _one_sample(task))
         given = inspect.signature(model.forward).bind(*call[0], **call[1]).arguments
@@ -281,7 +282,7 @@ def _one_sample(task: Task) -> Any:
 
 
 def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
-    """The arguments and keywords that the objective calls its model with."""
+    """Return the arguments and keywords that the objective calls its model with."""
     model = _Recorder()
     with preserve_state(model):
         try:
@@ -298,7 +299,7 @@ class _Called(Exception):  # noqa: N818 - not an error, but the way out of the o
 
 
 class _Recorder(nn.Module):
-    """Stands in for a model: keeps what it is called with, and goes no further."""
+    """A model that keeps the arguments of its first call, and raises to stop there."""
 
     call: tuple[Any, Any] | None = None
 

@@ -1,27 +1,22 @@
-"""A run's folder: the run looks at it first, and writes into it only once it holds its lock.
+"""A run's folder, which is written only by a run that holds its lock.
 
 A start that is refused leaves the record of the earlier run as it is: summary, stored options, log.
-So the files that Hydra writes before a job starts are written here instead, when the lock is held,
-the folder is found to be fit and a resume has succeeded:
+So the files that Hydra would write before a job starts are written here, once the lock is held, the
+folder is known to be fit and a resume has succeeded:
 
     .hydra/config.yaml, hydra.yaml, overrides.yaml    as Hydra writes them, without secrets
     config_resolved.yaml                              every option's value
-    train.log                                         from its first line on; until then in memory
-
-One process holds the lock, and the kernel releases it, however the process ends.
+    train.log                                         whole, its first lines kept in memory
 """
 
 import errno
 import logging
 import logging.handlers
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from omegaconf import DictConfig
 
@@ -35,13 +30,13 @@ from mpframe.tracking.summary import Summary
 HYDRA = ".hydra"
 _FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may be of a terminal or of the data.
-_RECORDS = 10_000  # lines of the log, kept until the folder is the run's
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may come from a terminal or the data.
+_RECORDS = 10_000  # most lines of the log before the folder is taken
 
 
 @contextmanager
 def unwritable_in_one_line(folder: Path) -> Iterator[None]:
-    """Give one line if a disk is full, or a file in a run's folder cannot be written."""
+    """Make one line of an error about a full disk, or a file in a run's folder."""
     try:
         yield
     except OSError as error:
@@ -56,11 +51,11 @@ def unwritable_in_one_line(folder: Path) -> Iterator[None]:
 
 
 class RunFolder:
-    """The folder of one run; use it as a context manager.
+    """The folder of one run, a context manager in which its log is collected.
 
     Attributes:
         config: the resolved options as YAML.
-        taken: whether the folder is the run's, to write into.
+        taken: whether the run may write into the folder.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class RunFolder:
         checkpoint.refuse_mixed(self.path)
 
     def holds_a_run(self) -> bool:
-        """Whether there is a record to lose; a start that never took a step has none."""
+        """Return whether there is a record to lose, which a start without a step has not."""
         if checkpoint.all_in(self.path):
             return True
         try:
@@ -123,7 +118,7 @@ class RunFolder:
         self.taken = True
 
     def log_traceback(self, error: BaseException) -> None:
-        """Write an error's traceback into the log alone: the terminal shows its one line."""
+        """Write an error's traceback into the log only: the terminal shows its one line."""
         why = (type(error), error, error.__traceback__)
         text = "the run failed"
         self._log.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, why))
@@ -150,17 +145,17 @@ class RunFolder:
 
 
 class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
-    """A log file; if its disk is full, it says so once, without a traceback."""
+    """A log file that reports a full disk once, without a traceback."""
 
-    _said = False
+    _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Say on stderr that the log is not complete."""
+        """Report on stderr that the log is not complete."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._said:
-            self._said = True
+        elif not self._reported:
+            self._reported = True
             print(f"mpframe: the log cannot be written ({error.strerror})", file=sys.stderr)
 
     def close(self) -> None:
@@ -169,7 +164,7 @@ class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
         try:
             self.stream.close()
         except OSError:
-            self._said = True
+            self._reported = True
 
 
 def _as_hydra_writes(
@@ -181,54 +176,3 @@ def _as_hydra_writes(
         "overrides.yaml": hydra.overrides.task,
     }
     return {name: as_yaml(node, secrets) for name, node in nodes.items()}
-
-
-if sys.platform != "win32":  # Windows has no such lock.
-    import fcntl
-
-FILE_NAME = ".lock"
-
-
-class RunLock:
-    """Holds a run's folder within a `with` block."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
-
-    def __enter__(self) -> Self:
-        """Take the lock."""
-        try:
-            self._file = open_regular(self._path, "a+")
-            self._lock()
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            self._file.flush()
-        except OSError as error:
-            raise MpframeError(
-                f"hydra.run.dir={self._path.parent}: cannot be written ({error.strerror}); "
-                "free space or choose another folder"
-            ) from None
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.truncate(0)  # It names who holds it: no process does now.
-        self._file.close()
-
-    def _lock(self) -> None:
-        if sys.platform == "win32":
-            return
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.seek(0)
-            holder = self._file.read() or "another process"
-            self._file.close()
-            raise ConfigError(
-                f"hydra.run.dir={self._path.parent}: {holder} is training in this folder; "
-                "wait for it or choose another folder"
-            ) from None

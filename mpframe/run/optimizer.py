@@ -21,7 +21,7 @@ from mpframe.core.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.run.parts import monitored
-from mpframe.run.target import found, make
+from mpframe.run.target import find_target, make, make_a, require_methods
 from mpframe.training.ema import Ema
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.schedules import PlannedSchedule, Schedule
@@ -33,15 +33,15 @@ _OF_A_SCHEDULE = ("step", "state_dict", "load_state_dict")
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
-    """The optimizers by name; the only one is named ""."""
+    """Make the optimizers by name; if there is only one, its name is ""."""
     if config.joint is None:
-        own = _with_groups(config, model) if config.groups else model.parameters()
-        return {"": _optimizer("optimizer", config.optimizer, own)}
-    selections = {name: _selection(part.options) for name, part in config.joint.parts.items()}
-    parameters = divided(model, selections)
+        parameters = _build_groups(config, model) if config.groups else model.parameters()
+        return {"": _build_optimizer("optimizer", config.optimizer, parameters)}
+    parts = config.joint.parts
+    of_part = divided(model, {name: _selection(part.options) for name, part in parts.items()})
     return {
-        name: _optimizer(f"optimizer.parts.{name}", part.node, parameters[name])
-        for name, part in config.joint.parts.items()
+        name: _build_optimizer(f"optimizer.parts.{name}", part.node, of_part[name])
+        for name, part in parts.items()
     }
 
 
@@ -49,8 +49,8 @@ def _selection(options: GroupOptions) -> Selection:
     return Selection(options.parameters, options.without, options.ndim)
 
 
-def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters by group, each group with its name and settings, without frozen parameters."""
+def _build_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
+    """Return torch's parameter groups, each with its name and settings, without frozen ones."""
     selections = {name: _selection(group.options) for name, group in config.groups.items()}
     selected = grouped(model, selections)
     groups = []
@@ -59,7 +59,9 @@ def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
         settings = {} if group is None else _settings(config, name, group, parameters)
         frozen = group is not None and group.options.frozen
         shown = ["frozen"] if frozen else [f"{key} {value}" for key, value in settings.items()]
-        log.info("optimizer group %s", ", ".join([_counted(name, parameters), *shown]))
+        values = sum(parameter.numel() for parameter in parameters)
+        size = f"{name}: {len(parameters)} tensors of {values:,} values"
+        log.info("optimizer group %s", ", ".join([size, *shown]))
         if frozen:
             for parameter in parameters:
                 parameter.requires_grad_(False)
@@ -70,48 +72,34 @@ def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
     return groups
 
 
-def _counted(name: str, parameters: list[nn.Parameter]) -> str:
-    return f"{name}: {len(parameters)} tensors of {sum(p.numel() for p in parameters):,} values"
-
-
 def _settings(
     config: Config, name: str, group: Part, parameters: list[nn.Parameter]
 ) -> dict[str, Any]:
-    """What the group sets, checked by making an optimizer with it.
-
-    torch itself takes any name and any value from a group.
-    """
+    """Return the group's settings, checked by making an optimizer: torch takes any from a group."""
     path, settings, lr = f"optimizer.groups.{name}", dict(group.node), group.options.lr
     factor = measured(lr, "x")
     if factor is not None and "lr" not in config.optimizer:
         raise ConfigError(f"{path}.lr={lr}: is a factor on optimizer.lr; set that as well")
     if lr is not None:
         settings["lr"] = lr if factor is None else config.optimizer["lr"] * factor
-    if settings:
-        made = _optimizer(path, {**config.optimizer, **settings}, parameters)
-        for key in settings:
-            if key not in made.defaults:
-                known = ", ".join(made.defaults)
-                raise ConfigError(
-                    f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
-                    f"set {known}"
-                )
-        return {key: made.defaults[key] for key in settings}
-    return settings
+    if not settings:
+        return {}
+    made = _build_optimizer(path, {**config.optimizer, **settings}, parameters)
+    for key in settings:
+        if key not in made.defaults:
+            raise ConfigError(
+                f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
+                f"set {', '.join(made.defaults)}"
+            )
+    return {key: made.defaults[key] for key in settings}
 
 
-def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
-    optimizer = make(path, node, parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"{path}._target_={node['_target_']}: must return a torch.optim.Optimizer, got "
-            f"{type(optimizer).__name__}"
-        )
-    return optimizer
+def _build_optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
+    return make_a(Optimizer, "torch.optim.Optimizer", path, node, parameters)
 
 
-def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> StepOptimizer:
-    """One optimizer over all of them; if there is only one, that one."""
+def combine(config: Config, masters: dict[str, MasterWeights], task: Task) -> StepOptimizer:
+    """Make one optimizer over all of them, or return the only one."""
     if config.joint is not None:
         several = isinstance(task.objective, Mapping)
         return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
@@ -121,11 +109,11 @@ def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> Ste
 def build_schedule(
     config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
 ) -> Schedule | None:
-    """The schedule; None if there is none."""
+    """Make the schedule, if there is one."""
     if config.scheduler is None:
         return None
     node = filled_in(config.scheduler, plan)
-    target = found("scheduler", node["_target_"])
+    target = find_target("scheduler", node["_target_"])
     if "total_steps" in inspect.signature(target).parameters:
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
@@ -141,17 +129,13 @@ def build_schedule(
 
 def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:
     schedule = make("scheduler", node, optimizer)
-    missing = [name for name in _OF_A_SCHEDULE if not callable(getattr(schedule, name, None))]
-    if missing:
-        raise ConfigError(
-            f"scheduler._target_={node['_target_']}: has no {' and no '.join(missing)}; see "
-            "docs/optimizer.md"
-        )
+    option = f"scheduler._target_={node['_target_']}"
+    require_methods(option, schedule, _OF_A_SCHEDULE, "docs/optimizer.md")
     return schedule
 
 
 def _refuse_overrun(schedule: Any, steps: int) -> None:
-    """Refuse a schedule that would raise before the run has come to its end."""
+    """Refuse a schedule that would raise before the end of the run."""
     if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
         raise ConfigError(
             f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, and "
@@ -161,7 +145,7 @@ def _refuse_overrun(schedule: Any, steps: int) -> None:
 
 
 def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:
-    """Let a schedule that watches validation look for the better values of what is monitored."""
+    """Set the direction of a schedule that watches validation to the monitored value's."""
     watched = "val_loss" if higher is None else f"val_{name}"
     mode = "max" if higher else "min"
     if node.setdefault("mode", mode) != mode:
@@ -172,6 +156,7 @@ def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None
 
 
 def build_ema(config: Config, model: nn.Module, optimizer: StepOptimizer) -> Ema | None:
+    """Make the average of the weights, if there is one."""
     decay = config.trainer.ema_decay
     if decay is None:
         return None

@@ -1,4 +1,4 @@
-"""The end of a run: the test of its best weights, and what summary.json says, however it ended."""
+"""The end of a run: the test of its best weights, and its summary, however it ended."""
 
 import logging
 import time
@@ -35,12 +35,12 @@ def summary_of(
     reason: str | None,
     tested: str | None = None,
 ) -> Summary:
-    """The summary of a run."""
+    """Make the summary of a run."""
     progress = trainer.progress if trainer else Progress()
     results = callbacks.results if callbacks else Results()
     throughput = callbacks.throughput if callbacks else None
     scalers = trainer.scalers if trainer else {}
-    scales: dict[str, Any] = {name: float(own.scale) for name, own in scalers.items()}
+    scales: dict[str, Any] = {name: float(scaler.scale) for name, scaler in scalers.items()}
     return Summary(
         status=status,
         reason=reason,
@@ -71,7 +71,7 @@ def summary_of(
 
 
 def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
-    """A line if the last validation is much worse than the best one, with the way out."""
+    """Return a line with the way out if the last validation is much worse than the best one."""
     line = callbacks.results.worsening if callbacks else None
     if line is None:
         return None
@@ -83,7 +83,7 @@ def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
 
 
 def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
-    """The last validation, as the fields of a summary."""
+    """Return the last validation as the fields of a summary."""
     if evaluation is None:
         return {}
     metrics = dict(evaluation.metrics)
@@ -101,7 +101,7 @@ log = logging.getLogger(__name__)
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
-    """Test the weights of a checkpoint, or the present ones; the callbacks are told."""
+    """Test the weights of a checkpoint, or the present ones; return `best` or `last`."""
     if best is None:
         _log("the last weights", trainer, loader)
         return "last"
@@ -111,7 +111,7 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
 
 
 def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
-    """The checkpoint of a run's best validation; if it is missing, None, and a warning says so."""
+    """Return the checkpoint of a run's best validation, or warn and return None if it is lost."""
     kept = best_in(folder, min(1, keep_best))
     if not keep_best or best.step is None or best.step in map(step_of, kept):
         return kept[0] if kept else None
@@ -127,7 +127,7 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
 
 @contextmanager
 def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
-    """Within the block the trainer has a checkpoint's weights and, if it averages, its averages."""
+    """Context manager in which the trainer has a checkpoint's weights and, if any, averages."""
     state = checkpoint.load(path)
     extra = trainer.extra_state
     kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).detached().state
@@ -136,7 +136,7 @@ def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
     try:
         extra.load_state_dict(extra_state_of(state, path))
         trainer.load_weights(weights_of(state, "trained", path))
-        # Without averages the run had none yet, and validated with the weights: as they are now.
+        # A run that had no averages yet was validated with its weights, which are loaded now.
         if ema is not None and state["trainer"].get("ema") is not None:
             ema.load_by_name(trainer.model, averages_of(state, path))
         yield

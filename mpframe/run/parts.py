@@ -1,7 +1,7 @@
-"""The parts of a run, each made from its options.
+"""The parts of a run, each made from its options and checked.
 
-Model, data, objective, metrics, precision, loss scaler, callbacks, and the device. What is made is
-checked, so that a user's own class that does not fit is refused before the first step.
+Model, data, objective, metrics, precision, loss scaler, callbacks, and the device. A user's class
+that does not fit is refused before the first step.
 """
 
 import inspect
@@ -32,22 +32,13 @@ from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.launch import place
-from mpframe.run.target import found, make, options_of
+from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.evaluation import LOSS, NamedMetric
 
 
 def build_model(config: Config) -> nn.Module:
-    model = make("model", config.model)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model._target_={config.model['_target_']}: must return a torch.nn.Module, got "
-            f"{type(model).__name__}"
-        )
-    _refuse_untrainable(model)
-    return model
-
-
-def _refuse_untrainable(model: nn.Module) -> None:
+    """Make the model; one without weights to train, or with weights on `meta`, is refused."""
+    model = make_a(nn.Module, "torch.nn.Module", "model", config.model)
     weights = dict(model.named_parameters())
     empty = next((name for name, weight in weights.items() if weight.is_meta), None)
     if empty is not None:
@@ -60,19 +51,20 @@ def _refuse_untrainable(model: nn.Module) -> None:
             f"model: {name_of(model)} has no weight to train ({len(weights)} are frozen); leave "
             "requires_grad to some"
         )
+    return model
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator that weights, dropout or a user's own code may draw from."""
+    """Seed every generator that weights, dropout or a user's code may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
+    """Return the device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
-    Of several ranks each has a CUDA device of its own, that of its number on this machine.
+    With several ranks, each uses `cuda:LOCAL_RANK`.
     """
     if place().size > 1:
         return _of_this_rank(name)
@@ -113,17 +105,18 @@ def _of_this_rank(name: str) -> torch.device:
 
 
 def build_objective(node: dict[str, Any]) -> Objective:
-    """What `objective._target_` names.
+    """Return the objective that `objective._target_` names or makes.
 
-    A function whose first parameters are called `model` and `batch` is the objective itself, and
-    its further parameters are options. Anything else is called with its options and makes one.
+    A function whose first parameters are called `model` and `batch` is the objective, and its other
+    parameters are options. Anything else is called with its options, and must return one.
 
     Raises:
         ConfigError: there is no such target, it does not take these options, or it is a loss.
-        UserCodeError: what it makes is not an objective.
+        UserCodeError: the result is not an objective.
     """
-    target = found("objective", node["_target_"])
-    if _is_objective(target):
+    target = find_target("objective", node["_target_"])
+    names = list(inspect.signature(target).parameters) if inspect.isfunction(target) else []
+    if names[:2] == ["model", "batch"]:
         options = options_of("objective", node)
         return partial(target, **options) if options else target
     made = make("objective", node)
@@ -137,27 +130,16 @@ def build_objective(node: dict[str, Any]) -> Objective:
     return made  # type: ignore[no-any-return]
 
 
-def _is_objective(target: Any) -> bool:
-    if not inspect.isfunction(target):
-        return False
-    return list(inspect.signature(target).parameters)[:2] == ["model", "batch"]
-
-
 def to_device(objective: Objective, device: torch.device) -> None:
-    """Move the tensors of an objective, such as a loss's weights of classes, if it has any."""
-    own = objective.loss if isinstance(objective, Supervised) else objective
-    if isinstance(own, nn.Module):
-        own.to(device)
+    """Move the tensors of an objective, such as a loss's class weights, if it has any."""
+    module = objective.loss if isinstance(objective, Supervised) else objective
+    if isinstance(module, nn.Module):
+        module.to(device)
 
 
 def build_task(config: Config) -> Task:
-    """The dataset's task, with the objective of the configuration if that names one."""
-    task = make("dataset", config.dataset)
-    if not isinstance(task, Task):
-        raise ConfigError(
-            f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
-            f"got {type(task).__name__}"
-        )
+    """Make the dataset's task, with the objective of the configuration if that names one."""
+    task = make_a(Task, "mpframe.data.Task", "dataset", config.dataset)
     if config.objective is None:
         return task
     return replace(task, objective=build_objective(config.objective))
@@ -172,7 +154,7 @@ class Loaders(NamedTuple):
 
 
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
-    """The loaders: training data shuffled and in whole batches only, the others as they are."""
+    """Make the loaders: training data shuffled and in whole batches only, the others in order."""
     require_workers(config.data.workers)
     size = config.data.batch_size
     train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, comm))
@@ -185,7 +167,7 @@ def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Lo
 def evaluation_loader(
     config: Config, task: Task, samples: Any, split: str, comm: Comm = SINGLE_PROCESS
 ) -> Loader:
-    """The loader of samples that are measured or predicted, in their order."""
+    """Make the loader of samples that are measured or predicted, in their order."""
     size, option = config.data.batch_size, "dataset.batch_size"
     if config.data.eval_batch_size is not None:
         size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
@@ -205,27 +187,32 @@ def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
-    """What makes each metric, by name, the dataset's first; one of the group may replace it."""
+    """Return what makes each metric, by name: the dataset's, then the group's.
+
+    A metric of the group replaces the dataset's metric of that name.
+    """
     group = {name: partial(make, f"metrics.{name}", node) for name, node in config.metrics.items()}
     metrics = {**_of_dataset(task), **group}
     if LOSS in metrics:
-        option = (
-            "metrics.loss" if LOSS in group else f"dataset._target_={config.dataset['_target_']}"
-        )
+        dataset = f"dataset._target_={config.dataset['_target_']}"
         raise ConfigError(
-            f"{option}: its metric is named loss, and val_loss is the validation loss; give the "
-            "metric another name"
+            f"{'metrics.loss' if LOSS in group else dataset}: its metric is named loss, and "
+            "val_loss is the validation loss; give the metric another name"
         )
     for name, code in metrics.items():
-        NamedMetric(
-            name, code
-        )  # Each is made once before the first step, so that an error is told at once.
-    _require_monitored(config.trainer.monitor, metrics)
+        NamedMetric(name, code)  # An error is reported now, not at the first validation.
+    monitor, known = config.trainer.monitor, [*metrics, LOSS]
+    if monitor is not None and monitor not in known:
+        hint = nearest(monitor, known)
+        raise ConfigError(
+            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}"
+            + f"; {hint}" * bool(hint)
+        )
     return metrics
 
 
 def monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
-    """The name of what is monitored, and whether more of it is better; None if it does not tell."""
+    """Return the monitored name, and whether higher is better (None: not known)."""
     name = next(iter(metrics), LOSS) if monitor is None else monitor
     return name, False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better
 
@@ -243,52 +230,30 @@ def _of_dataset(task: Task) -> dict[str, Any]:
     return {name: task.metric}
 
 
-def _require_monitored(monitor: str | None, metrics: Mapping[str, Any]) -> None:
-    known = [*metrics, LOSS]
-    if monitor is not None and monitor not in known:
-        raise ConfigError(
-            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}"
-            + (f"; {hint}" if (hint := nearest(monitor, known)) else "")
-        )
-
-
 def build_precision(config: Config) -> Precision:
-    """The dtype mode with its op lists."""
-    dtype, ops = config.dtype, config.ops
-    lists = OpLists.from_mapping(
-        {
-            "allow": ops.allow,
-            "deny": ops.deny,
-            "infer": ops.infer,
-            "move": ops.move,
-            "modules": ops.modules,
-        }
-    )
+    """Make the dtype mode with its op lists."""
+    dtype = config.dtype
+    lists = OpLists.from_mapping(vars(config.ops))
     recipes = {}
     if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
         made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
         recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
+    masters: bool | type[Master] = dtype.master_weights == "on"
+    if dtype.master_weights == "split":
+        masters = import_module("mpframe.training.split_master").SplitMaster
     return Precision(
         dtype.mode,
         dtype.half,
         ops=lists,
         compute=dtype.compute,
-        master_weights=_masters(str(dtype.master_weights)),
+        master_weights=masters,
         products=dtype.products,
         recipes=recipes,
     )
 
 
-def _masters(word: str) -> bool | type[Master]:
-    if word == "split":
-        from mpframe.training.split_master import SplitMaster
-
-        return SplitMaster
-    return word == "on"
-
-
 def in_fp32(config: Config) -> Config:
-    """The same options in fp32, where neither lists nor pins cast anything."""
+    """Return the same options in fp32, where neither lists nor pins cast anything."""
     return replace(config, dtype=replace(config.dtype, mode="fp32", products="none"))
 
 
@@ -297,31 +262,25 @@ _PAGE = "docs/loss_scaling/own.md"
 
 
 def build_scaler(config: Config) -> LossScaler:
-    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled."""
+    """Make the loss scaler that `loss_scaling._target_` names, or `NoScaling`."""
     scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
-    _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
-    return scaler
-
-
-def _refuse_unfit(option: str, scaler: LossScaler) -> None:
-    methods = [name for name in _METHODS if not callable(getattr(scaler, name, None))]
-    missing = [*methods, *([] if hasattr(scaler, "scale") else ["scale"])]
-    if missing:
-        raise ConfigError(f"{option}: has no {' and no '.join(missing)}; see {_PAGE}")
+    option = f"loss_scaling._target_={config.loss_scaling['_target_']}"
+    require_methods(option, scaler, _METHODS, _PAGE, attributes=["scale"])
     scale = scaler.scale
     if not isinstance(scale, Tensor) or scale.dim() or scale.dtype != torch.float32:
         raise ConfigError(
             f"{option}: its scale is {described(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
         )
+    return scaler
 
 
 def scaling_name(config: Config) -> str:
-    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class."""
+    """Return the scaler's name: `static`, `Backoff`, `LogMax`, `none`, or a user's class."""
     return name_of_scaler(build_scaler(config))
 
 
 def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
-    """One scaler, or one for each loss."""
+    """Make one scaler, or one for each loss."""
     scaler = build_scaler(config).to(device)
     each = config.joint is not None and config.joint.scalers == "each"
     if not each or isinstance(scaler, NoScaling):
@@ -330,21 +289,11 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
 
 
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
-    """Make the group's callbacks in their order: those that are an `Algorithm`, or the others."""
-    nodes = {
-        name: node
-        for name, node in config.callbacks.items()
-        if _is_algorithm(found(f"callbacks.{name}", node["_target_"])) is algorithms
-    }
-    callbacks = {name: make(f"callbacks.{name}", node) for name, node in nodes.items()}
-    for name, callback in callbacks.items():
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                f"callbacks.{name}._target_={nodes[name]['_target_']}: must return a "
-                f"mpframe.core.callback.Callback, got {type(callback).__name__}"
-            )
+    """Make the group's callbacks in their order: only each `Algorithm`, or only the others."""
+    callbacks = {}
+    for name, node in config.callbacks.items():
+        target = find_target(f"callbacks.{name}", node["_target_"])
+        if (isinstance(target, type) and issubclass(target, Algorithm)) is algorithms:
+            kind = "mpframe.core.callback.Callback"
+            callbacks[name] = make_a(Callback, kind, f"callbacks.{name}", node)
     return callbacks
-
-
-def _is_algorithm(target: Any) -> bool:
-    return isinstance(target, type) and issubclass(target, Algorithm)

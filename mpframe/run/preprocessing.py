@@ -1,6 +1,6 @@
-"""Whether data are read as the run's were: the same numbers for the same words, colours and values.
+"""Whether data are preprocessed as the run's: the same numbers for words, colours and values.
 
-These numbers are measured on the training data; with others the weights mean something else. A
+These numbers are measured on the training data, and with others the weights mean something else. A
 tokenizer's vocabulary is a file in the run's folder, the same one from start to end.
 """
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from mpframe.core.errors import DataError
 from mpframe.data.task import Task
-from mpframe.files import read_regular, write_atomically
+from mpframe.files.durable import write_atomically
+from mpframe.files.plain_file import read_regular
 
 VOCABULARY = "vocab.txt"
 """The file of a run's folder that holds its tokenizer's pieces."""
@@ -20,9 +21,9 @@ _OF_A_TABLE = ("categorical", "continuous", "target")
 def refuse_other_preprocessing(
     task: Task, preprocessing: Mapping[str, Any] | None, folder: Path
 ) -> None:
-    """Refuse data that are read with other numbers than those the weights learned from.
+    """Refuse data that are preprocessed with other numbers than the run's data.
 
-    A size may differ, and so may what the run, or the task, does not say.
+    A size may differ, and so may an entry that the run or the task does not have.
     """
     ours, runs = as_mapping(task.preprocessing), as_mapping(preprocessing)
     if ours.get("vocab") != runs.get("vocab"):
@@ -49,7 +50,7 @@ def _differ(key: str, ours: Mapping[str, Any], runs: Mapping[str, Any]) -> bool:
 
 
 def as_mapping(preprocessing: Any) -> Mapping[str, Any]:
-    """What a task says of its preprocessing; nothing if it is no mapping."""
+    """Return a task's preprocessing, or an empty mapping if it is none."""
     return preprocessing if isinstance(preprocessing, Mapping) else {}
 
 

@@ -21,7 +21,7 @@ _LOAD = Path("/proc/loadavg")
 
 
 def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | None:
-    """A line with the way out where threads are likely to fight for cores; None elsewhere."""
+    """Return a line with the way out if threads are likely to fight for cores, else None."""
     if threads == 1 or environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return None
     usable = _usable_cores()
@@ -36,7 +36,7 @@ def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | Non
 
 
 def _busy_cores() -> int:
-    """Cores that others use now, at most those of the last minute; 0 where nothing tells."""
+    """Return how many cores others use: now, at most the last minute's load, 0 if unknown."""
     if not _LOAD.exists():
         return 0
     load, _, _, tasks, _ = _LOAD.read_text().split()
@@ -65,31 +65,31 @@ def prepare_process(config: Config) -> None:
 
 
 RESULT = {"result": True}
-"""`extra` of the log line that says how a run ended, which `quiet` shows, too."""
+"""`extra` of the log line that says how a run ended, which `quiet` also shows."""
 
 
 @contextmanager
 def console(verbosity: str, rank: int = 0) -> Iterator[None]:
-    """Show that much on rank 0's console within the block, in which train.log is opened."""
+    """Context manager in which rank 0's console shows that much; the others' shows nothing."""
 
-    def shown(record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
         loud = record.levelno >= logging.WARNING or hasattr(record, "result")
         return loud and not rank
 
     quiet = rank or verbosity == "quiet"
-    own, known = logging.getLogger("mpframe"), logging.getLogger().handlers if quiet else []
+    logger, known = logging.getLogger("mpframe"), logging.getLogger().handlers if quiet else []
     handlers = [handler for handler in known if not isinstance(handler, logging.FileHandler)]
-    before = own.level
+    before = logger.level
     for handler in handlers:
-        handler.addFilter(shown)
+        handler.addFilter(passes)
     if verbosity == "verbose":
-        own.setLevel(logging.DEBUG)
+        logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
-        own.setLevel(before)
+        logger.setLevel(before)
         for handler in handlers:
-            handler.removeFilter(shown)
+            handler.removeFilter(passes)
 
 
 def requeue(received: signal.Signals) -> None:

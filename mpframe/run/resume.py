@@ -1,9 +1,8 @@
 """The state or the weights that a run starts from: `resume` and `init_from`.
 
 Begin with `Resume`. It finds the newest good checkpoint, verifies it, and loads all of it or
-nothing; then it says whether the resumed run can equal the undisturbed one bit for bit, and if not,
-why. Callbacks get their states by name. `init_from` loads saved weights, except those that may
-differ.
+nothing. Then it reports why the resumed run cannot equal the undisturbed one bit for bit, if it
+cannot. Callbacks get their states by name. `init_from` loads saved weights.
 """
 
 import logging
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.state import conversion, rounding, trained_in, weights_of
+from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest, refuse_mixed
+from mpframe.checkpoint.state import conversion, of_rank, rounding, trained_in, weights_of
 from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
@@ -39,10 +39,7 @@ _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
 
 
 def refuse_other_parts(then: Options, now: Options) -> None:
-    """Refuse a checkpoint made by another kind of optimizer or schedule.
-
-    Their states are tensors by number: another kind would take them and compute nonsense.
-    """
+    """Refuse a checkpoint of another kind of optimizer or schedule, which would load and fail."""
     for path, (old, new) in _changes(then, now).items():
         if path.startswith(_STATES) and path.endswith("_target_"):
             raise CheckpointError(
@@ -52,13 +49,13 @@ def refuse_other_parts(then: Options, now: Options) -> None:
 
 
 def differences(then: Options, now: Options) -> list[str]:
-    """The options because of which the resumed run will not equal the undisturbed one."""
+    """Return the options because of which the resumed run will not equal the undisturbed one."""
     changes, saved = _changes(then, now), _in_saved_state(now)
     passed_over = _passed_over(_schedule_of(now))
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
-        if path not in passed_over and not path.startswith(saved) and not _aside(path)
+        if path not in passed_over and not path.startswith(saved) and not _changes_nothing(path)
     ]
 
 
@@ -67,26 +64,26 @@ def _schedule_of(options: Options) -> str:
 
 
 def _in_saved_state(now: Options) -> tuple[str, ...]:
-    """The sections whose saved options count; other schedules follow the new ones."""
+    """Return the sections whose saved options are used; other schedules follow the new ones."""
     return _STATES if _schedule_of(now).endswith(_PLATEAU) else _STATES[:1]
 
 
-def _aside(path: str) -> bool:
-    """Whether an option belongs to a callback that only watches, or only ends a run."""
+def _changes_nothing(path: str) -> bool:
+    """Return whether an option belongs to a callback that only watches, or only ends a run."""
     return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
         path.startswith("callbacks.") and only_watches(path)
     )
 
 
 def _passed_over(schedule: str) -> set[str]:
-    """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
+    """Return the options that change no number of a run with this schedule, a `_target_` or ""."""
     if schedule.endswith(_PLATEAU):
         return (WATCHING | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
     return WATCHING | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 
 def carried_over(then: Options, now: Options) -> list[str]:
-    """The options that do not count, because the saved state has its own."""
+    """Return the options that are not used, because the saved state has them."""
     changes, saved = _changes(then, now), _in_saved_state(now)
     return [
         f"{path}={new} (goes on with {old})"
@@ -96,22 +93,21 @@ def carried_over(then: Options, now: Options) -> list[str]:
 
 
 def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
-    """What differs between two `environment.arithmetic`: `fact=value (was value)` each."""
+    """Return what differs between two `environment.arithmetic`: `fact=value (was value)` each."""
     if not isinstance(then, Mapping):
         return []  # A checkpoint may hold anything there.
     return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
 
 
 def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
-    # Without options it was saved in a loop of the user's own.
-    return changes(then, now) if then and now else {}
+    return changes(then, now) if then and now else {}  # A user's own loop saves no options.
 
 
 log = logging.getLogger(__name__)
 
 
 def restore(callbacks: Callbacks, saved: Any) -> None:
-    """Load each callback's state; warn of states without a callback, and of the reverse."""
+    """Load each callback's state, and warn of states without a callback and of the reverse."""
     if not isinstance(saved, dict):
         raise CheckpointError("its callbacks are no dict; use another checkpoint")
     for name in callbacks.keys() & saved.keys():
@@ -124,18 +120,14 @@ def restore(callbacks: Callbacks, saved: Any) -> None:
                 f"its state of callbacks.{name} does not fit ({error!r:.200}); "
                 "resume from another checkpoint"
             ) from None
-    _warn_of_the_rest(callbacks, saved)
-
-
-def _warn_of_the_rest(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
-    dropped = [name for name in states if name not in callbacks]
+    dropped = [name for name in saved if name not in callbacks]
     if dropped:
         log.warning(
             "warning: the checkpoint holds the state of %s, and this run has no such callback: "
             "the next checkpoint is without",
             ", ".join(f"callbacks.{name}" for name in dropped),
         )
-    fresh = [name for name, c in callbacks.items() if has_state(c) and name not in states]
+    fresh = [name for name, c in callbacks.items() if has_state(c) and name not in saved]
     if fresh:
         log.warning(
             "warning: the checkpoint holds no state of %s, which begins without",
@@ -150,29 +142,33 @@ Renew = Callable[[Trainer], None]  # Gives a trainer new callbacks, without a st
 class Resume:
     """The checkpoint that a run continues from."""
 
-    option: str  # `none`, `auto`, or a checkpoint's or run's folder.
-    folder: Path  # This run's.
-    config: str  # This run's resolved options as YAML.
+    option: str  # `none`, `auto`, or a checkpoint's or run's folder
+    folder: Path  # of this run
+    config: str  # this run's resolved options as YAML
 
     def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
-        """Load the checkpoint into the trainer, its callbacks and the random generators."""
+        """Load the checkpoint into the trainer, its callbacks and the random generators.
+
+        Returns the run's identity, which is new if there is no checkpoint to load.
+        """
         if self.option == "none":
-            return _from_the_beginning(trainer, renew)
+            renew(trainer)
+            return new_identity()
         if self.option == "auto":
-            return self._newest_good(trainer, renew)
+            return self._load_newest_good(trainer, renew)
         path = Path(self.option)
         if not path.exists():
             raise CheckpointError(
                 f"resume={path}: no such folder; name a run's folder or a checkpoint"
             )
-        checkpoint.refuse_mixed(path)
-        return self._take(checkpoint.newest(path), trainer, renew)
+        refuse_mixed(path)
+        return self._load(newest(path), trainer, renew)
 
-    def _newest_good(self, trainer: Trainer, renew: Renew) -> str:
-        found = checkpoint.all_in(self.folder)
+    def _load_newest_good(self, trainer: Trainer, renew: Renew) -> str:
+        found = all_in(self.folder)
         for path in reversed(found):
             try:
-                return self._take(path, trainer, renew)
+                return self._load(path, trainer, renew)
             except CheckpointError as error:
                 log.warning("warning: resume=auto passes over %s: %s", path.name, error)
         if found:
@@ -181,31 +177,27 @@ class Resume:
                 "repair or delete them, or start again in another hydra.run.dir"
             )
         log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
-        return _from_the_beginning(trainer, renew)
+        renew(trainer)
+        return new_identity()
 
-    def _take(self, path: Path, trainer: Trainer, renew: Renew) -> str:
+    def _load(self, path: Path, trainer: Trainer, renew: Renew) -> str:
         snapshot = checkpoint.read(path)
         renew(trainer)
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
-        _say_what_differs(snapshot, then, now, trainer)
+        _warn_of_differences(snapshot, then, now, trainer)
         if path.absolute().parents[1] == self.folder.absolute():
-            _say_what_is_short(snapshot, path)
+            _warn_of_lost_rows(snapshot, path)
         log.info("resumed from %s at step %d", path, trainer.progress.global_step)
-        return checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
-
-
-def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
-    renew(trainer)
-    return checkpoint.new_identity()
+        return identity_of(snapshot.facts) or new_identity()
 
 
 def _options(config: str, path: Path) -> dict[str, Any]:
-    """The stored options; none if a user's own loop saved without them."""
+    """Return the stored options, or none if a user's own loop saved the checkpoint."""
     return parsed(config, path / "config.yaml") if config else {}
 
 
-def _say_what_differs(
+def _warn_of_differences(
     snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
 ) -> None:
     here = arithmetic(device_of(trainer.model), trainer.comm)
@@ -225,8 +217,8 @@ def _say_what_differs(
         )
 
 
-def _say_what_is_short(snapshot: Snapshot, path: Path) -> None:
-    """Name the records of the run that have lost rows since the checkpoint was made."""
+def _warn_of_lost_rows(snapshot: Snapshot, path: Path) -> None:
+    """Warn of the run's records that have lost rows since the checkpoint was made."""
     then, now = snapshot.facts.get("records"), record_sizes(path.parents[1])
     if not isinstance(then, dict):
         return  # A checkpoint may hold anything there.
@@ -248,8 +240,8 @@ def _apply(
     snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
 ) -> None:
     """Load a state, all of it or none."""
-    before = Snapshot(0, {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()})
-    before = before.detached()
+    state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
+    before = Snapshot(0, state).detached().state
     try:
         refuse_other_parts(*options)
         _load(snapshot, trainer)
@@ -257,14 +249,14 @@ def _apply(
     except RunInterrupted:
         raise
     except Exception as error:  # A state of the wrong structure may raise anything below torch.
-        trainer.load_state_dict(before.state["trainer"])
-        checkpoint.restore_rng(before.state["rng"])
+        trainer.load_state_dict(before["trainer"])
+        checkpoint.restore_rng(before["rng"])
         said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
         raise CheckpointError(f"{path}: {said}") from None
 
 
 def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load a trainer's state, and say what another precision makes of it."""
+    """Load a trainer's state, and log how it was converted from another precision."""
     trainer.load_state_dict(state)
     if state["precision"] != str(trainer.precision):
         rounded = rounding(trainer.model, state["weights"])
@@ -277,24 +269,27 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     if trainer.comm.is_main:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    own = checkpoint.of_rank(snapshot.state, trainer.comm.rank)
-    if own is None:  # There were fewer ranks: this one draws numbers of its own.
+    state = of_rank(snapshot.state, trainer.comm.rank)
+    if state is None:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})
     else:
-        trainer.precision.load_state_dict(own["products"])
-        checkpoint.restore_rng(own["rng"])
+        trainer.precision.load_state_dict(state["products"])
+        checkpoint.restore_rng(state["rng"])
 
 
 def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
-    """Load the weights that `init_from` names into the trainer, and log what became of each."""
-    from mpframe.checkpoint.init_from import fitted, renamed  # Most runs have no use for it.
+    """Load the weights that `init_from` names into the trainer, and log which were used.
+
+    Returns the precision of the run that they come from, if it was mpframe's.
+    """
+    from mpframe.checkpoint.init_from import fitted, renamed  # Most runs do not need it.
 
     source, left_out = str(options.init_from), options.init_from_except
     saved, precision, left = _read(Path(source))
-    own = trainer.weights()
-    saved = renamed(saved, options.init_from_names or {}, own.keys(), source)
-    taken = fitted(saved, own, left_out, source)
+    weights = trainer.weights()
+    saved = renamed(saved, options.init_from_names or {}, weights.keys(), source)
+    taken = fitted(saved, weights, left_out, source)
     trainer.load_weights(taken.weights)
     log.info(
         "weights taken from %s%s: %s",
@@ -310,7 +305,7 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
 
 
 def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
-    """Weights by name, the precision of their run, and other entries beside them."""
+    """Return weights by name, the precision of their run, and the names of other entries."""
     from mpframe.checkpoint.init_from import is_foreign, read_foreign
 
     if is_foreign(path):

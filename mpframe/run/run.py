@@ -1,6 +1,6 @@
 """One training run, from its configuration to its summary.
 
-Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged or failed.
+However a run ends, `summary.json` says so: finished, interrupted, diverged or failed.
 """
 
 import itertools
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -39,11 +38,12 @@ from mpframe.core.user_code import raised
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable
+from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parsed
 from mpframe.parallel.launch import joined, place, refuse_misfit
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
-from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line
+from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
@@ -55,7 +55,7 @@ from mpframe.run.parts import (
 )
 from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
-from mpframe.run.resume import Resume
+from mpframe.run.resume import Resume, take_first_weights
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
@@ -66,15 +66,15 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# What may differ between ranks: where each finds its data, and the time in the name of the run.
+# Options that may differ between ranks: the place of the data, and the time in the run's name.
 _OF_A_RANK = {"run_name", *ELSEWHERE} - {"device"}
 
 
 class Run:
     """A run in its folder.
 
-    Of several ranks rank 0 has the folder. The others have one of their own, which goes when they
-    end, and are without the callbacks that only watch; they read checkpoints from the run's.
+    With several ranks, rank 0 has the folder. The others read checkpoints from it, write into a
+    temporary one, and do not have the callbacks that only watch.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Run:
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
         self._scratch = ExitStack()
-        self.own_folder = folder if place().rank == 0 else _scratch(self._scratch)
-        self.run_folder = RunFolder(self.own_folder, composed, hydra, self.secrets)
+        self.rank_folder = folder if place().rank == 0 else _make_scratch(self._scratch)
+        self.run_folder = RunFolder(self.rank_folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
         self.comm: Comm = SINGLE_PROCESS
         self.hydra = hydra
@@ -101,9 +101,9 @@ class Run:
         """Train, and write the summary however it ends.
 
         Raises:
-            MpframeError: the run could not start or go on; the summary is written, unless the
-                folder holds the record of a run that was not taken up again.
-            RunInterrupted: a signal stopped it; checkpoint and summary are written.
+            MpframeError: the run could not start or continue. The summary is written, unless the
+                folder holds the record of a run that was not continued.
+            RunInterrupted: a signal stopped it. Checkpoint and summary are written.
         """
         options = self.config.trainer
         device = partial(resolve_device, self.config.run.device)
@@ -112,9 +112,9 @@ class Run:
             hidden_from_logs(self.secrets),
             console(options.verbosity, place().rank),
             joined(options.parallel, device, options.timeout) as self.comm,
-            self._said_to_others(),
+            self._reporting_failure(),
             self.run_folder,
-            RunLock(self.own_folder),
+            run_lock(self.rank_folder),
             self.interruption,
         ):
             _refuse_other_options(self.comm, self.config_text)
@@ -122,14 +122,14 @@ class Run:
             self.folder = self.comm.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
-            tidy(self.own_folder)
+            tidy(self.rank_folder)
             if not self.run_folder.holds_a_run():
                 self.run_folder.take()
             return self._train()
 
     def _train(self) -> Summary:
         try:
-            with unwritable_in_one_line(self.own_folder), _exit_refused():
+            with unwritable_in_one_line(self.rank_folder), _refuse_exit():
                 self._fit()
         except DivergedError as error:
             self._finish(Status.DIVERGED, str(error))
@@ -142,16 +142,13 @@ class Run:
                 raise self._stopped(received) from None
             self._fail(error)
             raise
-        stopped = self.trainer.stop_reason if self.trainer else None
+        assert self.trainer is not None
+        stopped, skipped = self.trainer.stop_reason, self.trainer.progress.mostly_skipped
         if stopped:
             log.info("%s", stopped)
-        mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
-        if mostly_skipped:
-            log.warning("warning: %s", mostly_skipped)
-        worsening = worsening_of(self.config, self.callbacks)
-        if worsening:
-            log.warning("warning: %s", worsening)
-        return self._finish(Status.FINISHED, stopped or mostly_skipped)
+        for warning in filter(None, (skipped, worsening_of(self.config, self.callbacks))):
+            log.warning("warning: %s", warning)
+        return self._finish(Status.FINISHED, stopped or skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
@@ -159,8 +156,8 @@ class Run:
             requeue(received)
         if not self.config.trainer.keep_last:
             return RunInterrupted(received, "trainer.keep_last=0: where it stopped is not saved")
-        place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
-        return RunInterrupted(received, f"continue with resume=auto {place}")
+        word = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
+        return RunInterrupted(received, f"continue with resume=auto {word}")
 
     def _fit(self) -> None:
         config = self.config
@@ -174,7 +171,7 @@ class Run:
 
     def _fit_with(self, task: Task, loaders: Loaders) -> None:
         config, train = self.config, loaders.train
-        # Again, because the first import of a dataset's modules may draw random numbers.
+        # Seeded again, because importing a dataset's modules may draw random numbers.
         seed_everything(config.run.seed)
         trainer = self.trainer = build_trainer(config, task, len(train), self.comm)
         for line in stand_ins(self.hydra) if self.hydra else ():
@@ -185,65 +182,68 @@ class Run:
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
-        keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
+        keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.deferred(),
-            Tracker(self.own_folder, first_step, config.trainer.on_save_error) as tracker,
+            Tracker(self.rank_folder, first_step, config.trainer.on_save_error) as tracker,
         ):
             text, secrets = self.config_text, self.secrets
             describe(tracker, config, trainer, train, text, secrets, self.hydra)
-            context = self._context(identity, tracker, train, usage)
-            self._train_with(trainer, loaders, context)
+            assert self.callbacks is not None
+            context = RunContext(
+                folder=self.rank_folder,
+                config=text,
+                identity=identity,
+                tracker=tracker,
+                train=train,
+                throughput=self.callbacks.throughput,
+                results=self.callbacks.results,
+                usage=usage,
+            )
+            self._train_with(trainer, self.callbacks, loaders, context)
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
-        """Load first weights or a checkpoint, then take the folder; returns the run's identity."""
+        """Load first weights or a checkpoint, take the folder, and return the run's identity."""
         options = self.config.run
         if options.init_from is not None:
-            # Readers of others' files: most runs need none.
-            from mpframe.run.resume import take_first_weights
-
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
         refuse_other_start(trainer, options.resume)
         self.run_folder.take()
-        for moved in set_aside_after(self.own_folder, trainer.progress.global_step):
+        for moved in set_aside_after(self.rank_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(self, trainer: Trainer, loaders: Loaders, context: RunContext) -> None:
-        assert self.callbacks is not None
+    def _train_with(
+        self, trainer: Trainer, callbacks: RunCallbacks, loaders: Loaders, context: RunContext
+    ) -> None:
         with set_up(trainer, context):
-            with self.callbacks.checkpoints.around(trainer), _errors_dated(trainer):
+            with callbacks.checkpoints.around(trainer), _date_errors(trainer):
                 trainer.fit(loaders.train, loaders.val)
-            with _errors_dated(trainer):
-                self._test(trainer, loaders)
-
-    def _test(self, trainer: Trainer, loaders: Loaders) -> None:
-        """Test what the training came to, if the dataset has a test part."""
-        if loaders.test is None:
-            return
-        assert self.callbacks is not None
-        loaders.train.close()  # The workers of the test take their place.
-        loaders.val.close()
-        keep_best, best = self.config.trainer.keep_best, self.callbacks.results.best
-        path = best_checkpoint(self.folder, keep_best, best)
-        path = self.comm.broadcast_object(path)
-        self.tested = final_test(trainer, loaders.test, path)
+            if loaders.test is None:
+                return
+            with _date_errors(trainer):
+                loaders.train.close()  # The workers of the test take their place.
+                loaders.val.close()
+                keep_best, best = self.config.trainer.keep_best, callbacks.results.best
+                path = best_checkpoint(self.folder, keep_best, best)
+                path = self.comm.broadcast_object(path)
+                self.tested = final_test(trainer, loaders.test, path)
 
     @contextmanager
-    def _said_to_others(self) -> Iterator[None]:
-        """Tell the other ranks of an error of this one."""
+    def _reporting_failure(self) -> Iterator[None]:
+        """Report an error of this rank to the others."""
         try:
             yield
         except LostRankError:
             raise
         except BaseException as error:
-            self.comm.report_failure(str(error).splitlines()[0] if str(error) else repr(error))
+            self.comm.report_failure(_first_line(error))
             raise
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
@@ -251,33 +251,10 @@ class Run:
         self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
-    def _context(
-        self, identity: str, tracker: Tracker, train: Loader, usage: dict[str, Any]
-    ) -> RunContext:
-        assert self.callbacks is not None
-        return RunContext(
-            folder=self.own_folder,
-            config=self.config_text,
-            identity=identity,
-            tracker=tracker,
-            train=train,
-            throughput=self.callbacks.throughput,
-            results=self.callbacks.results,
-            usage=usage,
-        )
-
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
-        told = None if reason is None else hide(reason, self.secrets)
-        summary = summary_of(
-            self.config,
-            self.scaling,
-            self.trainer,
-            self.callbacks,
-            self.started,
-            status,
-            told,
-            self.tested,
-        )
+        reason = None if reason is None else hide(reason, self.secrets)
+        parts = self.config, self.scaling, self.trainer, self.callbacks, self.started
+        summary = summary_of(*parts, status, reason, self.tested)
         summary.device = hide(summary.device, self.secrets)
         if not self.run_folder.taken:
             log.info("the record in %s stays as it was", self.folder)
@@ -296,14 +273,14 @@ class Run:
         return summary
 
     def _fail(self, error: BaseException) -> None:
-        self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
+        self._finish(Status.FAILED, _first_line(error))
         self.run_folder.log_traceback(error)
 
     def _write(self, summary: Summary) -> None:
         """Write the summary; a full disk stops only a run that ended well."""
         try:
-            with unwritable_in_one_line(self.own_folder):
-                summary.write(self.own_folder)
+            with unwritable_in_one_line(self.rank_folder):
+                summary.write(self.rank_folder)
         except MpframeError as error:
             ended_well = summary.status is Status.FINISHED
             if ended_well and self.config.trainer.on_save_error == "stop":
@@ -312,16 +289,16 @@ class Run:
 
 
 def _results(summary: Summary) -> str:
-    """The result of the test, then of the validation: of each the monitored value."""
+    """Return the monitored value of the test, then of the validation."""
     name = summary.monitor
     tested = summary.test_loss if name == "loss" else summary.test_metrics.get(name or "")
-    said = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
+    test = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
     value = summary.monitored
-    return said + ("" if value is None else f"val_{name} {value:.4f}, ")
+    return test + ("" if value is None else f"val_{name} {value:.4f}, ")
 
 
 def train(config: DictConfig, folder: str | Path) -> Summary:
-    """Train what Hydra's `compose` gave, in a notebook or a program of your own.
+    """Train a configuration that Hydra's `compose` made, in a notebook or your own program.
 
         from hydra import compose, initialize_config_module
         from mpframe import train
@@ -331,37 +308,41 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
         summary = train(config, "runs/notebook")
 
     Args:
-        config: a composed configuration; it is checked as on the command line.
+        config: a composed configuration, checked as on the command line.
         folder: the run's folder, which is made.
 
     Raises:
-        MpframeError: an option is not allowed, or the run could not start or go on.
+        MpframeError: an option is not allowed, or the run could not start or continue.
     """
-    checked_config, place = checked(config), Path(folder)
-    refuse_unwritable("folder", place)
-    place.mkdir(parents=True, exist_ok=True)
-    return Run(checked_config, config, place).train()
+    checked_config, path = checked(config), Path(folder)
+    refuse_unwritable("folder", path)
+    path.mkdir(parents=True, exist_ok=True)
+    return Run(checked_config, config, path).train()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else repr(error)
 
 
 def _of_this_rank(config: Config) -> Config:
-    """The options without the callbacks that this rank does without."""
+    """Leave out the callbacks that this rank does not need."""
     left_out = set()
     if place().size > 1 and (config.trainer.sync_batchnorm or config.trainer.parallel == "fsdp"):
-        left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
+        left_out.add("autopsy")  # It replays steps on rank 0, which would wait for the others.
     if place().rank:
         watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
-        left_out |= watching - {"autopsy", "ranges"}  # Each rank gives them its samples.
+        left_out |= watching - {"autopsy", "ranges"}  # These need the samples of every rank.
     kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
     return replace(config, callbacks=kept)
 
 
-def _scratch(stack: ExitStack) -> Path:
+def _make_scratch(stack: ExitStack) -> Path:
     return Path(stack.enter_context(TemporaryDirectory(prefix="mpframe-rank-")))
 
 
 @contextmanager
-def _exit_refused() -> Iterator[None]:
-    """Turn any `sys.exit` within the block into an error: the run has not come to its end."""
+def _refuse_exit() -> Iterator[None]:
+    """Turn a `sys.exit` in users' code into an error, because the run is not finished."""
     try:
         yield
     except SystemExit as error:
@@ -369,7 +350,7 @@ def _exit_refused() -> Iterator[None]:
 
 
 @contextmanager
-def _errors_dated(trainer: Trainer) -> Iterator[None]:
+def _date_errors(trainer: Trainer) -> Iterator[None]:
     """Add the number of the step to an error in the data or in users' code."""
     try:
         yield
@@ -380,21 +361,21 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
 
 
 def _refuse_other_options(comm: Comm, text: str) -> None:
-    """Refuse ranks whose options, YAML without secrets, differ from those of rank 0."""
+    """Refuse ranks whose options, YAML without secrets, differ from rank 0's."""
     first = comm.broadcast_object(text)
-    trees = [] if first == text else [parsed(own, Path("options")) for own in (first, text)]
+    trees = [] if first == text else [parsed(yaml, Path("options")) for yaml in (first, text)]
     differs = [
         f"{option}={ours}: rank {comm.rank} has it, and rank 0 has {theirs}"
         for option, (theirs, ours) in (changes(*trees) if trees else {}).items()
         if option not in _OF_A_RANK and "{}" not in (theirs, ours)  # Its entries are named.
     ]
     every = comm.broadcast_object(comm.gather_object(differs[:1]))
-    for said in itertools.chain.from_iterable(every):
-        raise ConfigError(f"{said}; start all ranks with the same options")
+    for difference in itertools.chain.from_iterable(every):
+        raise ConfigError(f"{difference}; start all ranks with the same options")
 
 
 def _refuse_to_forget(config: Config) -> None:
-    """A job that is requeued runs its command line again, and must continue where it was."""
+    """Refuse a requeued job that would start again, because it runs the same command line."""
     if config.trainer.requeue and config.run.resume != "auto":
         raise ConfigError(
             f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "

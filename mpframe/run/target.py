@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
@@ -12,6 +12,7 @@ from mpframe.config.moved import MOVED
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import raised
 
+T = TypeVar("T")
 _TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}
 _NUMBERS = {"int", "float", "torch", "Tensor"}
@@ -20,7 +21,7 @@ _NUMBERS = {"int", "float", "torch", "Tensor"}
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
     """Call an open section's `_target_` with its options.
 
-    Where the signature says bool, the words on, yes, true, off, no and false stand for one.
+    For a parameter whose type is bool, the words on, yes, true, off, no and false are allowed.
 
     Raises:
         ConfigError: there is no such target, or it does not take these options.
@@ -42,8 +43,29 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
         raise UserCodeError(f"{section}: {target} raised {raised(error)}") from error
 
 
+def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:
+    """Make an object as `make` does, and refuse one that is not a `kind`, called `name`."""
+    made = make(section, node, *arguments)
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"{section}._target_={node['_target_']}: must return a {name}, got "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def require_methods(
+    option: str, made: Any, methods: Sequence[str], page: str, attributes: Sequence[str] = ()
+) -> None:
+    """Refuse an object that lacks one of these methods or attributes, naming the page of docs."""
+    missing = [name for name in methods if not callable(getattr(made, name, None))]
+    missing += [name for name in attributes if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(f"{option}: has no {' and no '.join(missing)}; see {page}")
+
+
 def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
-    """An open section's options, those with a `_target_` made, for a target that is not called."""
+    """Return an open section's options, nested targets made, for a target that is not called."""
     return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
 
 
@@ -52,10 +74,10 @@ def _check_arguments(
 ) -> dict[str, Any]:
     """Return a node whose arguments fit the signature of its target.
 
-    A nested node's may have other names, as classes exist that take more than their signature says.
+    A nested node may have other names, because some classes take more than their signature says.
     """
     try:
-        parameters = inspect.signature(found(section, node["_target_"])).parameters
+        parameters = inspect.signature(find_target(section, node["_target_"])).parameters
     except ValueError:
         return dict(node)  # A C function does not tell its parameters.
     checked = dict(node)
@@ -84,7 +106,7 @@ def _check_nested(path: str, value: Any) -> Any:
 
 
 def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
-    """Return a truth for a bool's word: Python takes any word for true, and true for 1."""
+    """Return the bool of a word, because Python takes any word for true, and true for 1."""
     kind = parameter.annotation
     known = str(type(parameter.default) if kind is parameter.empty else kind)
     kinds = set(re.findall(r"\w+", known)) - _NOT_A_TYPE
@@ -97,8 +119,8 @@ def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
     return _TRUTHS[str(value).lower()]
 
 
-def found(section: str, target: str) -> Any:
-    """The class or function that a `_target_` names."""
+def find_target(section: str, target: str) -> Any:
+    """Return the class or function that a `_target_` names."""
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.

@@ -1,6 +1,6 @@
 """The trainer, in which everything is put together.
 
-With `trainer.parallel=fsdp` the model's weights are divided among the ranks, or what cannot be
+With `trainer.parallel=fsdp` the model's weights are divided among the ranks. A part that cannot be
 divided is refused by name.
 """
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mpframe.config.check import as_typed
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -25,7 +26,7 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.run.optimizer import build_ema, build_optimizers, build_schedule, joined
+from mpframe.run.optimizer import build_ema, build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
     build_callbacks,
     build_metrics,
@@ -42,7 +43,7 @@ from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.schedules import Schedule, Schedules
 from mpframe.training.trainer import Trainer
 
-_NEEDED = {  # What needs whole weights on each rank is off.
+_NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
@@ -53,7 +54,7 @@ _NEEDED = {  # What needs whole weights on each rank is off.
 }
 _WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
 
-# They treat each value by itself, so a rank steps its part alone.
+# They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
@@ -62,7 +63,7 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
     """Refuse what needs whole weights on each rank."""
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
-        value = _word(getattr(getattr(config, section), name))
+        value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
             raise _does_not_go(f"{option}={value}", f"use {option}={needed}")
     for name, node in config.callbacks.items():
@@ -72,11 +73,6 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         raise _does_not_go("several optimizers or losses", "use one of each")
     if config.loss_scaling.get("init_scale") == PROBE:
         raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
-
-
-def _word(value: object) -> str:
-    """A value as it is typed."""
-    return {"None": "null"}.get(str(value), str(value)).lower()
 
 
 def _does_not_go(option: str, way_out: str) -> ConfigError:
@@ -92,7 +88,7 @@ def shard(
     comm: Comm,
     device: torch.device,
 ) -> None:
-    """Divide the weights among the ranks, and let the optimizers step the parts."""
+    """Divide the weights among the ranks, and give the parts to the optimizers."""
     for optimizer in optimizers.values():
         kind = type(optimizer)
         if kind not in _BY_VALUE:
@@ -115,11 +111,11 @@ def shard(
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["params"] = [replaced[own] for own in group["params"]]
+            group["params"] = [replaced[parameter] for parameter in group["params"]]
 
 
 def _check_range(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Stored weights are held at the end of the half range; gathered ones would be inf."""
+    """Refuse weights beyond the half range: stored ones are clamped, gathered ones would be inf."""
     for name, parameter in model.named_parameters():
         dtype = formats[parameter]
         limit = torch.finfo(dtype).max
@@ -134,10 +130,10 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_PROCESS) -> Trainer:
-    """Model, optimizer, schedule and scaler, in the dtype mode and on the device."""
+    """Make model, optimizer, schedule and scaler, in the dtype mode and on the device."""
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
-    sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands are alone.
+    sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     if sharded:
         refuse_beside_sharding(config, task)
     # A model to be divided may be too large for one device: its blocks go there one by one.
@@ -148,9 +144,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
-    schedules = {
-        name: build_schedule(config, own, numbers, metrics) for name, own in optimizers.items()
-    }
+    schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     precision = build_precision(config)
     for objective in task.objectives.values():
         to_device(objective, home)
@@ -163,8 +157,8 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     recompute(model, config.trainer.recompute)
     if config.trainer.channels_last:
         to_channels_last(model)
-    masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
-    optimizer = joined(config, masters, task)
+    masters = {name: precision.prepare(model, o)[1] for name, o in optimizers.items()}
+    optimizer = combine(config, masters, task)
     return _kind_of(task, optimizer)(
         model=model,
         optimizer=optimizer,
@@ -179,7 +173,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 
 
 def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
-    """The trainer for these objectives and this optimizer; only that one is imported."""
+    """Choose the trainer for these objectives and this optimizer, and import only that one."""
     if isinstance(task.objective, Mapping):
         from mpframe.training.multi_objective import MultiObjectiveTrainer
 
@@ -192,9 +186,9 @@ def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
 
 
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
-    """Show `precision` each objective on the first batch of training: the same in every command.
+    """Show `precision` each objective on the first training batch, the same in every command.
 
-    Lazy layers get their shapes from it, in every mode.
+    In every mode, lazy layers get their shapes from it.
     """
     if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
@@ -218,7 +212,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
 
 
 def _refuse_compiled(config: Config) -> None:
-    """What needs a model's modules one by one: a compiled model is one graph."""
+    """Refuse options that need a model's modules one by one: a compiled model is one graph."""
     if not config.trainer.compile:
         return
     if config.numerics.every is not None:
@@ -234,7 +228,7 @@ def _refuse_compiled(config: Config) -> None:
 
 
 def build_plan(config: Config) -> Plan:
-    """How long to train and how often to look."""
+    """Return how long to train and how often to validate."""
     options = config.trainer
     return Plan(
         epochs=options.epochs,
@@ -254,7 +248,7 @@ def _build_algorithms(
     optimizer: StepOptimizer,
     schedules: Mapping[str, Schedule | None],
 ) -> dict[str, Algorithm]:
-    """What changes the training beside the step, in the order in which it is called."""
+    """Make what changes the training outside of the step, in the order of the calls."""
     algorithms: dict[str, Any] = {}
     planned = {name: schedule for name, schedule in schedules.items() if schedule is not None}
     if planned:

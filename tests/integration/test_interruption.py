@@ -18,7 +18,7 @@ from sameness import assert_same_run
 
 from mpframe import checkpoint
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.run.folder import RunLock
+from mpframe.files.file_lock import run_lock
 from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
@@ -270,7 +270,7 @@ def test_a_killed_run_leaves_its_folder_free_at_once(tmp_path: Path) -> None:
     assert wait_until(lambda: training(tmp_path), process)
     os.kill(process.pid or 0, signal.SIGKILL)
     exit_code(process)
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MpframeError, match=re.escape(f"hydra.run.dir={tmp_path}: cannot be written")
     ):
-        RunLock(tmp_path).__enter__()
+        run_lock(tmp_path).__enter__()
 
 
 SIGNALLED = """

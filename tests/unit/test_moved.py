@@ -12,7 +12,7 @@ from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.config.moved import MOVED
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.run.target import found
+from mpframe.run.target import find_target
 
 OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
 
@@ -26,7 +26,7 @@ def test_only_the_new_name_is_there(old: str) -> None:
 
 def test_a_word_with_the_old_name_is_answered_with_the_new_one() -> None:
     with pytest.raises(ConfigError) as refused:
-        found("model", OLD)
+        find_target("model", OLD)
     assert str(refused.value) == f"model._target_={OLD}: is now {NEW}"
 
 

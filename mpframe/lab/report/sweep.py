@@ -15,9 +15,9 @@ from typing import Any
 
 from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
+from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.text import aligned, markdown, printable
-from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary
 
 NO_SUMMARY = "no summary"

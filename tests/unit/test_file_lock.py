@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mpframe.core.errors import MpframeError
-from mpframe.files import turns
-from mpframe.files.turns import turn_in
+from mpframe.files import file_lock
+from mpframe.files.file_lock import turn_in
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -71,7 +71,7 @@ class Heard:
 
 
 def _wait(folder: Path, release: Any) -> None:
-    turns.log = Heard(release)  # type: ignore[assignment]
+    file_lock.log = Heard(release)  # type: ignore[assignment]
     with turn_in(folder, "the other is there"):
         pass
 
