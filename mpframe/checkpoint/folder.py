@@ -1,4 +1,4 @@
-"""The folders of checkpoints: their names, manifest and run, and which of them are kept.
+"""The folders of checkpoints: their names, their manifests, and which of them are kept.
 
     step_00001200                a checkpoint, named after the global step
     .step_00001200.new           being written
@@ -6,12 +6,11 @@
     .step_00001200.dropped       about to be deleted
     step_00001200.set_aside      newer than where the run continued: kept, never resumed from
 
-A manifest lists a checkpoint's files with their sizes and SHA-256. It also holds a random word that
-was drawn when the run began: checkpoints of two runs in one folder would replace and delete each
-other, so a folder belongs to one run.
+A manifest lists a checkpoint's files with their sizes and SHA-256. It also holds the run's random
+identity, because checkpoints of two runs in one folder would replace and delete each other.
 
-The newest checkpoints are kept, and the best ones by validation. None is deleted before a newer one
-is durable. A folder is renamed before it is deleted, so that a kill leaves no half-deleted one.
+The newest and the best checkpoints are kept. None is deleted before a newer one is durable. A
+folder is renamed before it is deleted, so that a kill leaves no half-deleted one.
 """
 
 import hashlib
@@ -55,7 +54,7 @@ def parts_of(rank: int) -> str:
 
 
 def all_parts(names: Iterable[str]) -> list[str]:
-    """Return the names of such files, in the order of the ranks."""
+    """Return the names of the files with ranks' parts, in the order of the ranks."""
     return sorted((name for name in names if _PARTS.fullmatch(name)), key=lambda n: int(n[6:-3]))
 
 
@@ -78,10 +77,10 @@ def all_in(folder: Path) -> list[Path]:
 
 
 class HashingFile:
-    """Writes to a file, and computes the size and digest of what is written.
+    """A file to write, which computes the size and digest of its content.
 
-    After a failed write nothing more is written, and `raise_if_failed` raises the error. It is not
-    raised at once: torch's writer would continue at a wrong position and report that instead.
+    After a failed write nothing more is written, and `raise_if_failed` raises the error. If it were
+    raised at once, torch's writer would continue at a wrong position and report that instead.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -110,7 +109,7 @@ class HashingFile:
             raise self._error
 
     def sha256(self) -> str:
-        """Return the digest of all that was written, in hexadecimal."""
+        """Return the digest of the content, in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -121,12 +120,12 @@ def sha256_of(path: Path) -> str:
 
 
 FORMAT = 2
-_LARGEST = 2**20  # bytes; a manifest of ours has a few hundred
+_LARGEST = 2**20  # bytes, of which a manifest of ours has a few hundred
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint, with their `bytes` and `sha256`, and facts, as JSON."""
+    """The files of a checkpoint with their `bytes` and `sha256`, and JSON facts about it."""
 
     files: dict[str, dict[str, Any]]
     facts: dict[str, Any]
@@ -149,13 +148,13 @@ class Manifest:
                 "name a run's folder or a checkpoint in it"
             ) from None
         with damaged_if_raising(path, "not a manifest"):
-            return cls._parsed(json.loads(written), path)
+            return cls._parse(json.loads(written), path)
 
     @classmethod
-    def _parsed(cls, sealed: Any, path: Path) -> Self:
+    def _parse(cls, sealed: Any, path: Path) -> Self:
         version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
         files = {
-            _inside(name, path): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+            _check_name(name, path): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
             for name, entry in content["files"].items()
         }
         facts = dict(content["facts"])
@@ -193,8 +192,8 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
 
 
-def _inside(name: str, path: Path) -> str:
-    """Return a file's name from the manifest, if the file is in its folder."""
+def _check_name(name: str, path: Path) -> str:
+    """Return a file's name from the manifest, or refuse one that leads out of the folder."""
     if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
         raise CheckpointError(
             f"{path}: damaged, it names {name!r:.80}, which is no file of its folder; "
@@ -227,7 +226,7 @@ def refuse_mixed(folder: Path) -> None:
     """Refuse a run's folder with checkpoints of two runs, naming one of each."""
     first: dict[str, Path] = {}
     for path in all_in(folder):
-        with suppress(CheckpointError):  # Damaged: skipped or refused when it is read.
+        with suppress(CheckpointError):  # A damaged one is skipped or refused when it is read.
             if identity := identity_of(Manifest.read(path).facts):
                 first.setdefault(identity, path)
     if len(first) > 1:
@@ -250,7 +249,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
 
 def best_in(folder: Path, count: int) -> list[Path]:
-    """Return the checkpoints with the best validation, best first; of equals the older first."""
+    """Return the checkpoints with the best validation, best first, then the oldest first."""
     if count == 0:
         return []
     ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
@@ -258,13 +257,13 @@ def best_in(folder: Path, count: int) -> list[Path]:
 
 
 def rank_to_beat(folder: Path, count: int) -> float:
-    """Return the worst rank among the `count` best checkpoints; inf if there are fewer."""
+    """Return the worst rank among the `count` best checkpoints, or inf if there are fewer."""
     best = best_in(folder, count)
     return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
 
 
 def rank(value: float, higher_is_better: bool) -> float | None:
-    """Return a number that is lower for a better value; None for nan and inf: no result."""
+    """Return a number that is lower for a better value, or None for nan and inf."""
     if not math.isfinite(value):
         return None
     return -value if higher_is_better else value
@@ -278,10 +277,10 @@ def rank_of(validation: dict[str, Any]) -> float | None:
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Set aside the checkpoints newer than `step`, where a run continues; return their paths.
+    """Rename the checkpoints newer than `step`, where a run continues, and return their paths.
 
-    They are bad, or the run will not repeat them: nothing may resume from them, and they do not
-    count among the newest. An older one that was set aside under the same name is deleted.
+    They are bad, or the run will not repeat them, so nothing may resume from them. An older one
+    that was set aside under the same name is deleted.
     """
     moved = []
     for path in all_in(folder):
@@ -293,7 +292,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run left half-written; only the holder of the run's lock may."""
+    """Remove what a killed run left half-written, while holding the run's lock."""
     for path in (folder / FOLDER).glob(".step_*"):
         final = path.with_name(path.stem[1:])
         if path.suffix == ".replaced" and not final.exists():
@@ -305,7 +304,7 @@ def tidy(folder: Path) -> None:
 
 
 def _rank_of(path: Path) -> float | None:
-    """Return the rank of a checkpoint; None if it was not validated or cannot be read."""
+    """Return the rank of a checkpoint, or None if it was not validated or cannot be read."""
     try:
         validation = Manifest.read(path).facts.get("validation")
         return None if validation is None else rank_of(validation)

@@ -1,6 +1,6 @@
-"""Reads a checkpoint: digests first, and never any code.
+"""Reads a checkpoint, verified and without running any code.
 
-torch.load does not notice a flipped bit, so every file is compared with the manifest first.
+torch.load does not notice a flipped bit, so every file is first compared with the manifest.
 """
 
 from pathlib import Path
@@ -26,16 +26,17 @@ _CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strin
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the verified state of a checkpoint, on the CPU; see `read`."""
+    """Return the verified state of a checkpoint, on the CPU (see `read`)."""
     return read(path).state
 
 
 def read(path: Path) -> Snapshot:
-    """Read all of a checkpoint, verified, its tensors on the CPU.
+    """Read and verify a whole checkpoint, with its tensors on the CPU.
 
-    `path` is a checkpoint's folder, or a run's folder: then its newest checkpoint. CheckpointError:
-    there is none, it is damaged, of another format, or holds code; or the folder has checkpoints of
-    two runs.
+    path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
+
+    CheckpointError: there is none, it is damaged, of another format, or holds code, or the folder
+    has checkpoints of two runs.
     """
     if newest(path) != path:
         refuse_mixed(path)
@@ -47,15 +48,11 @@ def read(path: Path) -> Snapshot:
     manifest.verify(path)
     with damaged_if_raising(path / CONFIG, "not text"):
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
-    state, parts = _state(path / STATE), all_parts(manifest.files)
-    if parts:
+    with damaged_if_raising(path / STATE, "not a saved state"):
+        state = load_untrusted(path / STATE, _CODE)
+        if not isinstance(state, dict):
+            kind = type(state).__name__
+            raise CheckpointError(f"{path / STATE}: holds a {kind}, not a run's state")
+    if parts := all_parts(manifest.files):
         put_together(state, [path / name for name in parts])
     return Snapshot(step_of(path), state, config, manifest.facts)
-
-
-def _state(path: Path) -> dict[str, Any]:
-    with damaged_if_raising(path, "not a saved state"):
-        state = load_untrusted(path, _CODE)
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
-        return state

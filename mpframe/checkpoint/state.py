@@ -1,8 +1,7 @@
-"""The content of a checkpoint: a `Snapshot` of a run's state, which the run can no longer change.
+"""The content of a checkpoint: a `Snapshot` of a run's state, and the weights in it.
 
 If ranks divide the weights, each writes its parts, and readers put them together. The rest of each
-rank's state, such as its random generators, is in the checkpoint that rank 0 writes. The weights
-are checked before they are used.
+rank's state, such as its random generators, is in the file that rank 0 writes.
 """
 
 import copy
@@ -35,11 +34,11 @@ class Snapshot:
 
     def detached(self) -> Self:
         """Return a copy with all tensors on the CPU, which training does not change."""
-        return replace(self, state=_copied(self.state, {}))
+        return replace(self, state=_copy(self.state, {}))
 
 
-def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """Return a deep copy; tensors that share memory share it in the copy as well."""
+def _copy(value: Any, copies: dict[Any, Tensor]) -> Any:
+    """Copy deeply to the CPU. Tensors that share memory also share it in the copy."""
     if isinstance(value, Tensor):
         address = value.data_ptr() if value.layout is torch.strided else 0  # Sparse ones have none.
         place = address and (address, value.dtype, value.device, value.shape, value.stride())
@@ -47,9 +46,9 @@ def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
             copies[place] = value.detach().to("cpu", copy=True)
         return copies[place]
     if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
-        return {key: _copied(entry, copies) for key, entry in value.items()}
+        return {key: _copy(entry, copies) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(entry, copies) for entry in value)
+        return type(value)(_copy(entry, copies) for entry in value)
     return copy.deepcopy(value)
 
 
@@ -63,12 +62,12 @@ def divided(state: Any) -> tuple[Any, dict[Place, Tensor]]:
     A tensor that is in several places has one copy.
     """
     parts: dict[Place, Tensor] = {}
-    return _taken_out(state, (), parts, {}), parts
+    return _take_out(state, (), parts, {}), parts
 
 
 def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
-    """Put whole tensors, of the parts of all ranks in order, into a state that was read."""
-    ranks = [_read(path) for path in files]
+    """Put whole tensors, made of all ranks' parts in order, into a state that was read."""
+    ranks = [_read_parts(path) for path in files]
     wholes: dict[tuple[int, ...], Tensor] = {}
     with damaged_if_raising(files[0], "not parts of its checkpoint"):
         for place in ranks[0]:
@@ -82,7 +81,7 @@ def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
             raise ValueError("one holds other tensors")
 
 
-def _taken_out(
+def _take_out(
     value: Any, place: Place, parts: dict[Place, Tensor], copies: dict[int, Tensor]
 ) -> Any:
     if isinstance(value, Tensor) and is_sharded(value):
@@ -92,9 +91,9 @@ def _taken_out(
         parts[place] = copies[memory]
         return None
     if isinstance(value, dict):
-        return {key: _taken_out(held, (*place, key), parts, copies) for key, held in value.items()}
+        return {key: _take_out(held, (*place, key), parts, copies) for key, held in value.items()}
     if type(value) in (list, tuple):
-        kept = (_taken_out(held, (*place, n), parts, copies) for n, held in enumerate(value))
+        kept = (_take_out(held, (*place, n), parts, copies) for n, held in enumerate(value))
         return type(value)(kept)
     return value
 
@@ -107,7 +106,7 @@ def _put(state: Any, place: Place, whole: Tensor) -> None:
     state[place[-1]] = whole
 
 
-def _read(path: Path) -> dict[Place, Tensor]:
+def _read_parts(path: Path) -> dict[Place, Tensor]:
     with damaged_if_raising(path, "not a rank's parts"):
         parts = load_untrusted(path, _CODE)
         if not isinstance(parts, dict) or not all(isinstance(v, Tensor) for v in parts.values()):
@@ -117,7 +116,7 @@ def _read(path: Path) -> dict[Place, Tensor]:
 
 
 def _refuse_bomb(path: Path, parts: Mapping[Place, Tensor]) -> None:
-    """Refuse parts that overlap in their file: put together, each takes memory of its own."""
+    """Refuse parts that overlap in their file, because put together they do not share memory."""
     distinct = {part.data_ptr(): part.nbytes for part in parts.values()}
     if any(part.nbytes != distinct[part.data_ptr()] for part in parts.values()) or (
         sum(distinct.values()) > path.stat().st_size
@@ -148,14 +147,14 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's generators, from which models draw: the CPU's and a CUDA device's."""
+    """The states of torch's generators of the CPU and a CUDA device, from which models draw."""
 
     cpu: Tensor
     device: Tensor | None = None
 
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
-        """Take the present states; does not wait for the device."""
+        """Take the present states without waiting for the device."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), on_device)
 
@@ -166,21 +165,21 @@ class RandomState:
             torch.cuda.set_rng_state(self.device, device)
 
 
-OTHER_RANKS = "other_ranks"  # The entry of a state with a list of the states of ranks 1, 2, ...
+OTHER_RANKS = "other_ranks"  # the entry of a state with the list of the states of ranks 1, 2, ...
 
 
 def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return, on rank 0, the states of all other ranks of `comm` in order; elsewhere nothing."""
+    """Return the states of ranks 1, 2, ... of `comm` on rank 0, and an empty list elsewhere."""
     if comm.size == 1:
         return []
-    file = io.BytesIO()  # pickle could not read numpy's random state again, a tensor of uint32.
+    file = io.BytesIO()  # pickle cannot restore numpy's random state, a tensor of uint32.
     torch.save(state, file)
     sent = comm.gather_object(file.getvalue())[1:]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 
 def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return what a state holds for a rank > 0; None if it was made with fewer ranks."""
+    """Return the state of a rank > 0, or None if the run had fewer ranks."""
     others = state.get(OTHER_RANKS, [])
     return others[rank - 1] if rank <= len(others) else None
 
@@ -189,10 +188,11 @@ KINDS = ("trained", "ema")
 
 
 def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Tensor]:
-    """Return parameters and buffers by name.
+    """Return parameters and buffers by name from a state that `load` returned.
 
-    `kind` is `trained`, or `ema` for the averages instead of their parameters. ConfigError: another
-    kind. CheckpointError: the state, which `load` returned, has no such weights.
+    kind: `trained`, or `ema` for the averages instead of their parameters; else a ConfigError.
+
+    CheckpointError: the state has no such weights.
     """
     if kind not in KINDS:
         raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}")
@@ -206,7 +206,7 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
 
 
 def validated_kind(state: Mapping[str, Any]) -> str:
-    """Return which weights the run was validated with: `ema` if it kept them, else `trained`."""
+    """Return the kind of weights that the run was validated with: `ema`, or without `trained`."""
     trainer = state.get("trainer")
     kept = isinstance(trainer, Mapping) and trainer.get("ema") is not None
     return "ema" if kept else "trained"
@@ -223,7 +223,7 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what the run changed beside its weights, see core/buffers.py."""
+    """Return what the run changed beside its weights (see core/buffers.py)."""
     extra = state["trainer"].get("extra_state", {})
     if not isinstance(extra, dict):
         raise _not_of_a_run(path, "extra_state")
@@ -235,19 +235,18 @@ def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
     half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}
     if not half:
         return "no parameter is rounded"
-    clamped = sum(
-        int((weights[n].abs() > torch.finfo(dtype).max).sum()) for n, dtype in half.items()
-    )
+    beyond_range = (weights[n].abs() > torch.finfo(dtype).max for n, dtype in half.items())
+    clamped = sum(int(values.sum()) for values in beyond_range)
     formats = " and ".join(sorted({dtype_name(dtype) for dtype in half.values()}))
     beyond = f", {clamped} values beyond its range clamped to it" if clamped else ""
     return f"{len(half)} parameters are rounded to {formats}{beyond}"
 
 
 def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
-    """Return the line that says how a checkpoint of another precision was loaded.
+    """Return a line that says how a checkpoint of another precision was loaded.
 
-    `before` and `now` are precisions, e.g. `mixed(float16)`; `rounded` is what `rounding` returned;
-    `scaled` says whether the loss was scaled before, and is now.
+    before, now: precisions, e.g. `mixed(float16)`. rounded: the clause that `rounding` returned.
+    scaled: whether the loss was scaled before, and is now.
     """
     scale = {
         (True, False): "; its loss scale is not used",
@@ -281,13 +280,11 @@ def trained_in(state: Mapping[str, Any], path: Path) -> str:
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
     trainer = state.get("trainer") if isinstance(state, Mapping) else None
     tensors = trainer.get(name) if isinstance(trainer, Mapping) else None
-    if not isinstance(tensors, dict) or not tensors or not all(map(_is_entry, tensors.items())):
+    if not isinstance(tensors, dict) or not tensors:
+        raise _not_of_a_run(path, name)
+    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in tensors.items()):
         raise _not_of_a_run(path, name)
     return tensors
-
-
-def _is_entry(item: tuple[Any, Any]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _not_of_a_run(path: Path, name: str) -> CheckpointError:
@@ -295,7 +292,7 @@ def _not_of_a_run(path: Path, name: str) -> CheckpointError:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0: nowhere."""
+    """Return the address of a tensor's memory, or 0 if it has none."""
     if is_sharded(tensor):  # The memory of an empty part is there as well.
         return part_of(tensor).untyped_storage().data_ptr()
     return tensor.data_ptr()

@@ -1,10 +1,10 @@
-"""A checkpoint may come from anybody: what is damaged or crafted is refused in one line.
+"""Refuses damaged and crafted files in one line, because a checkpoint may come from anybody.
 
-A state file is an archive, and an archive can hold far more than its size: torch's reader unpacks
-what is compressed, and a tensor may claim any number of values over a few bytes. What torch writes
-does neither: its entries are stored as they are, and no tensor is larger than the file.
+A state file is an archive, which can expand to far more than its size: torch's reader unpacks
+compressed entries, and a tensor may claim any number of values over a few bytes. torch itself
+writes uncompressed entries, and no tensor that is larger than the file.
 
-Such a file may raise almost anything in torch, zipfile, pickle or json, up to MemoryError and
+A crafted file may raise almost anything in torch, zipfile, pickle or json, up to MemoryError and
 RecursionError. To the user all of it means one thing: the file is damaged.
 """
 
@@ -22,19 +22,21 @@ from torch import Tensor
 
 from mpframe.core.errors import CheckpointError, MpframeError, first_line
 
-_LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
-_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # The first of its pickles.
-_OLD_PICKLES = 5  # This number, a version, facts of the machine, the state, the order of its bytes.
+_LARGEST_PICKLE = 2**24  # bytes, of which 1000 parameters with their optimizer state take 1 MB
+_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the first of its pickles
+_OLD_PICKLES = 5  # this number, a version, facts of the machine, the state, the order of its bytes
 _DEEPEST = 50
 _MOST_VALUES = 10**7
 
 
 def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
-    """Load what `torch.save` wrote, its tensors on the CPU; no code in it is run.
+    """Load what `torch.save` wrote, with its tensors on the CPU, without running code.
 
-    `refusal` is what to say of a file that holds code or objects; with `old_format` torch's format
-    from before 2020 is read as well. CheckpointError: the file holds code, or was made to fill the
-    memory or to take minutes. What else is raised, `damaged_if_raising` explains.
+    refusal: the message for a file that holds code or objects.
+    old_format: also read torch's format from before 2020.
+
+    CheckpointError: the file holds code, or was made to fill the memory or to take minutes. A
+    damaged file may raise anything else, so call this within `damaged_if_raising`.
     """
     if old_format and not zipfile.is_zipfile(path):
         _refuse_long_pickles(path)
@@ -50,9 +52,9 @@ def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
 
 @contextmanager
 def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
-    """Say of any exception in the block, except mpframe's, that the file is damaged.
+    """Turn any exception in the block, except mpframe's, into one about a damaged file.
 
-    `what` says what it then is, e.g. `not a manifest`, and `way_out` what to do then.
+    what: the damage, e.g. `not a manifest`. way_out: what to do then.
     """
     try:
         yield
@@ -65,7 +67,7 @@ def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one")
 
 
 def _refuse_bomb(path: Path) -> None:
-    """Refuse an archive that is not as torch writes it, before anything of it is unpacked."""
+    """Refuse an archive that torch did not write, before anything is unpacked."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
@@ -101,7 +103,7 @@ def _refuse_long_pickles(path: Path) -> None:
 
 
 def _refuse_oversized(path: Path, state: Any) -> None:
-    """Refuse a state that is larger than its file: by a tensor, or by lists that repeat."""
+    """Refuse a state that is larger than its file, by a tensor or by repeated lists."""
     tensors: list[Tensor] = []
     if _expanded(state, {}, tensors) > _MOST_VALUES:
         raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
@@ -122,7 +124,7 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
 
 
 def _expanded(value: Any, known: dict[int, int], tensors: list[Tensor], depth: int = 0) -> int:
-    """Collect the tensors, and count the values; what occurs twice counts twice, endless too."""
+    """Collect the tensors, and count the values, repeated ones as often as they occur."""
     if isinstance(value, Tensor):
         tensors.append(value)
     if not isinstance(value, dict | list | tuple | set):

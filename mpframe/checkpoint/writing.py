@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,26 +33,26 @@ from mpframe.files.durable import sync_file, sync_folder, sync_paths
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
-Files = Mapping[str, Any]  # Entries by name.
+Files = Mapping[str, Any]  # entries by name
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def save(folder: Path, snapshot: Snapshot) -> Path:
-    """Save a checkpoint in a run's folder, in the place of one of the same step; return its folder.
+    """Save a checkpoint in a run's folder, replace one of the same step, and return its folder.
 
-    CheckpointError: it could not be written, or not be loaded again; the older ones are complete.
+    CheckpointError: it could not be written or loaded again. The older ones are complete.
     """
     return save_as(path_of(folder, snapshot.global_step), snapshot, folder)
 
 
 def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing; raises as `save`.
+    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does.
 
-    The records that its facts name, in the folder `run`, are on the disk before it counts as made.
+    First the records that its facts name, in the folder `run`, are synced to the disk.
     """
     try:
-        with _told_of(final):
-            new = _begun(final)
+        with _naming_checkpoint(final):
+            new = _make_new(final)
             _write(new, snapshot, {})
             if run is not None:
                 _sync_records(run, snapshot)
@@ -64,10 +64,10 @@ def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
 
 
 def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
-    """Save a checkpoint of ranks that each hold parts of the state: each writes its own.
+    """Save a checkpoint of ranks that each hold and write parts of the state.
 
-    All ranks of `comm` call this and must see the folder of rank 0, whose state without its sharded
-    tensors is saved. CheckpointError, on all ranks: one of them could not write.
+    All ranks of `comm` call this and must see rank 0's folder. Rank 0 also saves its state without
+    sharded tensors. CheckpointError, on all ranks: one of them could not write.
     """
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = divided(snapshot.state)
@@ -78,27 +78,27 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
         _sync_records(folder, snapshot)
         _put_in_place(new, final)
 
-    _on_rank_0(comm, final, lambda: _begun(final))
-    entries = _on_all(comm, final, lambda: _written(new / name, lambda f: torch.save(parts, f)))
+    _on_rank_0(comm, final, lambda: _make_new(final))
+    entries = _on_all(comm, final, lambda: _write_file(new / name, lambda f: torch.save(parts, f)))
     files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
     _on_rank_0(comm, final, lambda: finish(files))
     return final
 
 
 class Background:
-    """A context manager that runs one piece of work at a time in a thread; raises its errors."""
+    """A thread for one piece of work at a time, whose errors are raised to the next caller."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Wait for the work before, and raise what it raised; else start `work`."""
+        """Wait for the work before, raise its error if there was one, and start `work`."""
         self.wait()
         self._pending = self._threads.submit(work)
 
     def wait(self) -> None:
-        """Wait for the work to end, and raise what it raised."""
+        """Wait for the work to end, and raise its error if there was one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -110,21 +110,15 @@ class Background:
         finally:
             self._threads.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
 
 def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T | None]:
-    """Return what work returned on each rank; if one cannot write, all raise its error."""
+    """Work on all ranks and return all results. If one cannot write, all raise its error."""
     done, error = None, None
     try:
-        with _told_of(final):
+        with _naming_checkpoint(final):
             done = work()
-    except CheckpointError as told:
-        error = str(told)
+    except CheckpointError as failure:
+        error = str(failure)
     ends = comm.broadcast_object(comm.gather_object((done, error)))
     errors = [error for _, error in ends if error is not None]
     if errors:
@@ -140,8 +134,8 @@ def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def _told_of(final: Path) -> Iterator[None]:
-    """Make a line about the checkpoint of a file that cannot be written."""
+def _naming_checkpoint(final: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -151,8 +145,8 @@ def _told_of(final: Path) -> Iterator[None]:
         ) from error
 
 
-def _begun(final: Path) -> Path:
-    """Make the new folder of a checkpoint, still hidden and empty."""
+def _make_new(final: Path) -> Path:
+    """Make the hidden folder in which a checkpoint is written."""
     new = hidden(final, "new")
     final.parent.mkdir(exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)
@@ -168,12 +162,12 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
     """Write the files of a checkpoint beside `others`, which are there already."""
     files = {
         **others,
-        STATE: _written(folder / STATE, lambda file: torch.save(snapshot.state, file)),
-        CONFIG: _written(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
+        STATE: _write_file(folder / STATE, lambda file: torch.save(snapshot.state, file)),
+        CONFIG: _write_file(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
     }
     _refuse_unreadable(folder / STATE)
     manifest = Manifest(files, snapshot.facts).text().encode()
-    _written(folder / MANIFEST, lambda file: file.write(manifest))
+    _write_file(folder / MANIFEST, lambda file: file.write(manifest))
     sync_folder(folder)
 
 
@@ -182,7 +176,7 @@ def _sync_records(run: Path, snapshot: Snapshot) -> None:
 
 
 def _refuse_unreadable(path: Path) -> None:
-    """Refuse a state that cannot be loaded: now, and not when it is needed."""
+    """Refuse a state that cannot be loaded, before it is needed."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
     except pickle.UnpicklingError as error:
@@ -194,8 +188,8 @@ def _refuse_unreadable(path: Path) -> None:
         ) from None
 
 
-def _written(path: Path, write: Callable[[Any], object]) -> Entry:
-    """Write a file to the disk, and return its size and the digest of what is passed to it."""
+def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
+    """Write a file to the disk, and return the size and digest of the content passed to it."""
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)
@@ -208,7 +202,7 @@ def _put_in_place(new: Path, final: Path) -> None:
     replaced = hidden(final, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        final.rename(replaced)  # A folder cannot be renamed over another; see folder.tidy.
+        final.rename(replaced)  # A folder cannot be renamed over another (see folder.tidy).
     new.rename(final)
     sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)

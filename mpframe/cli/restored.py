@@ -7,7 +7,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
-from mpframe.checkpoint.folder import best_in
+from mpframe.checkpoint.folder import FOLDER, best_in, refuse_mixed
 from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
@@ -43,7 +43,7 @@ def rebuilt(config: Config) -> tuple[Trainer, Loader]:
 
 def run_folder(path: Path) -> Path:
     """Return the folder of the run that a checkpoint belongs to; a run's folder is itself."""
-    return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
+    return path.parent.parent if path.absolute().parent.name == FOLDER else path
 
 
 def checkpoint_of(path: Path, split: str | None = None) -> Path:
@@ -56,7 +56,7 @@ def checkpoint_of(path: Path, split: str | None = None) -> Path:
         return path
     best = best_in(path, 1) if tested == "best" else []
     if best:
-        checkpoint.refuse_mixed(path)
+        refuse_mixed(path)
     return best[0] if best else path
 
 

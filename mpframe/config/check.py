@@ -51,9 +51,8 @@ def check(composed: DictConfig) -> Config:
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
-    _refuse_leaving(run.run_name)
-    _refuse_empty(run)
-    _refuse_without_source(run)
+    _check_run_name(run.run_name)
+    _check_sources(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
@@ -94,8 +93,14 @@ def _refuse_unfit_size(composed: DictConfig) -> None:
         )
 
 
-def _refuse_without_source(run: RunOptions) -> None:
-    """Refuse options of `init_from` without it, and a new name that is not a word."""
+def _check_sources(run: RunOptions) -> None:
+    """Refuse empty paths, options of `init_from` without it, and a new name that is no word."""
+    for name, path in (("resume", run.resume), ("init_from", run.init_from)):
+        if path is not None and not path.strip():  # It would mean the current folder.
+            raise ConfigError(
+                f"{name}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+                "and . for this one"
+            )
     names = run.init_from_names or {}
     for name, value in (("init_from_except", run.init_from_except), ("init_from_names", names)):
         if value and run.init_from is None:
@@ -149,23 +154,13 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
     return Part(options, kept)
 
 
-def _refuse_leaving(run_name: str) -> None:
+def _check_run_name(run_name: str) -> None:
     """Refuse a name that leads out of runs/, as `..` does."""
     name = PurePosixPath(run_name.replace("\\", "/"))
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(
             f"run_name={run_name}: must stay within runs/; for another place set hydra.run.dir"
         )
-
-
-def _refuse_empty(run: RunOptions) -> None:
-    """Refuse an empty path, which would mean the current folder."""
-    for name, path in (("resume", run.resume), ("init_from", run.init_from)):
-        if path is not None and not path.strip():
-            raise ConfigError(
-                f"{name}=: is empty, perhaps from a shell variable that is not set; name a folder, "
-                "and . for this one"
-            )
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

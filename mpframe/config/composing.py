@@ -139,20 +139,13 @@ def _other_way(group: str, choice: str) -> str:
         return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
     if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
         return f"use loss_scaling=static loss_scaling.scale={choice}"
-    if group == "experiment":
-        return _experiment_now(choice)
+    if group == "experiment" and choice.endswith("_small"):
+        whole = choice.removesuffix("_small")
+        file = CONF / "experiment" / f"{whole}.yaml"
+        if file.is_file():
+            sized = "${size:" in file.read_text("utf-8")
+            return f"use experiment={whole}" + (" +size=small" if sized else "_digits")
     return use_instead(choice) if group == "dtype" else ""
-
-
-def _experiment_now(name: str) -> str:
-    """Return what to write for an experiment that was renamed or became a small size."""
-    whole = name.removesuffix("_small")
-    file = CONF / "experiment" / f"{whole}.yaml"
-    if whole == name or not file.is_file():
-        return ""
-    if "${size:" in file.read_text("utf-8"):
-        return f"use experiment={whole} +size=small"
-    return f"use experiment={whole}_digits"
 
 
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
@@ -168,11 +161,14 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     key = override.key_or_group
     if ("." not in key and key in base.hydra.runtime.choices) or "/" in key:
         return
-    if key.startswith("hydra."):
-        _refuse_unknown_hydra_key(override, base)
+    of_hydra = key.startswith("hydra.")
+    known = {path for path in paths(base) if path.startswith("hydra") is of_hydra}
+    if of_hydra:
+        if override.type is OverrideType.CHANGE and key not in known:
+            hint = f"{key}: no such option of Hydra; {nearest(key, known)}"
+            raise ConfigError(hint.rstrip("; "))
         return
     section, _, rest = key.partition(".")
-    known = {path for path in paths(base) if not path.startswith("hydra")}
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
     if key in known or inside_mapping or (adds and section in OPEN and rest):
@@ -184,13 +180,6 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if is_open and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")
-
-
-def _refuse_unknown_hydra_key(override: Override, base: DictConfig) -> None:
-    key = override.key_or_group
-    known = {path for path in paths(base) if path.startswith("hydra")}
-    if override.type is OverrideType.CHANGE and key not in known:
-        raise ConfigError(f"{key}: no such option of Hydra; {nearest(key, known)}".rstrip("; "))
 
 
 def paths(config: DictConfig) -> set[str]:

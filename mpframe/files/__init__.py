@@ -3,22 +3,9 @@
     durable.py      writes a file whole or not at all; appends whole pieces
     plain_file.py   opens regular files only: no links, FIFOs or devices
     stored_yaml.py  reads a run's stored options as plain values, within bounds
-    turns.py        lets processes work in a folder one after the other
+    file_lock.py    lets processes work in a folder one after the other
     text.py         lines and tables for a terminal; errors in one line
     table.py        writes a table as CSV or Parquet
 
 Begin with durable.py. This package imports only `core.errors`, so every package can use it.
 """
-
-from mpframe.files.durable import AppendLog, append_whole, write_atomically
-from mpframe.files.plain_file import open_regular, read_regular
-from mpframe.files.stored_yaml import read_stored
-
-__all__ = [
-    "AppendLog",
-    "append_whole",
-    "open_regular",
-    "read_regular",
-    "read_stored",
-    "write_atomically",
-]

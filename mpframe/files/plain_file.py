@@ -1,8 +1,7 @@
 """Opens files in a folder that may come from anybody: regular files only, never through a link.
 
 Opening a FIFO waits for its other end, a device never ends, and a link can lead to any file of the
-user, to be read or overwritten. Only the last part of a path is checked: the user made the links
-above it.
+user. Only the last part of a path is checked, because the user made the links above it.
 """
 
 import errno
@@ -25,7 +24,7 @@ def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any)
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; OSError also if it is larger."""
+    """Read a regular file; OSError also if it has more than `most` bytes."""
     with open_regular(path, "rb") as file:
         content: bytes = file.read(most + 1)
     if len(content) > most:
@@ -34,22 +33,22 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def _opener(flag: int) -> Callable[[str, int], int]:
-    def opened(path: str, flags: int) -> int:
+    def open_checked(path: str, flags: int) -> int:
         try:
             descriptor = os.open(path, flags | flag | _NO_WAIT, 0o666)
         except OSError as error:
-            raise _explained(error, path) from None
+            raise _explain(error, path) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "Not a regular file", path)
         return descriptor
 
-    return opened
+    return open_checked
 
 
-def _explained(error: OSError, path: str) -> OSError:
+def _explain(error: OSError, path: str) -> OSError:
     if error.errno == errno.ELOOP:
         return OSError(errno.ELOOP, "A link, which is not followed", path)
-    if error.errno in (errno.ENXIO, errno.EISDIR):  # A FIFO without a reader; a folder.
+    if error.errno in (errno.ENXIO, errno.EISDIR):  # a FIFO without a reader, or a folder
         return OSError(errno.EINVAL, "Not a regular file", path)
     return error

@@ -18,12 +18,12 @@ _DEEPEST = 16
 
 
 def read_stored(path: Path) -> dict[str, Any]:
-    """Read the options in a file; raises as `parsed`, or OSError."""
+    """Read the options in a file. Raises as `parsed` does, or OSError."""
     return parsed(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
 
 
 def parsed(text: str, path: Path) -> dict[str, Any]:
-    """Return a stored configuration as plain values; nothing in it is called or looked up.
+    """Parse a stored configuration into plain values, without calling or looking up anything.
 
     CheckpointError: it is not a configuration, or made to take hours or all memory.
     """

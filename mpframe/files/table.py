@@ -1,4 +1,4 @@
-"""Writes a table, some rows at a time, as CSV or Parquet; the file appears whole or not at all."""
+"""Writes a table some rows at a time as CSV or Parquet. The file appears whole or not at all."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ SUFFIXES = (".csv", ".parquet")
 
 Column = list[str] | np.ndarray[Any, np.dtype[Any]]
 Rows = Mapping[str, Column]
-"""Columns of the same length by name; the same names and kinds each time."""
+"""Columns of one length by name, with the same names and kinds each time."""
 
 
 def refuse_unwritable_kind(option: str, path: Path) -> None:
@@ -33,10 +33,9 @@ def refuse_unwritable_kind(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[Rows], None]]:
-    """Give a function that appends rows; after the block the file is there, and not before.
+    """Context manager with a function that appends rows; the file appears at its end.
 
-    Numbers are written so that they read back as the same ones. After an OSError what was there
-    stays.
+    Numbers read back as the same ones. After an OSError an older file is unchanged.
     """
     with atomic_file(path) as file:
         kind = _parquet if path.suffix == ".parquet" else _csv
@@ -54,7 +53,7 @@ def _csv(file: IO[bytes]) -> Iterator[Callable[[Rows], None]]:
         if not names:
             names.extend(rows)
             writer.writerow(names)
-        # Of float32 the shortest text that reads back the same.
+        # The shortest text that reads back as the same float32.
         texts = ([str(value) for value in column] for column in rows.values())
         writer.writerows(zip(*texts, strict=True))
 

@@ -81,16 +81,13 @@ Rows = Sequence[Sequence[str]]
 
 
 def aligned(rows: Rows, right: Collection[int] = ()) -> str:
-    """Pad the cells of each column to one width; the columns in `right` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+    """Pad the cells of each column to one width, right-aligned in the columns of `right`."""
+    columns = [
+        [cell.rjust(width) if number in right else cell.ljust(width) for cell in column]
+        for number, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def markdown(rows: Rows, right: Collection[int] = ()) -> str:

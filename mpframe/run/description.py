@@ -18,7 +18,7 @@ from typing import Any
 from hydra.core.override_parser.types import Glob, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.checkpoint.export import versions
@@ -234,10 +234,7 @@ def _moved(ops: OpLists, shipped: OpLists) -> dict[str, str]:
 
 
 def usage_of(task: Task, trainer: Trainer) -> dict[str, Any]:
-    """Return how to use the weights, as JSON values; null if unknown.
-
-    The model's inputs, the names of the classes, the preprocessing, the precision, the versions.
-    """
+    """Return how to use the weights, as JSON values (null if unknown)."""
     names = task.class_names
     return {
         "inputs": _inputs_of(task, trainer.model),
@@ -265,20 +262,21 @@ def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:
     if isinstance(task.objective, Mapping):
         return None  # Several losses call the model's parts, each in another way.
     try:
-        call = _call_of(task.objective, _one_sample(task))
-        given = inspect.signature(model.forward).bind(*call[0], **call[1]).arguments
+        sample = next(Loader(task.val, 1, shuffle=False, collate=task.collate).epoch(0))
+        arguments, keywords = _call_of(task.objective, sample)
+        given = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
     except RunInterrupted:
         raise
-    except (Exception, SystemExit):  # Users' code; if something is wrong, the run will say it.
+    except (Exception, SystemExit):  # Users' code, whose errors the run will report.
         return None
     return [
-        {"name": name, "shape": _shape(tensor), "dtype": dtype_name(tensor.dtype)}
+        {
+            "name": name,
+            "shape": [None, *tensor.shape[1:]] if tensor.dim() else [],
+            "dtype": dtype_name(tensor.dtype),
+        }
         for name, tensor in named_tensors(dict(given))
     ]
-
-
-def _one_sample(task: Task) -> Any:
-    return next(Loader(task.val, 1, shuffle=False, collate=task.collate).epoch(0))
 
 
 def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
@@ -306,7 +304,3 @@ class _Recorder(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> None:
         self.call = arguments, keywords
         raise _Called
-
-
-def _shape(tensor: Tensor) -> list[int | None]:
-    return [None, *tensor.shape[1:]] if tensor.dim() else []

@@ -21,6 +21,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mpframe import checkpoint
+from mpframe.checkpoint.folder import FOLDER, refuse_mixed
 from mpframe.config.redaction import Redacting, as_yaml
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import write_atomically
@@ -28,7 +29,7 @@ from mpframe.files.plain_file import open_regular
 from mpframe.tracking.summary import Summary
 
 HYDRA = ".hydra"
-_FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile", "autopsy")
+_FOLDERS = (FOLDER, HYDRA, "numerics", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may come from a terminal or the data.
 _RECORDS = 10_000  # most lines of the log before the folder is taken
@@ -64,8 +65,13 @@ class RunFolder:
         self.path = path
         self.config = as_yaml(composed, secrets, resolve=True)
         self.taken = False
-        self._texts = {} if hydra is None else _as_hydra_writes(composed, hydra, secrets)
-        self._name = None if hydra is None else f"{hydra.job.name}.log"
+        self._texts: dict[str, str] = {}
+        self._name = None
+        if hydra is not None:
+            whole, words = DictConfig({"hydra": hydra}), hydra.overrides.task
+            nodes = {"config.yaml": composed, "hydra.yaml": whole, "overrides.yaml": words}
+            self._texts = {name: as_yaml(node, secrets) for name, node in nodes.items()}
+            self._name = f"{hydra.job.name}.log"
         self._log = logging.handlers.MemoryHandler(_RECORDS, logging.CRITICAL + 1)
         self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
 
@@ -78,7 +84,7 @@ class RunFolder:
                     "none; link the whole folder, or choose another"
                 )
         if not checkpoint.all_in(self.path) or resume == "auto":
-            checkpoint.refuse_mixed(self.path)
+            refuse_mixed(self.path)
             return
         if resume == "none":
             raise ConfigError(
@@ -90,7 +96,7 @@ class RunFolder:
                 f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of a run of its "
                 "own; choose another hydra.run.dir, or continue that run with resume=auto"
             )
-        checkpoint.refuse_mixed(self.path)
+        refuse_mixed(self.path)
 
     def holds_a_run(self) -> bool:
         """Return whether there is a record to lose, which a start without a step has not."""
@@ -105,7 +111,7 @@ class RunFolder:
         return summary.steps + summary.skipped_steps > 0
 
     def take(self) -> None:
-        """Write the first files of a run's folder; a second call does nothing."""
+        """Write the first files of a run's folder, once."""
         if self.taken:
             return
         with unwritable_in_one_line(self.path):
@@ -165,14 +171,3 @@ class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
             self.stream.close()
         except OSError:
             self._reported = True
-
-
-def _as_hydra_writes(
-    composed: DictConfig, hydra: DictConfig, secrets: Sequence[str]
-) -> dict[str, str]:
-    nodes = {
-        "config.yaml": composed,
-        "hydra.yaml": DictConfig({"hydra": hydra}),
-        "overrides.yaml": hydra.overrides.task,
-    }
-    return {name: as_yaml(node, secrets) for name, node in nodes.items()}

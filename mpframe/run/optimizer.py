@@ -33,7 +33,7 @@ _OF_A_SCHEDULE = ("step", "state_dict", "load_state_dict")
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
-    """Make the optimizers by name; if there is only one, its name is ""."""
+    """Make the optimizers by name, an only one with the name ""."""
     if config.joint is None:
         parameters = _build_groups(config, model) if config.groups else model.parameters()
         return {"": _build_optimizer("optimizer", config.optimizer, parameters)}

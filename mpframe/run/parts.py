@@ -37,7 +37,7 @@ from mpframe.training.evaluation import LOSS, NamedMetric
 
 
 def build_model(config: Config) -> nn.Module:
-    """Make the model; one without weights to train, or with weights on `meta`, is refused."""
+    """Make the model, and refuse one without weights to train or with weights on `meta`."""
     model = make_a(nn.Module, "torch.nn.Module", "model", config.model)
     weights = dict(model.named_parameters())
     empty = next((name for name, weight in weights.items() if weight.is_meta), None)
@@ -62,7 +62,7 @@ def seed_everything(seed: int) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device an option names; `auto` takes CUDA, then MPS, then the CPU.
+    """Return the device an option names, for `auto` CUDA, MPS or the CPU, in this order.
 
     With several ranks, each uses `cuda:LOCAL_RANK`.
     """
@@ -146,7 +146,7 @@ def build_task(config: Config) -> Task:
 
 
 class Loaders(NamedTuple):
-    """The loaders of a task's parts; `test` is None if it has none."""
+    """The loaders of a task's parts."""
 
     train: Loader
     val: Loader

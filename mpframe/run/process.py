@@ -70,7 +70,7 @@ RESULT = {"result": True}
 
 @contextmanager
 def console(verbosity: str, rank: int = 0) -> Iterator[None]:
-    """Context manager in which rank 0's console shows that much; the others' shows nothing."""
+    """Context manager in which only rank 0's console shows anything, as much as `verbosity`."""
 
     def passes(record: logging.LogRecord) -> bool:
         loud = record.levelno >= logging.WARNING or hasattr(record, "result")

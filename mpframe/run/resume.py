@@ -64,7 +64,7 @@ def _schedule_of(options: Options) -> str:
 
 
 def _in_saved_state(now: Options) -> tuple[str, ...]:
-    """Return the sections whose saved options are used; other schedules follow the new ones."""
+    """Return the sections whose saved options are used. Most schedules follow the new ones."""
     return _STATES if _schedule_of(now).endswith(_PLATEAU) else _STATES[:1]
 
 

@@ -277,7 +277,7 @@ class Run:
         self.run_folder.log_traceback(error)
 
     def _write(self, summary: Summary) -> None:
-        """Write the summary; a full disk stops only a run that ended well."""
+        """Write the summary. A full disk stops only a run that ended well."""
         try:
             with unwritable_in_one_line(self.rank_folder):
                 summary.write(self.rank_folder)

@@ -66,11 +66,11 @@ class FullDisk(Callback):
 
     def on_save(self, trainer: Trainer) -> None:
         def write(path: Path, content: object) -> None:
-            writing._written = written  # type: ignore[attr-defined]
+            writing._write_file = written  # type: ignore[attr-defined]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if trainer.comm.rank == 1:
-            written, writing._written = writing._written, write  # type: ignore[assignment]
+            written, writing._write_file = writing._write_file, write  # type: ignore[assignment]
 
 
 class Points(Dataset[Any]):

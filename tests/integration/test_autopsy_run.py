@@ -11,6 +11,7 @@ import torch
 from conftest import StartRun
 
 from mpframe import checkpoint
+from mpframe.checkpoint.writing import save_as
 from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.lab.autopsy import evidence
@@ -150,7 +151,7 @@ def changed(failed: Path, folder: Path, **entries: object) -> Path:
     """A sealed copy of the evidence with entries of its state replaced."""
     snapshot = checkpoint.read(evidence.folder_of(failed, 1))
     state = {**snapshot.state, **entries}
-    return checkpoint.save_as(folder, replace(snapshot, state=state))
+    return save_as(folder, replace(snapshot, state=state))
 
 
 @pytest.mark.parametrize(

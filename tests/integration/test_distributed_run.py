@@ -20,6 +20,7 @@ from sameness import differing, results
 from torch import Tensor
 
 from mpframe import checkpoint
+from mpframe.checkpoint.state import OTHER_RANKS
 from mpframe.cli.commands.train import of_this_rank
 from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
@@ -44,7 +45,7 @@ def summary_in(folder: Path) -> dict[str, Any]:
 def generators_in(folder: Path) -> list[Tensor]:
     """Of stochastic rounding, of both ranks, in the last checkpoint."""
     state = checkpoint.load(folder)
-    products = state["trainer"]["products"], state[checkpoint.OTHER_RANKS][0]["products"]
+    products = state["trainer"]["products"], state[OTHER_RANKS][0]["products"]
     return [own["generators"]["cpu"] for own in products]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import export_graph
+from mpframe.checkpoint.folder import identity_of
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main
 from mpframe.cli.restored import checkpoint_of
@@ -214,7 +215,7 @@ def test_the_sidecar_says_what_a_stranger_needs(files: Path, run: Path) -> None:
     assert sidecar["computes_in"] == "float32"
     assert sidecar["run"]["dataset"] == "mpframe.data.digits"
     assert (sidecar["run"]["step"], sidecar["run"]["seed"]) == (summary["best_step"], 0)
-    assert sidecar["run"]["id"] == checkpoint.identity_of(checkpoint.read(run).facts)
+    assert sidecar["run"]["id"] == identity_of(checkpoint.read(run).facts)
     metrics = sidecar["metrics"]
     assert metrics["weights"] == "trained"
     assert metrics["checkpoint"]["val_accuracy"] == summary["best"]

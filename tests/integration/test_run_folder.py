@@ -12,7 +12,7 @@ import pytest
 from conftest import StartRun, train
 
 from mpframe import checkpoint
-from mpframe.checkpoint.folder import Manifest
+from mpframe.checkpoint.folder import Manifest, identity_of
 from mpframe.cli.commands.autopsy import main as autopsy
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
@@ -51,7 +51,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def identity(path: Path) -> str | None:
-    return checkpoint.identity_of(Manifest.read(path).facts)
+    return identity_of(Manifest.read(path).facts)
 
 
 # One run's only

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     def fail() -> None:
         raise OSError("full")
 
-    with Background() as background:
+    with closing(Background()) as background:
         background.start(lambda: seen.append("first"))
         background.start(lambda: seen.append("second"))
         background.wait()

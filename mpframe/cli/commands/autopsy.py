@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import checkpoint
+from mpframe.checkpoint.folder import refuse_mixed
 from mpframe.checkpoint.state import RandomState, extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> None:
         report = of_evidence(folder, given)
         print(report.text(write_report(folder, report)))
         return
-    checkpoint.refuse_mixed(path)
+    refuse_mixed(path)
     report, steps = of_checkpoint(checkpoint.newest(path), given)
     out = path / f"autopsy_after_step_{steps:08d}.md"
     refuse_unwritable("run", path)

@@ -22,6 +22,7 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.state import RandomState
+from mpframe.checkpoint.writing import save_as
 from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
@@ -154,7 +155,7 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
         "skipped": None if evidence.skipped is None else sorted(evidence.skipped),
         "weights": weights,
     }
-    return checkpoint.save_as(folder_of(run, evidence.step), Snapshot(evidence.step, state, config))
+    return save_as(folder_of(run, evidence.step), Snapshot(evidence.step, state, config))
 
 
 def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:

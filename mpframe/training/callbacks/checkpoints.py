@@ -24,7 +24,8 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
-from mpframe.checkpoint.writing import Background
+from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
+from mpframe.checkpoint.writing import Background, save_together
 from mpframe.core.callback import Callback, call
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of
@@ -107,7 +108,7 @@ class Checkpoints(Callback):
             refuse_drift(trainer)
             if trainer.comm.sharding is not None:
                 with self._reported():
-                    checkpoint.save_together(self._context.folder, snapshot, trainer.comm)
+                    save_together(self._context.folder, snapshot, trainer.comm)
                     if trainer.comm.is_main:
                         self._prune()
                 return
@@ -174,7 +175,7 @@ class Checkpoints(Callback):
             {
                 "trainer": trainer.state_dict(),
                 "rng": of_rank["rng"],
-                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.comm, of_rank),
+                OTHER_RANKS: of_other_ranks(trainer.comm, of_rank),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },

@@ -23,7 +23,7 @@ from mpframe.data.facts import require_facts
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.files import read_regular
+from mpframe.files.plain_file import read_regular
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:

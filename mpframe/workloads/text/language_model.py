@@ -28,7 +28,7 @@ from mpframe.core.ranges import POSITIVE, require, require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import BitsPerByte, Perplexity
 from mpframe.data.task import Task
-from mpframe.files import open_regular
+from mpframe.files.plain_file import open_regular
 from mpframe.models import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
