@@ -6,7 +6,7 @@ a class or function that a file of this program's own `conf/`, or of a folder th
 has at the same place, that one is meant. Any other must be named again on the command line:
 
     stored                          command line                    built
-    model: mpframe.models.cnn       -                               the shipped cnn, stored options
+    model: mpframe...images.cnn     -                               the shipped cnn, stored options
     model: my_pkg.Net               -                               refused, naming my_pkg.Net
     model: my_pkg.Net               model._target_=my_pkg.Net       my_pkg.Net, stored options
     model: my_pkg.Net               --config-dir=conf               the same, if a file there has it

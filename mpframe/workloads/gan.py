@@ -17,7 +17,7 @@ from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
 from mpframe.data.metrics import Mean
 from mpframe.data.task import Task
-from mpframe.models import mlp, require_sizes
+from mpframe.workloads.images import mlp, require_sizes
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:
@@ -81,9 +81,12 @@ def digits_gan(
 
 
 class Gan(nn.Module):
-    """A generator and a discriminator; an objective for each calls the parts that it needs."""
+    """A generator and a discriminator for images of a shape [channels, height, width].
 
-    def __init__(self, shape: Sequence[int], latent: int, hidden: int) -> None:
+    An objective for each calls the parts that it needs. See conf/model/gan.yaml.
+    """
+
+    def __init__(self, shape: Sequence[int], latent: int = 32, hidden: int = 128) -> None:
         super().__init__()
         require_sizes(latent=latent, hidden=hidden, pixels=math.prod(shape))
         self.latent = latent
@@ -110,8 +113,3 @@ class Gan(nn.Module):
             return torch.randn(size, device=images.device)
         fixed = torch.Generator().manual_seed(0)
         return torch.randn(size, generator=fixed).to(images.device)
-
-
-def gan(shape: Sequence[int], latent: int = 32, hidden: int = 128) -> nn.Module:
-    """Return a `Gan` for images of a shape [channels, height, width]; see conf/model/gan.yaml."""
-    return Gan(shape, latent, hidden)

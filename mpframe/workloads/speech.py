@@ -24,7 +24,7 @@ from mpframe.core.user_code import UserCode, described
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task
-from mpframe.models import require_dropout, require_sizes
+from mpframe.workloads.images import require_dropout, require_sizes
 
 
 class LabelErrorRate:
@@ -202,20 +202,21 @@ def _spectra(classes: int, features: int, data_seed: int) -> Array:
 
 
 class LSTM(nn.Module):
-    """LSTM layers over the frames, and a linear layer on each frame's output; see `lstm`.
+    """LSTM layers over the frames, and a linear layer on each frame's output.
 
     The sequences are packed: no step is computed behind the end of one, and the backward direction
-    begins at its last frame. So a sequence's logits do not depend on how far it was padded.
+    begins at its last frame. So a sequence's logits do not depend on how far it was padded. See
+    conf/model/lstm.yaml.
     """
 
     def __init__(
         self,
         features: int,
         classes: int,
-        hidden: int,
-        layers: int,
-        bidirectional: bool,
-        dropout: float,
+        hidden: int = 128,
+        layers: int = 1,
+        bidirectional: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         require_sizes(features=features, classes=classes, hidden=hidden, layers=layers)
@@ -232,15 +233,3 @@ class LSTM(nn.Module):
         )
         logits: Tensor = self.head(self.dropout(states))
         return logits
-
-
-def lstm(
-    features: int,
-    classes: int,
-    hidden: int = 128,
-    layers: int = 1,
-    bidirectional: bool = True,
-    dropout: float = 0.0,
-) -> nn.Module:
-    """Return an `LSTM` of so many layers; see conf/model/lstm.yaml."""
-    return LSTM(features, classes, hidden, layers, bidirectional, dropout)

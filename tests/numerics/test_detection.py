@@ -16,6 +16,7 @@ from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
 from mpframe.workloads.detection.model import (
+    SSD,
     decoded,
     default_boxes,
     detection,
@@ -23,7 +24,6 @@ from mpframe.workloads.detection.model import (
     hardest,
     losses,
     match,
-    ssd,
 )
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
@@ -41,7 +41,7 @@ def batch(size: int = 2) -> Any:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return ssd(classes=4, image_size=64, width=4)
+    return SSD(classes=4, image_size=64, width=4)
 
 
 # The parts
@@ -52,7 +52,7 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
     maps = [-(-side // stride) for stride in (8, 16, 32)]
     boxes = default_boxes(side)
     assert boxes.shape == (sum(2 * count**2 for count in maps), 4)
-    logits, offsets = ssd(4, side, width=1).predict(torch.zeros(2, 3, side, side))
+    logits, offsets = SSD(4, side, width=1).predict(torch.zeros(2, 3, side, side))
     assert (logits.shape, offsets.shape) == ((2, len(boxes), 4), (2, len(boxes), 4))
     assert boxes[0].tolist() == pytest.approx([side / maps[0] / 2] * 2 + [0.2 * side] * 2)
     assert boxes[2, :2].tolist() == pytest.approx([1.5 * side / maps[0], side / maps[0] / 2])
@@ -119,7 +119,7 @@ def test_the_losses_by_hand() -> None:
 )
 def test_sizes_out_of_range(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        ssd(**options)
+        SSD(**options)
 
 
 # The objective

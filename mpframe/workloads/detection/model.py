@@ -23,7 +23,7 @@ from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.trace import preserve_state
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described, name_of
-from mpframe.models import require_sizes
+from mpframe.workloads.images import require_sizes
 
 _STRIDES = (8, 16, 32)  # pixels between two places of a map
 _SIZES = (0.2, 0.35, 0.55, 0.8)  # sides of the default boxes; each map has its own and the mean
@@ -34,11 +34,11 @@ _SCORE, _NMS, _MOST = 0.05, 0.45, 50  # of the boxes that are reported: least sc
 
 
 class SSD(nn.Module):
-    """A detector that is called as torchvision's are: `model(images, targets)`; see `ssd`."""
+    """A detector called as torchvision's are, `model(images, targets)`; see conf/model/ssd.yaml."""
 
     defaults: Tensor
 
-    def __init__(self, classes: int, image_size: int, channels: int, width: int) -> None:
+    def __init__(self, classes: int, image_size: int, channels: int = 3, width: int = 16) -> None:
         super().__init__()
         require_sizes(classes=classes, image_size=image_size, channels=channels, width=width)
         deep = 4 * width
@@ -99,11 +99,6 @@ class SSD(nn.Module):
         scores, labels = scores[sure], labels[sure] + 1
         kept = batched_nms(boxes, scores.float(), labels, _NMS)[:_MOST]
         return {"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]}
-
-
-def ssd(classes: int, image_size: int, channels: int = 3, width: int = 16) -> nn.Module:
-    """Return a small single-shot detector; see conf/model/ssd.yaml."""
-    return SSD(classes, image_size, channels, width)
 
 
 def default_boxes(image_size: int) -> Tensor:

@@ -13,14 +13,18 @@ from torch.nn import functional as F
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
-from mpframe.models import require_sizes, two_convolutions
+from mpframe.workloads.images import require_sizes, two_convolutions
 
 
 class UNet(nn.Module):
-    """Logits for each pixel; `unet` has the arguments."""
+    """Logits for each pixel of images with sides that are multiples of 2^(stages - 1).
 
-    def __init__(self, channels: int, classes: int, width: int, stages: int) -> None:
+    See conf/model/unet.yaml.
+    """
+
+    def __init__(self, channels: int, classes: int, width: int = 64, stages: int = 4) -> None:
         super().__init__()
+        require_sizes(channels=channels, classes=classes, width=width, stages=stages)
         widths = [width * 2**stage for stage in range(stages)]
         self.multiple = 2 ** (stages - 1)
         self.encoder = nn.ModuleList(
@@ -53,15 +57,6 @@ class UNet(nn.Module):
             features = stage(torch.cat([skip, up(features)], dim=1))
         logits: Tensor = self.head(features)
         return logits
-
-
-def unet(channels: int, classes: int, width: int = 64, stages: int = 4) -> nn.Module:
-    """Return a map from images [N, channels, H, W] to logits [N, classes, H, W].
-
-    See conf/model/unet.yaml; H and W are multiples of 2^(stages - 1).
-    """
-    require_sizes(channels=channels, classes=classes, width=width, stages=stages)
-    return UNet(channels, classes, width, stages)
 
 
 class DiceCrossEntropy:

@@ -17,29 +17,38 @@ from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.models import hidden_layer, require_dropout, require_sizes
+from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes
 
 
 class Tabular(nn.Module):
-    """One output for the categories and the values of a row; `tabular` has the arguments."""
+    """One output for the categories and the values of a row; see conf/model/tabular.yaml.
+
+    `categories` are counted without the unknown one of each column.
+    """
 
     def __init__(
         self,
-        categories: Sequence[int],
-        values: int,
-        hidden: Sequence[int],
-        dropout: float,
-        embedding_dropout: float,
+        categories: Mapping[str, int],
+        continuous: Sequence[str],
+        hidden: Sequence[int] = (200, 100),
+        dropout: float = 0.0,
+        embedding_dropout: float = 0.04,
     ) -> None:
         super().__init__()
-        widths = [embedding_size(count + 1) for count in categories]
-        self.embeddings = nn.ModuleList(
-            nn.Embedding(count + 1, width) for count, width in zip(categories, widths, strict=True)
-        )
+        if not categories and not continuous:
+            raise ConfigError(
+                "model.categories, model.continuous: are both empty; name some columns"
+            )
+        require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
+        require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
+        require_dropout(dropout)
+        require_dropout(embedding_dropout, "embedding_dropout")
+        tables = [(count + 1, embedding_size(count + 1)) for count in categories.values()]
+        self.embeddings = nn.ModuleList(nn.Embedding(*sizes) for sizes in tables)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
-        self.values_norm = nn.BatchNorm1d(values) if values else None
+        self.values_norm = nn.BatchNorm1d(len(continuous)) if continuous else None
         self.blocks = nn.Sequential()
-        wide = sum(widths) + values
+        wide = sum(width for _, width in tables) + len(continuous)
         for number, width in enumerate(hidden, start=1):
             self.blocks.add_module(f"block{number}", hidden_layer(wide, width, dropout, norm=True))
             wide = width
@@ -59,27 +68,6 @@ class Tabular(nn.Module):
             parts.append(self.values_norm(continuous))
         outputs: Tensor = self.head(self.blocks(torch.cat(parts, dim=1)))
         return outputs
-
-
-def tabular(
-    categories: Mapping[str, int],
-    continuous: Sequence[str],
-    hidden: Sequence[int] = (200, 100),
-    dropout: float = 0.0,
-    embedding_dropout: float = 0.04,
-) -> nn.Module:
-    """Return a map from rows, categories [N, columns] and values [N, columns], to [N, 1].
-
-    See conf/model/tabular.yaml; the unknown category of each column is not counted.
-    """
-    if not categories and not continuous:
-        raise ConfigError("model.categories, model.continuous: are both empty; name some columns")
-    require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
-    require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
-    require_dropout(dropout)
-    require_dropout(embedding_dropout, "embedding_dropout")
-    counts = list(categories.values())
-    return Tabular(counts, len(continuous), hidden, dropout, embedding_dropout)
 
 
 def embedding_size(rows: int) -> int:

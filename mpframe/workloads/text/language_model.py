@@ -29,7 +29,7 @@ from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import BitsPerByte, Perplexity
 from mpframe.data.task import Task
 from mpframe.files import open_regular
-from mpframe.models import require_dropout, require_sizes
+from mpframe.workloads.images import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -254,10 +254,19 @@ _STD = 0.02
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; see `gpt`."""
+    """A decoder-only transformer from tokens to logits; by default GPT-2 small.
+
+    The logits at t depend on the tokens 0 to t. See conf/model/gpt.yaml.
+    """
 
     def __init__(
-        self, vocab_size: int, context: int, depth: int, heads: int, width: int, dropout: float
+        self,
+        vocab_size: int,
+        context: int,
+        depth: int = 12,
+        heads: int = 12,
+        width: int = 768,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         require_sizes(vocab_size=vocab_size, context=context, depth=depth, heads=heads, width=width)
@@ -275,7 +284,7 @@ class GPT(nn.Module):
         self._initialise(depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token; there are at most `context` tokens."""
+        """Return logits [N, T, vocab_size] of the next tokens of int64 [N, T], T <= context."""
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
@@ -330,18 +339,3 @@ class _Attention(nn.Module):
     def _by_head(self, x: Tensor) -> Tensor:
         """Return [N, T, width] as [N, heads, T, width / heads]."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-
-
-def gpt(
-    vocab_size: int,
-    context: int,
-    depth: int = 12,
-    heads: int = 12,
-    width: int = 768,
-    dropout: float = 0.0,
-) -> nn.Module:
-    """Return a map from tokens [N, T] int64 to logits [N, T, vocab_size]; by default GPT-2 small.
-
-    The logits at t depend on the tokens 0 to t. T <= context. See conf/model/gpt.yaml.
-    """
-    return GPT(vocab_size, context, depth, heads, width, dropout)
