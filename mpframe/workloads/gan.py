@@ -1,6 +1,6 @@
 """A generative adversarial network: one perceptron makes images and another judges them.
 
-The dataset gives images to imitate, and the model's two parts have an objective each.
+The dataset gives images to imitate. Each part of the model has an objective.
 """
 
 import math
@@ -21,7 +21,7 @@ from mpframe.workloads.images import mlp, require_sizes
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:
-    """Return L_D; `outputs` are the logits [N, 1] of real and of made images.
+    """Return L_D and, as `outputs`, the logits [N, 1] of real and of made images.
 
     `model` gives these logits for the images [N, ...], the first element of `batch`.
     """
@@ -33,7 +33,7 @@ def discriminator_objective(model: Any, batch: Any) -> StepOutput:
 
 
 def generator_objective(model: Any, batch: Any) -> StepOutput:
-    """Return L_G; `outputs` are the logits [N, 1] of made images, as many as the batch has.
+    """Return L_G and, as `outputs`, the logits [N, 1] of as many made images as the batch has.
 
     `model` has the modules `generator` and `discriminator`, and `noise(images)`.
     """
@@ -44,23 +44,20 @@ def generator_objective(model: Any, batch: Any) -> StepOutput:
     return StepOutput(loss, outputs=fake, targets=batch[1])
 
 
-Logits = tuple[Tensor, Tensor]
-
-
 class Fooled(Mean):
     """The fraction of made images that the discriminator takes for real, 0 to 1."""
 
     name = "fooled"
     higher_is_better = True
 
-    def update(self, outputs: Logits, targets: Tensor) -> None:
-        """Count one batch: `outputs` are logits [N, 1] of real and of made images."""
+    def update(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> None:
+        """Count one batch by the logits [N, 1] of real and of made images."""
         _, made = outputs
         self.add((made > 0).sum(), made.numel())
 
 
 def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
-    """Return the task on any images: objectives `discriminator` and `generator`, in this order."""
+    """Return the task for any images, with the objectives `discriminator` and `generator`."""
     objectives: dict[str, Objective] = {
         "discriminator": discriminator_objective,
         "generator": generator_objective,
@@ -75,7 +72,7 @@ def digits_gan(
     classes: int = 10,
     augment: str = "none",
 ) -> Task:
-    """Return the handwritten digits, to be imitated. Arguments and errors as of `digits`."""
+    """Return the handwritten digits, to be imitated. Arguments and errors are those in `digits`."""
     images = digits(root, channels, image_size, classes, augment)
     return adversarial(images.train, images.val, images.test)
 
@@ -102,12 +99,12 @@ class Gan(nn.Module):
         self.discriminator = mlp(list(shape), classes=1, hidden=hidden)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, 1] of images [N, C, H, W], and of as many made, detached ones."""
+        """Return logits [N, 1] of images [N, C, H, W] and of as many made images, detached."""
         made = self.generator(self.noise(images))
         return self.discriminator(images), self.discriminator(made.detach())
 
     def noise(self, images: Tensor) -> Tensor:
-        """Return normal noise [N, latent]: the same in every validation."""
+        """Return normal noise [N, latent], the same in every validation."""
         size = (len(images), self.latent)
         if self.training:
             return torch.randn(size, device=images.device)

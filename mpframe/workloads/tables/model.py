@@ -1,6 +1,6 @@
-"""A feed-forward network with entity embeddings (Guo and Berkhahn 2016; fastai's recipe).
+"""A feed-forward network with entity embeddings (Guo and Berkhahn 2016, and fastai's recipe).
 
-Each categorical column of n categories, the unknown one included, has vectors of min(600,
+A categorical column of n categories, including the unknown one, has vectors of min(600,
 round(1.6 n^0.56)) numbers. With the continuous columns, which pass a batch norm, they go through
 blocks of linear layer, ReLU, batch norm and dropout. The objective learns the logarithm of a
 positive number, such as a count or a price.
@@ -21,9 +21,9 @@ from mpframe.workloads.images import hidden_layer, require_dropout, require_size
 
 
 class Tabular(nn.Module):
-    """One output for the categories and the values of a row; see conf/model/tabular.yaml.
+    """One output for the categories and the values of a row.
 
-    `categories` are counted without the unknown one of each column.
+    `categories` are counted without the unknown one of each column. See conf/model/tabular.yaml.
     """
 
     def __init__(
@@ -59,9 +59,7 @@ class Tabular(nn.Module):
 
     def forward(self, categorical: Tensor, continuous: Tensor) -> Tensor:
         """Return [N, 1] of categories [N, columns] int64 (0: unknown) and values [N, columns]."""
-        parts = [
-            embedding(categorical[:, column]) for column, embedding in enumerate(self.embeddings)
-        ]
+        parts = [embed(categorical[:, column]) for column, embed in enumerate(self.embeddings)]
         if parts:
             parts = [self.embedding_dropout(torch.cat(parts, dim=1))]
         if self.values_norm is not None:
@@ -79,9 +77,9 @@ _TARGET = "target"
 
 
 class LogRegression:
-    """Learns a logarithm; batches are dicts: `target`, and what the model is called with, by name.
+    """The objective of a logarithm, for dicts of `target` and the arguments of the model.
 
-    μ and σ > 0 are the mean and deviation of the natural logarithm of the training targets.
+    `mean` and `std` > 0 belong to the natural logarithm of the training targets.
     """
 
     def __init__(self, mean: float, std: float) -> None:
@@ -89,11 +87,10 @@ class LogRegression:
             raise ConfigError(
                 f"objective.mean={mean}, objective.std={std}: must be finite, and std > 0"
             )
-        self.mean = mean
-        self.std = std
+        self.mean, self.std = mean, std
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return the loss; for metrics ŷ and y, both [N] and in the target's own unit.
+        """Return the loss, and ŷ and y for metrics, both [N] and in the target's unit.
 
         The model is called with the batch without `target` ([N], > 0) and returns [N] or [N, 1].
         """
