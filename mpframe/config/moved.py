@@ -2,19 +2,20 @@
 
 _WORKLOADS = {
     "detection.data": ["data.scenes", "data.MeanAveragePrecision"],
-    "detection.model": ["models.ssd", "objectives.detection"],
+    "detection.model": ["models.ssd SSD", "objectives.detection"],
     "gan": [
-        *("data.adversarial", "data.digits_gan", "models.gan"),
+        *("data.adversarial", "data.digits_gan", "models.gan Gan"),
         *("objectives.adversarial.discriminator_objective",),
         *("objectives.adversarial.generator_objective",),
     ],
+    "images": ["models.cnn", "models.mlp", "models.resnet18"],
     "segmentation.data": ["data.mask_folder", "data.shapes", "data.segmentation"],
-    "segmentation.model": ["models.unet", "objectives.dice_cross_entropy"],
-    "speech": ["data.phonemes", "data.LabelErrorRate", "models.lstm", "objectives.ctc"],
+    "segmentation.model": ["models.unet UNet", "objectives.dice_cross_entropy"],
+    "speech": ["data.phonemes", "data.LabelErrorRate", "models.lstm LSTM", "objectives.ctc"],
     "tables.data": ["data.csv_table"],
-    "tables.model": ["models.tabular", "objectives.LogRegression"],
+    "tables.model": ["models.tabular Tabular", "objectives.LogRegression"],
     "text.classification": ["data.text_folder"],
-    "text.language_model": ["data.next_token", "models.gpt"],
+    "text.language_model": ["data.next_token", "models.gpt GPT"],
     "text.tweets": ["data.tweet_spans", "data.WordJaccard"],
 }
 
@@ -48,8 +49,8 @@ _HOUSE = {
 }
 
 MOVED = {
-    f"mpframe.{old}": f"mpframe.{module}.{old.rpartition('.')[2]}"
+    f"mpframe.{old}": f"mpframe.{module}.{new or old.rpartition('.')[2]}"
     for module, names in {**{f"workloads.{k}": v for k, v in _WORKLOADS.items()}, **_HOUSE}.items()
-    for old in names
+    for old, _, new in (name.partition(" ") for name in names)
 }
-"""Old name to new."""
+"""Old name to new. In an entry of two words the second is the new last part."""

@@ -6,7 +6,7 @@ function that a file of the shipped `conf/`, or of a folder that the user names,
 place. Any other must be named again on the command line:
 
     stored                          command line                    built
-    model: mpframe.models.cnn       -                               the shipped cnn, stored options
+    model: mpframe...images.cnn     -                               the shipped cnn, stored options
     model: my_pkg.Net               -                               refused, naming my_pkg.Net
     model: my_pkg.Net               model._target_=my_pkg.Net       my_pkg.Net, stored options
     model: my_pkg.Net               --config-dir=conf               the same, if a file there has it

@@ -1,19 +1,20 @@
 """From samples to batches: datasets, and the loader that reads them in a reproducible order.
 
 A dataset is a function that returns a `Task`: the samples to train on, to validate on and to test
-on, what to minimise, and the metrics. A batch is any tree of tensors.
+on, the loss, and the metrics. A batch is any tree of tensors.
 
     task         what a dataset returns
     loading      which batch comes when, and why a resumed run sees the same ones: begin here
+    fetching     one batch of the samples that are asked for
     workers      watches the processes that load
-    samples      samples that are held out, or drawn when they are read
-    facts        compares the values that a dataset is given with the files
+    samples      random numbers by key, samples that are held out, generated samples
     metrics      accuracy and others, counted on the device
-    images       small images a batch at a time: digits and Fashion-MNIST; cifar: CIFAR-10
+    images       digits and Fashion-MNIST, small images a batch at a time
+    cifar        CIFAR-10
     image_files  folders of images
 
-The shortest dataset is `digits` in images.py; other workloads are in mpframe/workloads. A name of
-the package loads its module when it is first used.
+The shortest dataset is `digits` in images.py. Other tasks are in mpframe/workloads. A name of the
+package loads its module when it is first used.
 """
 
 from importlib import import_module

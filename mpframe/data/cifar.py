@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import DataError
-from mpframe.data.facts import require_facts, require_labels
 from mpframe.data.images import array_task
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task
+from mpframe.data.task import Task, require_facts, require_labels
 from mpframe.files.plain_file import open_regular
 
 Reader = Callable[[Path], tuple[Tensor, Tensor]]
@@ -42,12 +41,11 @@ def cifar10(
     """Return CIFAR-10: 500 of the 5,000 training images of a class validate, always the same ones.
 
     `root` holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them. The
-    sizes are facts, which are compared. ConfigError: an option is another one. DataError: files are
-    missing, damaged, or hold what CIFAR-10's do not.
+    sizes are facts, which are compared. ConfigError: one of them is wrong. DataError: files are
+    missing, damaged, or not CIFAR-10's.
     """
-    require_facts(
-        "CIFAR-10", channels=(channels, 3), image_size=(image_size, 32), classes=(classes, _CLASSES)
-    )
+    size, count = (image_size, 32), (classes, _CLASSES)
+    require_facts("CIFAR-10", channels=(channels, 3), image_size=size, classes=count)
     train_files, test_files = _find(root)
     images, targets = _read(train_files)
     parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
@@ -72,15 +70,14 @@ def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader
     fetch = f"from torchvision.datasets import CIFAR10 as C; C({str(root)!r}, download=True)"
     raise DataError(
         f"dataset.root={root}: no complete CIFAR-10 (data_batch_1 to 5 and test_batch, with .bin "
-        f"in {_BINARY}/ or without in {_PYTHON}/); get it with "
-        f'python -c "{fetch}"'
+        f'in {_BINARY}/ or without in {_PYTHON}/); get it with python -c "{fetch}"'
     )
 
 
 RECORDS = 10_000  # images in each of the six published files
 _PIXELS = 3 * 32 * 32
-_LARGEST = 2**26  # bytes; a published file has 31 million
-# The MD5 digests of data_batch_1 to 5 and test_batch, as torchvision checks them too.
+_LARGEST = 2**26  # bytes, where a published file has 31 million
+# The MD5 digests of data_batch_1 to 5 and test_batch, which torchvision also checks.
 PUBLISHED = {
     "c99cafc152244af753f735de768cd75f",
     "d4bba439e000b95fd0a9bffe97cbabec",
@@ -93,7 +90,7 @@ _ARRAY = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("num
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """Read uint8 images [10000, 3, 32, 32] and labels [10000] of a file of binary records."""
+    """Read uint8 images [10000, 3, 32, 32] and labels [10000] from a file of binary records."""
     wanted = RECORDS * (1 + _PIXELS)
     content = _read_bytes(path, wanted)
     if len(content) != wanted:
@@ -106,7 +103,7 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
-    """Read uint8 images [10000, 3, 32, 32] and int64 labels [10000] of a published file."""
+    """Read uint8 images [10000, 3, 32, 32] and int64 labels [10000] from a published file."""
     content = _read_bytes(path, _LARGEST)
     # A second file with the digest of a published one is out of reach, unlike two made together.
     if hashlib.md5(content, usedforsecurity=False).hexdigest() not in PUBLISHED:

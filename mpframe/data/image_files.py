@@ -1,9 +1,8 @@
 """A folder of images, <split>/<class>/<image>, as a classification task.
 
-The files are untrusted input. Only JPEG, PNG, WebP and BMP are decoded, whatever a file's name
-says: other formats of the imaging library have started external programs. A symbolic link may point
-within the folder and nowhere else, and a picture that claims an absurd size is refused from its
-header.
+The files are untrusted. Only JPEG, PNG, WebP and BMP are decoded, whatever a file's name says:
+other formats of the imaging library have started external programs. A symbolic link must point
+within the folder, and a picture that claims an absurd size is refused from its header.
 """
 
 import logging
@@ -20,16 +19,14 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.ranges import require_whole
-from mpframe.data.facts import require_facts
 from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task, classification
+from mpframe.data.task import Task, classification, require_counts, require_facts
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-# What `decode` does to an image of another size: cut the middle out, then scale it.
+# `decode` cuts out the middle of an image of another size, and scales it.
 RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
 FORMATS = ("JPEG", "PNG", "WebP", "BMP")
 _MOST_PIXELS = 2**26
@@ -44,12 +41,12 @@ class Listing(NamedTuple):
     targets: Tensor
 
     def part(self, indices: Tensor) -> "Listing":
-        """Return the images of these indices, [n] int64 and ascending."""
+        """Return the images of ascending indices [n] int64."""
         paths = tuple(self.paths[index] for index in indices.tolist())
         return Listing(self.classes, paths, self.targets[indices])
 
     def first(self, per_class: int | None) -> "Listing":
-        """Return the first so many images of each class; all of them if None."""
+        """Return the first `per_class` images of each class, or all if it is None."""
         if per_class is None:
             return self
         starts = torch.searchsorted(self.targets, self.targets)
@@ -57,7 +54,7 @@ class Listing(NamedTuple):
 
 
 def list_images(root: Path, split: str) -> Listing:
-    """List the class folders of `root`/`split`; other files are left out, with a warning."""
+    """List the class folders of `root`/`split`, and warn of files that are left out."""
     _require_inside(root, root / split)
     folders = [path for path in _entries(root, root / split) if path.is_dir()]
     paths: list[str] = []
@@ -68,9 +65,8 @@ def list_images(root: Path, split: str) -> Listing:
         files = [str(path) for path in entries if _is_image(path)]
         others.update(path.suffix or path.name for path in entries if not _is_image(path))
         if not files:
-            raise DataError(
-                f"{folder}: has no {_listed(SUFFIXES)}; add images or remove the folder"
-            )
+            missing = _join_with_or(SUFFIXES)
+            raise DataError(f"{folder}: has no {missing}; add images or remove the folder")
         paths += files
         counts.append(len(files))
     _warn_of(others, root / split)
@@ -79,7 +75,7 @@ def list_images(root: Path, split: str) -> Listing:
 
 
 def list_unlabelled(root: Path) -> tuple[str, ...]:
-    """List the images in and below `root`, by name; other files are left out, with a warning."""
+    """List the images in and below `root`, by name, and warn of files that are left out."""
     paths: list[str] = []
     others: Counter[str] = Counter()
     waiting = [root]
@@ -90,16 +86,16 @@ def list_unlabelled(root: Path) -> tuple[str, ...]:
         paths += [str(path) for path in files if _is_image(path)]
         others.update(path.suffix or path.name for path in files if not _is_image(path))
     if not paths:
-        raise DataError(f"{root}: has no {_listed(SUFFIXES)}; name a folder with images")
+        raise DataError(f"{root}: has no {_join_with_or(SUFFIXES)}; name a folder with images")
     _warn_of(others, root)
     return tuple(sorted(paths))
 
 
 def decode(path: str, channels: int, side: int | None) -> Tensor:
-    """Decode one image: uint8 [channels, side, side], or of its own size if `side` is None.
+    """Decode one image: uint8 [channels, side, side], or of the image's size if `side` is None.
 
-    The shorter side is scaled to `side` and the middle kept. Of 16 bits 8 are kept; of grey
-    rounded, value / 257. DataError: not a readable image, or above 2^26 pixels.
+    The shorter side is scaled to `side` and the middle kept. 16 bits become 8: grey values are
+    divided by 257 and rounded. DataError: not a readable image, or above 2^26 pixels.
     """
     with opened(path) as image:
         pixels = _in_8_bits(image).convert(_MODES[channels])
@@ -111,7 +107,7 @@ def decode(path: str, channels: int, side: int | None) -> Tensor:
 
 @contextmanager
 def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
-    """Open an image in one of `formats`; whatever fails within the block is blamed on the file."""
+    """Open an image in one of `formats`, and blame the file for errors within the block."""
     try:
         with Image.open(path, formats=formats) as image:
             if image.width * image.height > _MOST_PIXELS:
@@ -119,14 +115,14 @@ def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Imag
             yield image
     except Exception as error:  # A damaged file fails in the decoder's own many ways.
         raise DataError(
-            f"{path}: not a readable {_listed(formats)} ({error}); replace or remove it"
+            f"{path}: not a readable {_join_with_or(formats)} ({error}); replace or remove it"
         ) from error
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Return a grey image of 16 bits in 8: the library would cut off all values above 255.
+    """Bring a grey image of 16 bits to 8, as the library would cut off all values above 255.
 
-    It reads colours of 16 bits by their high bytes, and none of these formats has more bits.
+    It reads colours of 16 bits by their high bytes.
     """
     if not image.mode.startswith("I"):
         return image
@@ -137,15 +133,16 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
 def _warn_of(others: Counter[str], folder: Path) -> None:
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
-        log.warning("warning: %s: left out %s; only %s are read", folder, kinds, _listed(SUFFIXES))
+        allowed = _join_with_or(SUFFIXES)
+        log.warning("warning: %s: left out %s; only %s are read", folder, kinds, allowed)
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_with_or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _entries(root: Path, folder: Path) -> list[Path]:
-    """List what `folder` holds, sorted by name, hidden names left out."""
+    """List what `folder` holds, sorted by name, without hidden names."""
     try:
         entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -183,49 +180,48 @@ def image_folder(
     """Return the images under `root`: train/ to learn from, val/ to validate, test/ to test.
 
     One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
-    ones in every run. Class folders are numbered in the order of their names. See
-    conf/dataset/image_folder.yaml. Images that need more than `cache_bytes` are decoded each time
-    (set dataset.workers then). Give `mean` and `std` that a trained model learned with to measure
-    it on other images.
+    ones in every run. Class folders are numbered in the order of their names. Images that need more
+    than `cache_bytes` are decoded each time (set dataset.workers then). To measure a trained model
+    on other images, give the `mean` and `std` that it learned with. See
+    conf/dataset/image_folder.yaml.
 
-    Raises:
-        ConfigError: an option is out of range or does not fit the tree.
-        DataError: folders are missing, differ between the parts, or hold unreadable files.
+    ConfigError: an option is out of range or does not fit the tree. DataError: folders are missing,
+    differ between the parts, or hold unreadable files.
     """
-    _require_options(channels, image_size, cache_bytes, limit_per_class)
+    require_channels(channels)
+    require_counts(image_size=image_size)
+    require_counts(0, cache_bytes=cache_bytes)
+    if limit_per_class is not None:
+        require_counts(limit_per_class=limit_per_class)
     listed = {name: part.first(limit_per_class) for name, part in _list_parts(Path(root)).items()}
     train = listed["train"]
     require_facts(f"{root}/train", classes=(classes, len(train.classes)))
     files = sum(len(part.paths) for part in listed.values())
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
-    normalize = Normalize.given(mean, std, channels) or _measured(train, shape)
+    normalize = Normalize.given(mean, std, channels) or _measure(train, shape)
     images = {
         name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
         for name, part in listed.items()
     }
-    return classification(
-        **images,
-        class_names=train.classes,
-        preprocessing=normalize.described(image_size, resize=RESIZE),
-    )
+    how = normalize.described(image_size, resize=RESIZE)
+    return classification(**images, class_names=train.classes, preprocessing=how)
 
 
 class FileImages(Images):
-    """Images decoded from their files each time, to `shape` (channels, side)."""
+    """Images that are decoded each time, to `shape` (channels, side)."""
 
     def __init__(
         self, listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str
     ) -> None:
         super().__init__(listing.targets, normalize, augment)
-        self._paths = listing.paths
-        self._shape = shape
+        self._paths, self._shape = listing.paths, shape
 
     def pixels(self, indices: Tensor) -> Tensor:
         return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
 
 
-def _measured(train: Listing, shape: tuple[int, int]) -> Normalize:
+def _measure(train: Listing, shape: tuple[int, int]) -> Normalize:
     return Normalize.measured(_decode_all(train.paths[spread(len(train.paths))], shape))
 
 
@@ -246,7 +242,7 @@ def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> T
 
 
 def _list_parts(root: Path) -> dict[str, Listing]:
-    """Return the images of train, val and, if there is such a folder, test."""
+    """List the images of train, val and, if there is such a folder, test."""
     folders = [name for name in _PARTS if (root / name).is_dir()]
     if "train" not in folders or len(folders) == 1:
         raise DataError(
@@ -273,12 +269,7 @@ def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) 
         )
 
 
-def _require_options(
-    channels: int, image_size: int, cache_bytes: int, limit_per_class: int | None
-) -> None:
-    if channels not in (1, 3):
+def require_channels(channels: int) -> None:
+    """Refuse a number of channels that no file is decoded to."""
+    if channels not in _MODES:
         raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
-    require_whole("dataset.image_size", image_size, least=1)
-    require_whole("dataset.cache_bytes", cache_bytes, least=0)
-    if limit_per_class is not None:
-        require_whole("dataset.limit_per_class", limit_per_class, least=1)

@@ -1,12 +1,11 @@
 """Small images and their class numbers, fetched, augmented and normalised a batch at a time.
 
-A loop in Python takes tens of microseconds for each sample. With small images that is more than
-the network takes, so `fetch_batch` does each stage once for the whole batch. The random numbers of
-crops and flips are passed in.
+A loop in Python takes tens of microseconds for each sample, more than a network takes for a small
+image. So `fetch_batch` does each stage once for the whole batch.
 
-    digits         1797 grey images of 8 x 8, inside scikit-learn's wheel; needs no download
+    digits         1797 grey images of 8 x 8, inside scikit-learn's wheel
     fashion_mnist  70,000 grey images of clothes, 28 x 28, in ten classes (Xiao et al. 2017), in
-                   the idx format; its files are untrusted
+                   the idx format, from files that are untrusted
 """
 
 import copy
@@ -29,10 +28,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError, nearest
-from mpframe.data.facts import require_facts, require_labels
-from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import hold_out
-from mpframe.data.task import Task, classification
+from mpframe.data.samples import hold_out, keyed_uniform
+from mpframe.data.task import Task, classification, require_facts, require_labels
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
 DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, flip
@@ -41,15 +38,13 @@ DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, fli
 def require_augmentation(name: str) -> None:
     """Refuse a name that is not in `AUGMENTATIONS`."""
     if name not in AUGMENTATIONS:
-        allowed = ", ".join(AUGMENTATIONS)
         hint = nearest(str(name), AUGMENTATIONS)
-        raise ConfigError(
-            f"dataset.augment={name}: allowed are {allowed}" + (f" ({hint})" if hint else "")
-        )
+        allowed = ", ".join(AUGMENTATIONS) + (f" ({hint})" if hint else "")
+        raise ConfigError(f"dataset.augment={name}: allowed are {allowed}")
 
 
 def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
-    """Augment images [N, C, H, W] of any dtype by name; `uniforms` [N, DRAWS] are in [0, 1)."""
+    """Augment images [N, C, H, W] of any dtype by name, with `uniforms` [N, DRAWS] in [0, 1)."""
     if name == "none":
         return images
     # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
@@ -59,9 +54,9 @@ def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
 
 
 def shifted_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
-    """Pad by `padding` zeros on each side, then cut a window of the old size at a random place.
+    """Pad with `padding` zeros on each side, and cut a window of the old size at a random place.
 
-    `uniforms` [N, 2] in [0, 1) give the vertical and the horizontal place.
+    `uniforms` [N, 2] in [0, 1) choose the vertical and the horizontal place.
     """
     count, _, height, width = images.shape
     top, left = (uniforms * (2 * padding + 1)).long().unbind(dim=1)
@@ -85,10 +80,9 @@ class Normalize:
 
     @classmethod
     def measured(cls, images: Tensor) -> "Normalize":
-        """Measure at most 2,000 of [N, C, H, W], evenly spaced; a constant channel has std 1."""
-        pixels = images[spread(len(images))].double() / (
-            255.0 if images.dtype == torch.uint8 else 1.0
-        )
+        """Measure at most 2,000 evenly spaced of [N, C, H, W]. A constant channel has std 1."""
+        top = 255.0 if images.dtype == torch.uint8 else 1.0
+        pixels = images[spread(len(images))].double() / top
         std, mean = torch.std_mean(pixels, dim=(0, 2, 3), correction=0)
         return cls(tuple(mean.tolist()), tuple(std.where(std > 0, 1.0).tolist()))
 
@@ -96,7 +90,7 @@ class Normalize:
     def given(
         cls, mean: Sequence[float] | None, std: Sequence[float] | None, channels: int
     ) -> "Normalize | None":
-        """Return what `dataset.mean` and `dataset.std` say; None if they are both None."""
+        """Check `dataset.mean` and `dataset.std`, and return None if they are both None."""
         if mean is None and std is None:
             return None
         for name, numbers, least in (("mean", mean, -math.inf), ("std", std, 0.0)):
@@ -119,10 +113,10 @@ class Normalize:
     def described(
         self, side: int, brightest: float = 255.0, resize: str | None = None
     ) -> dict[str, Any]:
-        """Return what is done to a raw image, as JSON values, for `Task.preprocessing`.
+        """Describe what is done to a raw image, as JSON values, for `Task.preprocessing`.
 
-        A raw image of values 0..`brightest` and of another size, `resize`d to `side` pixels a side,
-        becomes (raw / brightest - mean) / std, per channel.
+        A raw image of values 0..`brightest`, `resize`d to `side` pixels a side, becomes
+        (raw / brightest - mean) / std, per channel.
         """
         return {
             "layout": "NCHW",
@@ -139,9 +133,9 @@ class Normalize:
 def _shift_and_factor(
     mean: tuple[float, ...], std: tuple[float, ...], top: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what to subtract from pixels in 0..`top`, and to multiply by then, each [C, 1, 1].
+    """Return what to subtract from pixels in 0..`top`, and then to multiply by, each [C, 1, 1].
 
-    Kept, for making them takes longer than normalising a batch of small images.
+    They are cached: making them takes longer than normalising a batch of small images.
     """
     shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
     return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
@@ -173,7 +167,7 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
         return plain
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """Choose the augmentation: it depends only on (seed, epoch, index)."""
+        """Choose the augmentation by (seed, epoch, index)."""
         self._key = (seed, epoch)
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -194,17 +188,10 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
 
 
 class ArrayImages(Images):
-    """Images that fit in memory.
+    """Images in memory, [N, C, H, W], uint8 0..255 or floating 0..1, and class numbers [N].
 
-    Args:
-        images: [N, C, H, W], uint8 0..255 or floating 0..1.
-        targets: [N] class numbers.
-        normalize: brings pixels to mean 0 and variance 1.
-        augment: none, crop or crop_flip.
-
-    Raises:
-        ConfigError: unknown augmentation.
-        DataError: the numbers of images and of targets differ.
+    `augment` is none, crop or crop_flip. ConfigError: it is something else. DataError: there are
+    more images or more targets.
     """
 
     def __init__(
@@ -248,34 +235,26 @@ def digits(
     classes: int = 10,
     augment: str = "none",
 ) -> Task:
-    """Return the digits: 1437 to train on, 180 to validate, 180 to test; the split never changes.
+    """Return the digits: 1437 to train on, 180 to validate, 180 to test, always the same ones.
 
-    Args:
-        root: must be None, nothing is read from a data folder.
-        channels: 1.
-        image_size: 8, pixels a side.
-        classes: 10.
-        augment: none, crop or crop_flip; for training only.
-
-    Raises:
-        ConfigError: an option is not as above.
-        DataError: scikit-learn is not there.
+    `root` must be None, because they come with scikit-learn. `augment` is none, crop or crop_flip,
+    for training. The other options are facts, which are compared. ConfigError: an option is
+    something else. DataError: scikit-learn is not there.
     """
     if root is not None:
         raise ConfigError(
             f"dataset.root={root}: the digits come with scikit-learn and are read from no folder; "
             "use dataset.root=null"
         )
-    require_facts(
-        "digits", channels=(channels, 1), image_size=(image_size, 8), classes=(classes, 10)
-    )
+    size, count = (image_size, 8), (classes, 10)
+    require_facts("digits", channels=(channels, 1), image_size=size, classes=count)
     images, targets = _load()
     parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=5, parts=2)]
     return array_task(parts, augment, [str(digit) for digit in range(10)], _BRIGHTEST)
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    # scikit-learn's own reader would import all of it, which takes half as long as torch itself.
+    # scikit-learn's reader would import all of it, which takes half as long as torch.
     package = find_spec("sklearn")
     homes = [] if package is None else package.submodule_search_locations or []
     for file in (Path(home, _TABLE) for home in homes):
@@ -295,7 +274,7 @@ def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
     """Read a file of unsigned bytes, plain or `.gz`: uint8 [N, *item], N at most 2^20.
 
     `item` is the shape of one item: (28, 28) for images, () for labels. DataError: the file is
-    unreadable, damaged, or not one of such items.
+    unreadable or damaged, or holds something else.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -349,14 +328,10 @@ def fashion_mnist(
 
     `root` holds the four idx files, plain or .gz: directly, in torchvision's FashionMNIST/raw, or
     in usr/share/datasets/fashion-mnist of an unpacked Debian package. The sizes are facts, which
-    are compared. ConfigError: an option is another one. DataError: files are missing or damaged.
+    are compared. ConfigError: one of them is wrong. DataError: files are missing or damaged.
     """
-    require_facts(
-        "Fashion-MNIST",
-        channels=(channels, 1),
-        image_size=(image_size, _SIDE),
-        classes=(classes, _CLASSES),
-    )
+    size, count = (image_size, _SIDE), (classes, _CLASSES)
+    require_facts("Fashion-MNIST", channels=(channels, 1), image_size=size, classes=count)
     images, targets = _read(root, "train")
     parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
     return array_task([*parts, _read(root, "t10k")], augment, _NAMES)

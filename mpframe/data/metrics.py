@@ -2,7 +2,7 @@
 
 An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
 back before `compute`. The sums start as the number 0, so that the first batch decides the device.
-Tensors whose shapes do not belong together are refused, as they would broadcast unnoticed.
+`compute` returns 0-d float64, nan before the first update.
 """
 
 import math
@@ -26,7 +26,7 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
 
 
 class Mean:
-    """A sum over all samples, kept on the device, over their number."""
+    """The sum over all samples, kept on the device, over their number."""
 
     def __init__(self) -> None:
         self._sum: Tensor | float = 0
@@ -38,12 +38,12 @@ class Mean:
         self._seen += count
 
     def merge(self, other: Self) -> None:
-        """Take in what another rank has measured."""
+        """Add the sum of another rank."""
         self._sum = self._sum + other._sum
         self._seen += other._seen
 
     def compute(self) -> Tensor:
-        """Return the mean so far, 0-d float64; nan before the first update."""
+        """Return the mean so far."""
         return torch.as_tensor(self._sum, dtype=torch.float64) / self._seen
 
 
@@ -84,7 +84,6 @@ class BitsPerByte(Nats):
         self._bytes = bytes_per_token
 
     def compute(self) -> Tensor:
-        """Return the bits so far, 0-d float64; nan before the first update."""
         return super().compute() / (math.log(2) * self._bytes)
 
 
@@ -94,7 +93,6 @@ class Perplexity(Nats):
     name = "perplexity"
 
     def compute(self) -> Tensor:
-        """Return the perplexity so far, 0-d float64; nan before the first update."""
         return super().compute().exp()
 
 
@@ -111,7 +109,6 @@ class RMSE(Mean):
         self.add(errors.square().sum(), targets.numel())
 
     def compute(self) -> Tensor:
-        """Return the error so far, 0-d float64; nan before the first update."""
         return super().compute().sqrt()
 
     def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,8 +118,8 @@ class RMSE(Mean):
 class RMSPE(RMSE):
     """The root of the mean squared relative error:  sqrt(1/n Σ ((output - target) / target)²).
 
-    It has no unit; 0.1 is an error of ten percent. Outputs and targets are in the target's own
-    unit, not its logarithm. A target that is 0 makes the metric inf or nan.
+    It has no unit: 0.1 is an error of ten percent. Outputs and targets are in the target's unit,
+    not its logarithm. A target of 0 makes the metric inf or nan.
     """
 
     name = "rmspe"
@@ -132,10 +129,10 @@ class RMSPE(RMSE):
 
 
 class Overlap(ABC):
-    """The mean of a measure over the classes, of areas summed over all pixels of a validation.
+    """The mean over the classes of a measure of areas, summed over all pixels of a validation.
 
-    A class that neither targets nor predictions have is left out, and so is class 0, the
-    background, unless `background` is true.
+    Classes that neither targets nor predictions have are left out, and so is class 0 unless
+    `background` is true.
     """
 
     higher_is_better = True
@@ -156,14 +153,14 @@ class Overlap(ABC):
         self._counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
 
     def merge(self, other: Self) -> None:
-        """Take in what another rank has measured."""
+        """Add the counts of another rank."""
         if self._counts is None or other._counts is None:
             self._counts = other._counts if self._counts is None else self._counts
         else:
             self._counts += other._counts
 
     def compute(self) -> Tensor:
-        """Return the mean so far, 0 to 1, 0-d float64; nan before the first update."""
+        """Return the mean so far, 0 to 1."""
         if self._counts is None:
             return torch.tensor(torch.nan, dtype=torch.float64)
         counts = self._counts.view(math.isqrt(len(self._counts)), -1).double()
@@ -173,10 +170,9 @@ class Overlap(ABC):
 
     @abstractmethod
     def measure(self, shared: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
-        """Return the measure of each class, nan if all three are 0.
+        """Return the measure of each class, nan if its three counts of pixels are 0.
 
-        `shared`, `wanted` and `chosen` are pixels by class, float64: predicted rightly, in the
-        targets, and predicted.
+        The counts, float64, are of correct predictions, of targets, and of all predictions.
         """
 
 

@@ -1,8 +1,9 @@
-"""Samples that are held out of the training, and samples that are drawn when they are read."""
+"""Random numbers by key, the samples that are held out, and samples drawn when they are read."""
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,16 +11,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mpframe.core.ranges import require_whole
+from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import map_tensors, tensors_in
-from mpframe.data.loading import keyed_uniform
+
+UInt64Array: TypeAlias = NDArray[np.uint64]
+Word: TypeAlias = int | Sequence[int] | NDArray[np.integer]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def keyed_state(*words: Word) -> UInt64Array:
+    """Fold words into 64-bit states, one for each element of the longest word.
+
+    Words are integers (modulo 2^64) or 1-d integer sequences of one length.
+    """
+    state = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        state = _mix64(state + _as_uint64(word) + _GAMMA)
+    return state
+
+
+def keyed_uniform(draws: int, *words: Word) -> NDArray[np.float64]:
+    """Return `draws` uniforms in [0, 1) of 53 random bits for each key, [keys, draws]."""
+    steps = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
+    bits = _mix64(keyed_state(*words)[:, None] + steps)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix64(z: UInt64Array) -> UInt64Array:
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
+
+
+def _as_uint64(word: Word) -> UInt64Array:
+    # At least 1-d: numpy wraps arrays silently, as modulo 2^64 wants, but warns for scalars.
+    if isinstance(word, int):
+        return np.array([word % 2**64], dtype=np.uint64)
+    return np.asarray(word, dtype=np.int64).astype(np.uint64)
 
 
 def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
-    """Hold out one sample in `one_in` of every class; `parts` parts share these in turns.
+    """Hold out one sample in `one_in` of every class, shared in turns by `parts` parts.
 
-    The samples are lined up by class, in a fixed random order within it: the split depends only on
-    the targets [N]. Returns indices to train on, then of each part; each [n] int64, ascending.
+    The split depends only on the targets [N]. Returns the indices to train on, then the indices of
+    each part, all [n] int64 and ascending.
     """
     shuffled = torch.from_numpy(keyed_uniform(1, range(len(targets)))).flatten().argsort()
     held = shuffled[targets[shuffled].argsort(stable=True)][::one_in]
@@ -29,21 +67,16 @@ def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
 
 
 class Generated(Dataset[Any], ABC):
-    """Samples that are drawn when they are first read: pure functions of the key and the index.
+    """Samples drawn when they are first read: `count` pure functions of `key` and their index.
 
-    They are kept up to `cache_bytes` in each process that loads. What is returned is a copy, so
-    that whoever writes into a batch changes no later epoch.
-
-    Args:
-        count: how many.
-        key: whole numbers; another key gives other samples.
-        noise: standard deviation of the noise.
-        cache_bytes: a whole number >= 0.
+    Each process that loads keeps up to `cache_bytes` of them, and returns copies, so that writing
+    into a batch changes no later epoch. `noise` is a standard deviation.
     """
 
     things = "samples"
 
     def __init__(self, count: int, key: tuple[int, ...], noise: float, cache_bytes: int) -> None:
+        require("dataset.noise", noise, NOT_NEGATIVE)
         require_whole("dataset.cache_bytes", cache_bytes, least=0)
         self._count, self._key, self._noise, self._free = count, key, noise, cache_bytes
         self._kept: dict[int, Any] = {}
@@ -68,12 +101,12 @@ class Generated(Dataset[Any], ABC):
         """Draw a sample and its target."""
 
     def uniforms(self, count: int, *words: int) -> NDArray[np.float64]:
-        """Return `count` numbers in [0, 1), others for other words behind the key."""
+        """Return `count` numbers in [0, 1) by the key and these words."""
         drawn: NDArray[np.float64] = keyed_uniform(count, *self._key, *words)[0]
         return drawn
 
     def noisy(self, values: NDArray[np.float64], index: int) -> Tensor:
-        """Add evenly distributed noise to the values of sample `index`, and return float32."""
+        """Add uniform noise to the values of sample `index`, and return float32."""
         even = self.uniforms(values.size, index, 1).reshape(values.shape) - 0.5
-        values += self._noise * math.sqrt(12) * even  # Even numbers over 1 deviate by 1 / sqrt(12).
+        values += self._noise * math.sqrt(12) * even  # A uniform number deviates by 1 / sqrt(12).
         return torch.from_numpy(values).float()

@@ -1,4 +1,8 @@
-"""The samples, the objective and the metrics that a dataset hands to a trainer."""
+"""The samples, objective and metrics that a dataset hands to a trainer.
+
+A config states channels, sizes and classes of a dataset, because models are built from them before
+any file is opened. `require_facts` compares them with the files.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +12,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mpframe.core.errors import DataError
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import Loss, Objective, Supervised
+from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import described, name_of
-from mpframe.data.loading import Collate
+from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 
 
@@ -19,8 +24,8 @@ class Metric(Protocol):
     """A running value over one validation pass.
 
     Attributes:
-        name: one word, unless the metric is given by name; its tags are `metric/<name>/val` and
-            `metric/<name>/test`.
+        name: one word for the tags `metric/<name>/val` and `metric/<name>/test`, unless the Task
+            gives the metric by name.
         higher_is_better: which of two values `trainer.keep_best` keeps.
     """
 
@@ -28,7 +33,7 @@ class Metric(Protocol):
     higher_is_better: bool
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch; must not wait for the device."""
+        """Add one batch without waiting for the device."""
 
     def compute(self) -> Tensor:
         """Return the metric so far: 0-d float64 on the device of the outputs."""
@@ -40,25 +45,23 @@ class Task:
 
     Attributes:
         train: map-style samples to learn from.
-        val: map-style samples to measure on while training; never augmented. What is chosen (the
-            best checkpoint, the end of the training) is chosen by them.
-        objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
-            None: the group `objective` gives it.
-        metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
-            object stands as it is, by name. None: only the loss is measured.
-        collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
-            default_collate. It is sent to the workers.
-        loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
-            batch, for samples (input, target); short for `objective=supervised(loss)`.
-        test: map-style samples that choose nothing, measured once at the end of a run; never
-            augmented. None: there is no such measurement.
+        val: map-style samples to measure on while training, never augmented. They choose the best
+            checkpoint and the end of the training.
+        objective: objective(model, batch) -> StepOutput, or several by name for several optimizers.
+            If None, the group `objective` gives it.
+        metric: makes a fresh `Metric` for each validation pass, or several by name, among which
+            torchmetrics objects may be. If None, only the loss is measured.
+        collate: makes a batch, any tree of tensors, of a list of samples, and is sent to the
+            workers. None is torch's default_collate.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over a batch of samples (input,
+            target). It is short for `objective=supervised(loss)`.
+        test: map-style samples that choose nothing, measured once at the end of a run, never
+            augmented. If None, nothing is.
         class_names: the name of each class, in the order of their numbers.
-        preprocessing: what is done to a raw input before the model gets it, as JSON values; for
-            images what `Normalize.described` gives. Checkpoints and exports carry both.
+        preprocessing: how a raw input becomes the model's, as JSON values, like
+            `Normalize.described`. Checkpoints and exports carry both.
 
-    Raises:
-        DataError: there are an objective and a loss, or one of these cannot be called; or
-            `class_names` are not strings, or `preprocessing` is not JSON.
+    DataError: an attribute cannot be used as described, or there are an objective and a loss.
     """
 
     train: Dataset[Any]
@@ -72,17 +75,15 @@ class Task:
     preprocessing: Mapping[str, Any] | None = None
 
     def __post_init__(self, loss: Loss | None) -> None:
+        stated: Any = self.objective
         if loss is not None:
-            given: Any = self.objective
-            if given is not None:
+            if stated is not None:
                 raise DataError("dataset: its Task has an objective and a loss; give one of them")
             _require_callable("loss", loss)
             object.__setattr__(self, "objective", Supervised(loss, "dataset"))
         objectives = {} if self.objective is None else self.objectives
-        if self.metric is not None and not isinstance(self.metric, Mapping):
-            _require_callable("metric", self.metric)
-        if self.collate is not None:
-            _require_callable("collate", self.collate)
+        _require_callable("metric", None if isinstance(self.metric, Mapping) else self.metric)
+        _require_callable("collate", self.collate)
         _require_names(self.class_names)
         _require_json(self.preprocessing)
         several = isinstance(self.objective, Mapping)
@@ -106,7 +107,7 @@ class Task:
 
 
 def _require_callable(name: str, code: Any) -> None:
-    if not callable(code):
+    if code is not None and not callable(code):
         raise DataError(
             f"dataset: the {name} of its Task is {described(code)}; it must be a function or a "
             "class that can be called"
@@ -138,6 +139,32 @@ def classification(
     class_names: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> Task:
-    """Return a task with one class per sample: cross-entropy on logits [N, classes], accuracy."""
+    """Return a task with one class per sample: cross-entropy of logits [N, classes], accuracy."""
     loss = Supervised(nn.CrossEntropyLoss(), "dataset")
     return Task(train, val, loss, Accuracy, None, None, test, class_names, preprocessing)
+
+
+def require_counts(least: int = 1, /, **counts: int) -> None:
+    """Check that each option `dataset.<name>` is a whole number >= `least`."""
+    for name, count in counts.items():
+        require_whole(f"dataset.{name}", count, least)
+
+
+def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
+    """Compare the stated with the true value of each option: (stated, true)."""
+    for option, (stated, true) in facts.items():
+        if stated != true:
+            raise ConfigError(
+                f"dataset.{option}={stated}: {dataset} has {true}; set dataset.{option}={true}"
+            )
+
+
+def require_labels(source: object, labels: Tensor, images: int, classes: int) -> None:
+    """Check that the file has one label [N] in 0..classes-1 for each image."""
+    if len(labels) != images:
+        raise DataError(f"{source}: {len(labels)} labels for {images} images; get the files again")
+    if images and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise DataError(
+            f"{source}: labels reach from {int(labels.min())} to {int(labels.max())}, "
+            f"allowed is 0 to {classes - 1}; get the file again"
+        )

@@ -1,10 +1,10 @@
 """Worker processes that load data: if one crashes, is killed or hangs, the error says which.
 
 Each worker writes the sample it is reading into shared memory, and the error names it. A dead
-worker is noticed where its batch is waited for, between two steps; torch would raise from a signal
-handler in the middle of a step or of a file. A signal that is sent to all processes of a job
-(Ctrl-C, a scheduler's SIGTERM) is answered only by the main process: workers ignore it, and are
-killed when their loader or the program ends.
+worker is noticed where its batch is waited for, between two steps. torch would raise from a signal
+handler in the middle of a step or of a file. Only the main process answers a signal that is sent to
+all processes of a job (Ctrl-C, a scheduler's SIGTERM). Workers ignore it, and are killed when their
+loader or the program ends.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ WORKER_BYTES = 2**25  # the least memory of a worker, without what it shares wit
 def require_workers(workers: int) -> None:
     """Refuse more workers than memory can hold, and warn of more than there are cores.
 
-    `workers` load the training data, and validation has as many of its own.
+    There are `workers` for the training data, and as many for validation.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = math.inf  # if it is unknown
@@ -75,13 +75,13 @@ class CurrentSamples:
         self._reading = multiprocessing.RawArray(ctypes.c_int64, [_NONE] * workers)
 
     def note(self, index: int = _NONE) -> None:
-        """Note in a worker that it reads sample `index` now, or none."""
+        """Note in a worker that it now reads sample `index`, or none."""
         worker = get_worker_info()
         if worker is not None:
             self._reading[worker.id] = index
 
     def of(self, worker: int) -> int | None:
-        """Return the sample a worker is reading; None if it waits."""
+        """Return the sample that a worker is reading, or None if it waits."""
         return None if self._reading[worker] == _NONE else self._reading[worker]
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class CurrentSamples:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order [N] in which an epoch reads the indices of its samples, and what they are for."""
+    """The order in which an epoch reads samples, as their indices [N], and what they are for."""
 
     split: str
     epoch: int
@@ -108,26 +108,26 @@ class EpochOrder:
 class WorkerPool:
     """The workers of one loader.
 
-    `current` is where they write which sample they read; `timeout` has the seconds to wait for a
-    batch, or None to wait for ever.
+    They write into `current` which sample they read. A batch is waited for `timeout` seconds, or
+    for ever if it is None.
     """
 
     def __init__(self, current: CurrentSamples, timeout: float | None) -> None:
         self._current, self._timeout = current, timeout
         self._processes: list[Any] = []
         self._done: Any = None  # torch's event, which the workers look at
-        self._deadline = math.inf  # Of the wait for a batch, by `monotonic`.
+        self._deadline = math.inf  # of the wait for a batch, by `monotonic`
         self._aborted = False
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
-        """Begin an epoch: `iter(batches)`, which starts the workers if there are none yet."""
+        """Begin an epoch, and start the workers if there are none yet."""
         before = multiprocessing.active_children()
         try:
-            with _child_handler_kept(), _signals_blocked(), warnings.catch_warnings():
-                # torch's advice; the error that follows, and require_workers, say it here.
+            with _keep_child_handler(), _block_signals(), warnings.catch_warnings():
+                # The error that follows and require_workers say what torch would warn of.
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 answers = iter(batches)
-        except OSError as error:  # Those that were started ignore the SIGTERM of the end.
+        except OSError as error:  # The started ones ignore the SIGTERM of the end.
             _kill([p for p in multiprocessing.active_children() if p not in before], None)
             raise DataError(
                 f"dataset.workers={len(self._current)}: a worker cannot be started "
@@ -142,17 +142,17 @@ class WorkerPool:
         if not self._processes and len(self._current):
             self._processes = list(getattr(answers, "_workers", []))
             self._done = getattr(answers, "_workers_done_event", None)
-            # With the pool, or at the end of the program. If the garbage collector takes the pool,
-            # torch waits 20 s for workers that the queues, closed by then, no longer tell to end.
-            # Not atexit: multiprocessing ends its own processes without it, and such a process
-            # would wait for ever for workers that ignore its SIGTERM. This runs before that wait.
+            # Kill them with the pool, or at the end of the program. If the garbage collector takes
+            # the pool, torch waits 20 s for workers whose queues are closed by then. Not atexit:
+            # processes of multiprocessing end without it, and would wait for ever for workers that
+            # ignore SIGTERM. This runs before that wait.
             Finalize(self, _kill, args=(self._processes, self._done), exitpriority=100)
             if self._timeout is not None and self._processes:
                 threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
     def next_batch(self, answers: Iterator[Any], order: EpochOrder) -> Any:
-        """Return the next answer; if a worker ended by itself or none answers in time, kill all."""
+        """Return the next answer. If a worker has ended, or none answers in time, kill all."""
         deadline = math.inf if self._timeout is None else monotonic() + self._timeout
         self._deadline = deadline
         while True:
@@ -174,21 +174,21 @@ class WorkerPool:
                 raise DataError(failure)
 
     def overdue(self) -> bool:
-        """Whether the deadline has passed, and the main process, which waits, has not noticed."""
+        """Whether the deadline has passed without the waiting main process noticing."""
         return monotonic() > self._deadline + 2 * POLL_SECONDS
 
     def abort(self) -> None:
-        """End a wait from another thread: without a worker it cannot go on."""
+        """End a wait from another thread, by ending the workers."""
         self._aborted = True
         for process in self._processes:
             process.kill()
 
     def close(self) -> None:
-        """End the workers; an epoch begun later has none."""
+        """End the workers for good."""
         _kill(self._processes, self._done)
 
     def _death(self, order: EpochOrder, timed_out: bool) -> str | None:
-        """Return the error text if a worker has ended by itself, or is ending."""
+        """Return the error text if a worker has ended or is ending."""
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
             code = process.exitcode
@@ -228,8 +228,8 @@ class WorkerPool:
 def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
     """Abort a wait that would never end, as long as the pool exists.
 
-    A worker itself hands its batch over. If the worker is stopped before the batch is taken, the
-    main process waits in the operating system, where no timeout of the loader works.
+    If a worker is stopped while it hands its batch over, the main process waits in the operating
+    system, where no timeout of the loader works.
     """
     while (pool := pool_of()) is not None:
         if pool.overdue():
@@ -240,13 +240,11 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Leave, in a new worker, the signals that stop a run to the main process.
+    """Make a new worker ignore signals that stop a run, and end if it can open no more files."""
 
-    It also reports that a worker can open no more files, which ends the worker.
-    """
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # Those that came while they were blocked are gone now.
+    if hasattr(signal, "pthread_sigmask"):  # Signals that came while blocked are gone now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     sys.excepthook = _report
     Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
@@ -255,17 +253,17 @@ def ignore_signals(worker: int) -> None:
 
 
 def _report(kind: Any, error: Any, trace: Any) -> None:
-    """End a worker, from a thread of it, if it can open no more files, as no batch would arrive."""
+    """End a worker from any of its threads if it can open no more files: no batch would arrive."""
     if _OPEN_FILES in str(error):
         os._exit(errno.EMFILE)
     sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Begin a new worker with signals blocked; this process gets them after the block.
+def _block_signals() -> Iterator[None]:
+    """Block signals until this process leaves the block, and in the workers that it starts there.
 
-    Without this a signal could end a worker before it has come to `ignore_signals`.
+    A signal could end such a worker before it has come to `ignore_signals`.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -280,10 +278,10 @@ def _signals_blocked() -> Iterator[None]:
 def _kill(processes: list[Any], done: Any) -> None:
     """Kill the workers that still run, and wait until they have ended.
 
-    `done` is the event that torch sets afterwards. A worker that was killed while it looked at the
-    event keeps its lock for ever, and torch would wait for that: it gets another lock.
+    A worker that is killed while it looks at the event `done` keeps its lock for ever. The event
+    gets another lock, as torch sets it afterwards.
     """
-    with _child_handler_kept(signal.SIG_DFL):
+    with _keep_child_handler(signal.SIG_DFL):
         for process in processes:
             process.kill()
             process.join()
@@ -292,8 +290,8 @@ def _kill(processes: list[Any], done: Any) -> None:
 
 
 @contextmanager
-def _child_handler_kept(within: Any = None) -> Iterator[None]:
-    """Restore the handler of SIGCHLD after the block; inside it is `within`, if given."""
+def _keep_child_handler(within: Any = None) -> Iterator[None]:
+    """Keep the handler of SIGCHLD over the block, and use `within` inside it, if given."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Handlers are the main thread's; torch installs none elsewhere.
         return

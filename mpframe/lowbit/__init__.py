@@ -1,19 +1,18 @@
 """Matrix products and convolutions in formats below 16 bits: fp8, fp6, fp4, MX and NVFP4.
 
-A product quantises both operands, each along the axis that is summed over, sums in fp32 and rounds
-once to half. That is what the instructions of a GPU do; emulated it runs on any machine. Begin with
-recipe.py, which says how each operand of each product is quantised. Behind it stand
+A product quantises both operands along the axis that is summed over, sums in fp32 and rounds once
+to half. So do the instructions of a GPU. Emulation runs on any machine. Begin with recipe.py, which
+says how each operand of each product is quantised.
 
     formats.py    an element format, and the rounding of values to it
-    scaling.py    a tensor in a format: which values share a scale, and what the scale is
-    noise.py      counts of what quantisation takes from an operand
+    scaling.py    a tensor in a format: which values share a scale, the scale, and what is lost
     handler.py    the `OpHandler` through which the cast finds all this
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product
     recurrent.py  LSTM, GRU and RNN step by step, so that each product can be quantised
-    layers.py     the same in words, for the dtype map
-    state.py      what lasts from step to step: random numbers, histories of delayed scaling
+    layers.py     the words about a layer's products in the dtype map
+    state.py      random numbers and histories of delayed scaling, from step to step
 
 The shipped recipes are `conf/dtype/products/*.yaml`.
 """

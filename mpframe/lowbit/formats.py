@@ -1,13 +1,13 @@
 """Element formats below 16 bits, and the rounding of fp32 values to them.
 
-A format is its number of exponent and mantissa bits and what its highest codes stand for. Nothing
-is packed: a rounded value is an fp32 number that the format can hold. So every format runs on every
-device, and a new one is one more line. The random Hadamard transform, which spreads an outlier over
-its block before it is rounded, is here as well.
+A format has a number of exponent bits, a number of mantissa bits, and special codes. Nothing is
+packed: a rounded value is an fp32 number that the format can hold. So every format runs on every
+device, and a new one is one more line. The random Hadamard transform spreads an outlier over its
+block before it is rounded.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,8 @@ _HALF_MANTISSA = 1 << (_MANTISSA - 1)
 class ElementFormat:
     """A floating-point format of one sign bit, some exponent bits and some mantissa bits.
 
-    `specials` says what the highest codes are: `inf`: the highest exponent holds inf and nan (IEEE
-    754); `nan`: only the highest code is nan; `none`: all codes are finite numbers.
+    By `specials` the highest exponent holds inf and nan (`inf`, as in IEEE 754), or only the
+    highest code is nan (`nan`), or all codes are finite numbers (`none`).
     """
 
     name: str  # as recipes call it
@@ -52,7 +52,7 @@ class ElementFormat:
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal number, and of all subnormal ones."""
+        """The exponent of the smallest normal number and of all subnormal ones."""
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
@@ -93,29 +93,34 @@ Draw = Callable[[Tensor], Tensor]
 def format_named(name: str) -> ElementFormat:
     """Return the format that hardware has under this name."""
     if name not in FORMATS:
-        hint = nearest(name, FORMATS)
         raise ConfigError(
             f"format={name}: choose {', '.join(FORMATS)}, or give exponent_bits and mantissa_bits"
-            + (f"; {hint}" if hint else "")
+            f"{hint(name, FORMATS)}"
         )
     return FORMATS[name]
 
 
-def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
-    """Return `values`, float32, rounded to numbers that `format` holds.
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about a name that is not known."""
+    names = nearest(name, known)
+    return f"; {names}" if names else ""
 
-    To the nearest, ties to even; with `draw` up or down at random, so that the mean is the value.
-    A finite value beyond the range becomes the largest number; inf and nan stay as they are, also
-    if the format has no code for them: whoever looks for an overflow must find it.
+
+def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
+    """Round float32 values to the nearest numbers that `format` holds, ties to even.
+
+    With `draw` they go up or down at random, so that the mean is the value. Finite values beyond
+    the range become the largest number. inf and nan stay, even in a format without codes for them,
+    because an overflow must be found.
     """
     rounded = round_finite_(values.clone(), format, draw).copysign_(values)
     return torch.where(values.isinf(), values, rounded)
 
 
 def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
-    """Round as `round_to`, in place and in fewer passes, values among which there is no inf.
+    """Round like `round_to`, in place, values without inf, and lose the sign of zeros.
 
-    The sign of a zero is lost. New memory costs more than the arithmetic here.
+    New memory would cost more than the arithmetic.
     """
     values.clamp_(-format.max, format.max)
     if format.exponent_bits == 8:
@@ -132,14 +137,14 @@ def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
 
 
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
-    """Round by fp32's addition: 1.5 * 2^23 units, added and taken away, leave whole units."""
+    """Round by fp32's addition: adding and subtracting 1.5 * 2^23 units leaves whole units."""
     shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
     large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
     return values.add_(large).sub_(large)
 
 
 def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tensor:
-    """Round down to a unit, and up by one with the probability of the fraction cut off."""
+    """Round down to a unit, and up by one with the probability of the remaining fraction."""
     units = _exponents(values, format).sub_(format.mantissa_bits << _MANTISSA).view(torch.float32)
     down = values.div_(units).floor()
     up = draw(values) < values.sub_(down)
@@ -147,7 +152,7 @@ def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tens
 
 
 def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Tensor:
-    """Cut the mantissa's last bits: the range is fp32's, and a carry may move the exponent."""
+    """Cut the mantissa's last bits of a format with fp32's range. A carry may move the exponent."""
     cut = _MANTISSA - format.mantissa_bits
     bits = values.view(torch.int32)
     if draw is None:
@@ -160,14 +165,14 @@ def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Te
 
 
 def transform(values: Tensor, axis: int, size: int) -> Tensor:
-    """Transform `values` (float32) in blocks of `size`, a power of two that divides the axis."""
+    """Transform float32 values in blocks of `size`, a power of two that divides the axis."""
     blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
     mixed = blocks @ matrix(size, values.device)
     return mixed.movedim(-1, axis + 1).flatten(axis, axis + 1)
 
 
 def matrix(size: int, device: torch.device) -> Tensor:
-    """Return D H of a power of two: orthogonal, float32, the same at each call."""
+    """Return D H of a power of two, which is orthogonal, float32, and the same at each call."""
     rows = torch.ones(1, 1)
     while len(rows) < size:
         rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)])

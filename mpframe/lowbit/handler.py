@@ -36,11 +36,9 @@ class ProductHandler(OpHandler):
         }
 
     def handler_of(self, op: str, recipe: str | None) -> Handler | None:
-        """Return the product of a recipe, or None if it does not quantise `op`."""
         return None if recipe is None else self._ops.get((op, recipe))
 
     def attach(self, model: nn.Module) -> None:
-        """Learn the names of the weights; refuse a device without the native products asked for."""
         policy, device = self._policy, device_of(model)
         names = (policy.products, *policy.ops.modules.values())
         recipes = [policy.recipes[name] for name in names if name in policy.recipes]
@@ -50,42 +48,37 @@ class ProductHandler(OpHandler):
         self.state.learn_names(model)
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
-        """Return the recipe of a layer's products, and which of them stay in half and why."""
         return products_of(name, module, op, readers, self._policy)
 
     def sync(self, comm: Comm) -> None:
-        """Make the histories of delayed scaling cover all ranks' samples."""
         length = max(recipe.history for recipe in self._policy.recipes.values())
         if comm.size > 1 and length:
             self.state.agree(comm, length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random generators, and the histories of amax."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self.state.load_state_dict(state)
 
 
 def watch_products(precision: Precision, watch: Watch | None) -> None:
-    """Have `watch` count what quantisation takes from each operand of each product; None: stop."""
+    """Have `watch` count what quantisation takes from each operand, or nobody if it is None."""
     for handler in precision.op_handlers:
         if isinstance(handler, ProductHandler):
             handler.state.watch = watch
 
 
 def find_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
-    """Return a policy with the recipes that it names, the shipped included, and what runs them.
+    """Return a policy with all recipes that it names, and the handler that runs them.
 
-    Raises:
-        ConfigError: a name is neither a recipe nor a pin, or there is no op to quantise.
+    ConfigError: a name is neither a recipe nor a pin, or there is no op to quantise.
     """
-    policy = replace(policy, recipes=_named_recipes(policy))
+    policy = replace(policy, recipes=_read_recipes(policy))
     return policy, ProductHandler(policy)
 
 
-def _named_recipes(policy: Policy) -> Mapping[str, Recipe]:
+def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
     """Return the user's recipes of a policy, and the shipped ones that it names."""
     recipes = dict(policy.recipes)
     for name in (*PINS, NO_PRODUCTS):
@@ -97,10 +90,9 @@ def _named_recipes(policy: Policy) -> Mapping[str, Recipe]:
         if pin in (*PINS, NO_PRODUCTS, *recipes):
             continue
         if pin not in shipped():
-            names = ", ".join((*PINS, NO_PRODUCTS))
+            names, known = ", ".join((*PINS, NO_PRODUCTS)), sorted({*recipes, *shipped()})
             raise ConfigError(
-                f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: "
-                + ", ".join(sorted({*recipes, *shipped()}))
+                f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: {', '.join(known)}"
             )
         recipes[pin] = Recipe.named(pin)
     if policy.products != NO_PRODUCTS and not policy.ops.allow:

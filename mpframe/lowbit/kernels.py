@@ -3,9 +3,8 @@
 A matrix product uses an instruction of the device, if there is one (native.py) and `dtype.compute`
 wants it. All others, and convolutions, are emulated: fp32 kernels multiply the quantised numbers.
 
-They are custom ops. A compiler takes each as a whole, and what it compiles gives the numbers that
-the same model gives without it. There is no second derivative: torch says that the op of the
-gradients has none.
+They are custom ops, which a compiler takes as a whole, so that it keeps their numbers. There is no
+second derivative: torch says that the op of the gradients has none.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +18,8 @@ from torch import Tensor
 
 from mpframe.lowbit import native
 from mpframe.lowbit.native import Parts, take_apart
-from mpframe.lowbit.noise import count_noise
 from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Axes, quantize
+from mpframe.lowbit.scaling import Axes, count_noise, quantize
 from mpframe.lowbit.state import ProductState
 
 Taken = TypeVar("Taken", Tensor, Parts)
@@ -32,7 +30,7 @@ _quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a product: float32 values, a role, and the axes that the product sums over."""
+    """One operand of a product: float32 values, their role, and the axes that are summed over."""
 
     values: Tensor
     role: str
@@ -43,8 +41,8 @@ class Operand:
 class Quantizer:
     """Quantises pairs of operands by a recipe, with the random numbers and histories of a run.
 
-    `compute` is `native`, `emulated`, or `auto`: native on what is no CPU. `key` stands for the
-    quantizer in the arguments of an op.
+    `compute` is `native`, `emulated`, or `auto`, which is native except on a CPU. In the arguments
+    of an op, `key` stands for the quantizer.
     """
 
     def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
@@ -55,21 +53,21 @@ class Quantizer:
     def matmul(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
-        """Return left @ right, both quantised; takes the arguments of `pair`."""
+        """Return left @ right, both quantised. It takes the arguments of `pair`."""
         if self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart
-        return native.multiply(self._quantized(left, *rest), self._quantized(right, *rest))
+        return native.multiply(self._quantize(left, *rest), self._quantize(right, *rest))
 
     def pair(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> tuple[Tensor, Tensor]:
-        """Quantise both operands; as they are if the recipe or their shapes keep them in half.
+        """Quantise both operands, unless the recipe or their shapes keep them in half.
 
         Args:
             product: `forward`, `dx` or `dw`.
             left, right: in the order of the product.
-            site: the name of the weight; empty: no history is kept.
+            site: the name of the weight. Without one no history is kept.
             record: whether the amax of this pass goes into the history.
         """
         if self._in_half(product, left, right):
@@ -78,14 +76,14 @@ class Quantizer:
             why = self._why_emulated(product, left, right)
             raise native.refused(self.recipe, product, left.values.device, why)
         rest = product, site, record, quantize
-        return self._quantized(left, *rest), self._quantized(right, *rest)
+        return self._quantize(left, *rest), self._quantize(right, *rest)
 
     def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
         hows = self.recipe.products.get(product)
         return hows is None or bool(misfit(self.recipe, product, left, right))
 
     def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
-        """Say why no instruction multiplies two operands; empty if one does."""
+        """Say why no instruction multiplies two operands, or nothing if one does."""
         device = left.values.device
         if not native.wanted(self.compute, device):
             return f"dtype.compute={self.compute}"
@@ -96,7 +94,7 @@ class Quantizer:
         hows = self.recipe.products[product]
         return native.refusal(hows[left.role], hows[right.role], device)
 
-    def _quantized(
+    def _quantize(
         self, operand: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
     ) -> Taken:
         """Quantise one operand by `quantize` or `take_apart`."""
@@ -114,7 +112,7 @@ class Quantizer:
 
 
 def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
-    """Say why a product stays in half; empty if its operands have whole blocks."""
+    """Say why a product stays in half, or nothing if its operands have whole blocks."""
     hows = recipe.products[product]
     reasons = (o.axes.misfit(o.values.shape, hows[o.role], o.groups) for o in operands)
     return next(filter(None, reasons), "")
@@ -123,6 +121,10 @@ def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
 def _multiply(
     left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
 ) -> Tensor:
+    """Return left @ right: float32, of 2 axes, or of 3 with the batch first.
+
+    `roles` is like `x w`, `quantizer` a key, `site` and `record` are in `Quantizer.pair`.
+    """
     of_left, of_right = roles.split()
     last, before = left.dim() - 1, left.dim() - 2
     rows = Operand(left, of_left, Axes((last,), before))
@@ -130,23 +132,9 @@ def _multiply(
     return _quantizers[quantizer].matmul(product, rows, columns, site, record)
 
 
-@torch.library.custom_op("mpframe::matmul", mutates_args=())
-def matmul(
-    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
-) -> Tensor:
-    """Return left @ right: float32, of 2 axes, or of 3 with the batch first.
-
-    `roles` is as in `x w`, `quantizer` a key; for `site` and `record` see `Quantizer.pair`.
-    """
-    return _multiply(left, right, product, roles, quantizer, site, record)
-
-
-@torch.library.custom_op("mpframe::matmul_gradient", mutates_args=())
-def matmul_gradient(
-    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
-) -> Tensor:
-    """Return `matmul` for `dx` and `dw`; it has no gradient itself."""
-    return _multiply(left, right, product, roles, quantizer, site, record)
+matmul = torch.library.custom_op("mpframe::matmul", _multiply, mutates_args=())
+# The product of `dx` and `dw`, which has no gradient.
+matmul_gradient = torch.library.custom_op("mpframe::matmul_gradient", _multiply, mutates_args=())
 
 
 @matmul.register_fake
@@ -179,41 +167,37 @@ matmul.register_autograd(_matmul_backward, setup_context=_remember)
 
 
 def _channels(values: Tensor, role: str, groups: int) -> Operand:
-    """Sum over the channels of one group; each sample has its own rows of the product."""
+    """Sum over the channels of one group: each sample has separate rows of the product."""
     return Operand(values, role, Axes((1, *range(2, values.dim())), 0), groups)
 
 
 def _samples(values: Tensor, role: str) -> Operand:
-    """Sum over the batch, along which blocks run: what a kernel shifts moves as a whole."""
+    """Sum over the batch, along which blocks run, so that a kernel's shifts move whole blocks."""
     return Operand(values, role, Axes((0, *range(2, values.dim())), 1))
 
 
 def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
-    """Sum over axis `over`; axis 0 has the channels of all groups."""
+    """Sum over axis `over`, where axis 0 has the channels of all groups."""
     axes = Axes((over, *range(2, values.dim())), 1 - over)
     return Operand(values, "w", axes, groups if over == 0 else 1)
 
 
-@torch.library.custom_op("mpframe::convolution", mutates_args=())
-def convolution(
-    x: Tensor,
-    w: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    quantizer: str,
-    site: str,
-    record: bool,
-) -> Tensor:
-    """Return aten's convolution of 1 to 3 dimensions, float32, without bias; as `matmul`."""
+_REST = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
+    "SymInt[] output_padding, SymInt groups, str quantizer, str site, bool record) -> Tensor"
+)
+_CONVOLUTION = f"(Tensor x, Tensor w, {_REST}"
+_GRADIENT = f"(Tensor dy, Tensor other, str product, SymInt[] shape, {_REST}"
+
+
+@torch.library.custom_op("mpframe::convolution", mutates_args=(), schema=_CONVOLUTION)
+def convolution(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    """Return aten's convolution of 1 to 3 dimensions, float32, without bias."""
+    *geometry, quantizer, site, record = rest
+    transposed, groups = geometry[3], geometry[5]
     operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
     x, w = _quantizers[quantizer].pair("forward", *operands, site, record)
-    return torch.convolution(
-        x, w, None, stride, padding, dilation, transposed, output_padding, groups
-    )
+    return torch.convolution(x, w, None, *geometry)
 
 
 @convolution.register_fake
@@ -221,33 +205,22 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     return torch.convolution(x, w, None, *rest[:6])
 
 
-@torch.library.custom_op("mpframe::convolution_gradient", mutates_args=())
+@torch.library.custom_op("mpframe::convolution_gradient", mutates_args=(), schema=_GRADIENT)
 def convolution_gradient(
-    dy: Tensor,
-    other: Tensor,
-    product: str,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    quantizer: str,
-    site: str,
-    record: bool,
+    dy: Tensor, other: Tensor, product: str, shape: Sequence[int], *rest: Any
 ) -> Tensor:
-    """Return a gradient: `dx`, of dy and the weight, or `dw`, of dy and x."""
+    """Return the gradient `dx` from dy and the weight, or `dw` from dy and x."""
+    *geometry, quantizer, site, record = rest
+    transposed, groups = geometry[3], geometry[5]
     pair = _quantizers[quantizer].pair
-    result = dy.new_empty(1).expand(list(shape))  # Only its shape is looked at.
+    result = dy.new_empty(1).expand(list(shape))  # Only its shape counts.
     if product == "dx":
         weight = weight_operand(other, 1 if transposed else 0, groups)
         (dy, w), x = pair("dx", _channels(dy, "dy", groups), weight, site, record), result
     else:
         (x, dy), w = pair("dw", _samples(other, "x"), _samples(dy, "dy"), site, record), result
     wanted = [product == "dx", product == "dw", False]
-    rest = (stride, padding, dilation, transposed, output_padding, groups)
-    gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *rest, wanted)
+    gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, wanted)
     return gradients[0 if product == "dx" else 1]  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""The words for what a layer's products are computed in, for the dtype map."""
+"""The words about the formats of a layer's products, for the dtype map."""
 
 from collections.abc import Iterable, Iterator
 
@@ -26,9 +26,9 @@ def products_of(
 ) -> str:
     """Name the recipe of a layer's products, and which of them stay in half and why, or `-`.
 
-    The weight tells the lengths that blocks must divide; whether `dw` has whole blocks depends on
-    the number of samples, which is not known here. `op` is what the module runs; `readers` are ops
-    that read its weights, each with the pin that holds there.
+    Blocks must divide the lengths of the weight. Whether `dw` has whole blocks depends on the
+    number of samples, which is unknown here. `op` is what the module runs. `readers` are ops that
+    read its weights, each with the pin that holds there.
     """
     pin = policy.pin_of(name)
     pinned = pin[1] if pin else None
@@ -37,8 +37,8 @@ def products_of(
     recipes = ((op, policy.recipe_of(pin)) for op, pin in calls)
     by, recipe = next((r for r in recipes if r[1] and quantises(r[1], r[0], policy)), ("", None))
     if recipe is not None:
-        native = _native(recipe, by, module, policy)
-        return "; ".join([recipe.name + native, *_in_half(recipe, module)])
+        native = _say_native(recipe, by, module, policy)
+        return "; ".join([recipe.name + native, *_list_half(recipe, module)])
     # prelu is in ops.allow, as under autocast, but multiplies element by element.
     halves = [
         call[0] for call in calls if policy.compute_of(*call) is Compute.HALF and call[0] != "prelu"
@@ -50,8 +50,8 @@ def products_of(
     return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
 
 
-def _native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
-    """Say which products of a layer an instruction computes; empty if nobody asked for that."""
+def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
+    """Say which products of a layer an instruction computes, or nothing if nobody asked for one."""
     device = device_of(module)
     if not wanted(policy.compute, device):
         return ""
@@ -63,24 +63,20 @@ def _native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
     return ", native" + f" but for {', '.join(reasons)}" * bool(reasons)
 
 
-def _in_half(recipe: Recipe, module: nn.Module) -> list[str]:
-    weights = dict(_weights(module))
+def _list_half(recipe: Recipe, module: nn.Module) -> list[str]:
+    weights = dict(_matrices(module))
     found: dict[tuple[str, str], list[str]] = {}
     for name, weight in weights.items():
         for product, reason in _reasons(recipe, module, weight):
             found.setdefault((product, reason), []).append(name)
     return [
-        f"{product}{_of(names, len(weights))} in half: {reason}"
+        product + f" of {', '.join(names)}" * (len(names) < len(weights)) + f" in half: {reason}"
         for (product, reason), names in found.items()
     ]
 
 
-def _of(names: list[str], count: int) -> str:
-    return f" of {', '.join(names)}" if len(names) < count else ""
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the matrices of a layer, of which recurrent layers have several."""
+def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the weights of a layer: recurrent layers have several."""
     many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     for name, weight in module.named_parameters(recurse=False):
         known = name.startswith("weight_") if many else name == "weight"

@@ -1,14 +1,14 @@
 """Matrix products by the instructions of a device: `torch.nn.functional.scaled_mm`.
 
-It multiplies elements as they are stored and applies the scales to the sums. So a product equals
-the emulated one except for the order in which fp32 sums are rounded. There are four kinds:
+It multiplies the stored elements and applies the scales to the sums. So a product equals the
+emulated one except for the order in which fp32 sums are rounded. There are four kinds:
 
     a scale for the tensor, or for a row    fp8          NVIDIA 8.9 and later, CPUs
     a power of two for 32 values            fp8 (MX)     NVIDIA 10.0 and later
     e4m3 for 16 values, fp32 for all        e2m1 (NVFP4) NVIDIA 10.0 and later
 
-Blocks that are multiples of these lengths, and those across rows, repeat their scale. What has no
-instruction, or one whose result is not fp32 (MXFP4), is emulated.
+Longer blocks, and blocks across rows, repeat their scale. Formats without an instruction that gives
+fp32, such as MXFP4, are emulated.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transfor
 
 @dataclass(frozen=True)
 class Parts:
-    """An operand of a matrix product; whichever side it is on, each row is summed over."""
+    """An operand of a matrix product on either side, whose rows are summed over."""
 
     how: Quantization
     elements: Tensor  # float32 [rows, summed], numbers that the format holds
-    scales: Tensor  # float32 [rows, blocks of a row]; 1 x 1 for a tensor; nan beside inf and nan
+    scales: Tensor  # float32 [rows, blocks of a row], 1 x 1 for a tensor, nan beside inf and nan
     whole: Tensor | None = None  # 0-d float32, the tensor's factor in scales that are in e4m3
 
     def values(self, free: int = 0) -> Tensor:
-        """Return what `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
+        """Return the result of `quantize`, float32 of 2 axes, with the rows along axis `free`."""
         blocks = torch.unflatten(self.elements, 1, (self.scales.shape[1], -1))
         rows = (blocks * self.scales[..., None]).flatten(1)
         return rows if free == 0 else rows.t()
@@ -50,7 +50,7 @@ def take_apart(
     draw: Draw | None = None,
     known_amax: Tensor | None = None,
 ) -> Parts:
-    """Quantise `values`, float32 of 2 axes; takes the arguments of `quantize`."""
+    """Quantise float32 values of 2 axes. It takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permuted((1, 0))
     split = scaled(transformed(values, axes, how), axes, how, known_amax)
@@ -72,11 +72,11 @@ _LENGTH = {MX: 32, NVFP4: 16}  # of a block
 _CAPABILITY = {TENSOR: (8, 9), ROW: (8, 9), MX: (10, 0), NVFP4: (10, 0)}
 _FP8 = {FORMATS["e4m3fn"]: torch.float8_e4m3fn, FORMATS["e5m2"]: torch.float8_e5m2}
 _E2M1 = FORMATS["e2m1"]
-_ALIGNED = 16  # Rows, and bytes in a row, that kernels take at once.
+_ALIGNED = 16  # rows, and bytes in a row, that kernels take at once
 
 
 def kind_of(how: Quantization) -> ScalingType | None:
-    """Return the kind of product that takes an operand that is quantised so, if there is one."""
+    """Return the kind of product that takes such an operand, or None."""
     if how.format in _FP8 and how.scale != "none" and how.per != "block":
         return ROW if how.per == "row" else TENSOR
     if how.format in _FP8 and how.scale == "e8m0" and how.block % _LENGTH[MX] == 0:
@@ -111,13 +111,12 @@ def multiply(left: Parts, right: Parts) -> Tensor:
 
 
 def codes_of(parts: Parts) -> Tensor:
-    """Return the elements as they are stored, two of e2m1 in a byte, with zeros behind and below.
+    """Return the stored elements, two of e2m1 in a byte.
 
-    Rows, and bytes in a row, are multiples of 16.
+    Zeros behind and below make rows, and bytes in a row, multiples of 16.
     """
     if parts.how.format == _E2M1:
-        dtype = torch.float4_e2m1fn_x2
-        stored = _packed(parts.elements)
+        dtype, stored = torch.float4_e2m1fn_x2, _pack(parts.elements)
     else:
         dtype = _FP8[parts.how.format]
         stored = parts.elements.to(dtype).contiguous().view(torch.uint8)
@@ -125,8 +124,8 @@ def codes_of(parts: Parts) -> Tensor:
     return F.pad(stored, (0, -length % _ALIGNED, 0, -rows % _ALIGNED)).view(dtype)
 
 
-def _packed(elements: Tensor) -> Tensor:
-    """Return codes of e2m1, uint8: the sign, and how many positive numbers are not above."""
+def _pack(elements: Tensor) -> Tensor:
+    """Pack codes of e2m1: the sign, and the count of the positive numbers up to the magnitude."""
     levels = elements.new_tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     codes = torch.bucketize(elements.abs(), levels, right=True).to(torch.uint8)
     codes |= elements.signbit().to(torch.uint8) << 3
@@ -134,24 +133,24 @@ def _packed(elements: Tensor) -> Tensor:
 
 
 def scales_of(parts: Parts, kind: ScalingType) -> list[Tensor]:
-    """Return the scales as a product of this kind takes them, for rows padded as by `codes_of`."""
+    """Return the scales for a product of this kind, with rows padded as by `codes_of`."""
     if kind is TENSOR:
         return [parts.scales.reshape(())]
     if kind is ROW:
-        # A column with strides of 1: kernels look at both, though the second is never used.
+        # A column with strides of 1: kernels check both, though they never use the second.
         return [F.pad(parts.scales.flatten(), (0, -len(parts.scales) % _ALIGNED))[:, None]]
     scales = parts.scales.repeat_interleave(parts.how.block // _LENGTH[kind], 1)
     if parts.whole is None:
         return [swizzled(scales.to(torch.float8_e8m0fnu))]
-    # e4m3 has few enough numbers for the quotient, though rounded, to be nearest to the right one.
+    # e4m3 has so few numbers that even a rounded quotient is nearest to the right one.
     return [swizzled((scales / parts.whole).to(torch.float8_e4m3fn)), parts.whole]
 
 
 def swizzled(scales: Tensor) -> Tensor:
     """Order one-byte scales [rows, blocks] as tensor cores read them (SWIZZLE_32_4_4), in one row.
 
-    Each 128 rows of 4 scales lie together; in them, beside each other, those of the rows r,
-    r + 32, r + 64 and r + 96.
+    128 rows of 4 scales lie together. Within them the scales of the rows r, r + 32, r + 64 and
+    r + 96 are neighbours.
     """
     rows, blocks = scales.shape
     padded = F.pad(scales.contiguous().view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
@@ -160,15 +159,15 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def wanted(compute: str, device: torch.device) -> bool:
-    """Whether `dtype.compute` asks for instructions; `auto` asks only GPUs for them."""
+    """Whether `dtype.compute` asks for instructions, which `auto` does only on GPUs."""
     return compute == "native" or (compute == "auto" and device.type != "cpu")
 
 
 def refusal(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """Say why a device has no product of matrices that are quantised so; empty if it has one."""
+    """Say why a device has no product of such operands, or nothing if it has one."""
     kind = kind_of(left)
     if kind is None or kind_of(right) is not kind:
-        words = " by ".join(dict.fromkeys(str(_numbers_alone(how)) for how in (left, right)))
+        words = " by ".join(dict.fromkeys(str(_keep_numbers(how)) for how in (left, right)))
         return f"scaled_mm has none with an fp32 result for {words}"
     if device.type == "cuda" and torch.cuda.is_available():
         has, needs = torch.cuda.get_device_capability(device), _CAPABILITY[kind]
@@ -176,11 +175,11 @@ def refusal(left: Quantization, right: Quantization, device: torch.device) -> st
             return "it needs compute capability {}.{}, and this is {}.{}".format(*needs, *has)
     elif device.type != "cpu":
         return f"scaled_mm is not used on {device.type} here"
-    return _fault(_numbers_alone(left), _numbers_alone(right), device)
+    return _try(_keep_numbers(left), _keep_numbers(right), device)
 
 
 def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
-    """Return the products of a recipe that a device does not have, each with the reason."""
+    """Return the products of a recipe that a device does not have, with the reasons."""
     reasons = {
         product: refusal(hows[left], hows[right], device)
         for product, (left, right) in OPERANDS.items()
@@ -197,14 +196,14 @@ def refused(recipe: Recipe, product: str, device: torch.device, why: str) -> Con
     )
 
 
-def _numbers_alone(how: Quantization) -> Quantization:
-    """Return what an instruction has to know: not how the numbers came about."""
+def _keep_numbers(how: Quantization) -> Quantization:
+    """Leave out how the numbers came about, which an instruction need not know."""
     return replace(how, rule="rceil", rounding="nearest", hadamard=0, history=0, margin=0)
 
 
 @cache
-def _fault(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """Say what is wrong with a small product that is tried; empty if it has the right numbers.
+def _try(left: Quantization, right: Quantization, device: torch.device) -> str:
+    """Try a small product and say what is wrong with it, or nothing.
 
     Versions do not tell what torch's build and its libraries have. The sums are small integers, so
     that any order of adding gives the same.
@@ -221,7 +220,7 @@ def _fault(left: Quantization, right: Quantization, device: torch.device) -> str
 
 
 def _sample(how: Quantization, length: int, device: torch.device) -> Parts:
-    """Return elements of -1, 0 and 1, and scales of 1, 2 and 4, which fill more than a tile."""
+    """Make elements of -1, 0 and 1 and scales of 1, 2 and 4 that fill more than a tile."""
     rows = 144
     numbers = torch.arange(rows * length, device=device).view(rows, length)
     blocks = length // how.block if how.per == "block" else 1

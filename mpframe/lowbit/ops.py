@@ -1,7 +1,7 @@
 """PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
 
-What is not there stays in half: outer products, which sum over nothing; chains of matrices, whose
-order a kernel chooses; an einsum of other than two operands; and forms that write in place or into
+Other ops stay in half: outer products sum over nothing, a kernel chooses the order of a chain of
+matrices, an einsum may have more or fewer than two operands, and some forms write in place or into
 `out=`.
 """
 
@@ -41,10 +41,10 @@ def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op, by one recipe.
+    """One call of an op by one recipe.
 
-    `weight` is the operand that counts as the weight: the right one, unless only the left is one.
-    `given` are the tensors of an op with several products, each with what it was made from.
+    `weight` is the right operand, unless only the left is a parameter. `given` has the tensors of
+    an op with several products: each after rounding, and as the op got it.
     """
 
     quantizer: Quantizer
@@ -53,7 +53,7 @@ class Call:
     given: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def by(self, weight: Tensor) -> "Call":
-        """Return the call of the product with one of several weights."""
+        """Return the call for the product with one of several weights."""
         return replace(self, weight=next(first for made, first in self.given if made is weight))
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Call:
         return y
 
     def convolution(self, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-        """Convolve; `rest` are aten's arguments after the bias."""
+        """Convolve, with aten's arguments after the bias as `rest`."""
         y: Tensor = convolution(x, w, *rest, *self._rest())
         return y
 
@@ -72,9 +72,9 @@ class Call:
         return self.quantizer.key, self._site(records), records
 
     def _site(self, records: bool) -> str:
-        """Return the name under which histories are kept, and noise is counted; empty: no weight.
+        """Return the weight's name, by which histories are kept and noise is counted, or "".
 
-        Without a need for it there is none, so that a compiler sees one constant for all.
+        It is "" also if nobody needs it, so that a compiler sees one constant for all.
         """
         recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
         needed = recipe.history > 0 or state.watch is not None
@@ -135,12 +135,12 @@ def grouped(
 ) -> Tensor:
     """Compute a product for each group (experts). Without `offs` it is bmm."""
     groups = (call, mat_a, mat_b)
-    y = _matmul(*groups) if offs is None else _by_group(*groups, offs.tolist())
+    y = _matmul(*groups) if offs is None else _multiply_groups(*groups, offs.tolist())
     return y if bias is None else y + bias
 
 
-def _by_group(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
-    """Multiply by groups: a stack has one matrix each, a matrix is cut; zeros behind the last."""
+def _multiply_groups(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
+    """Multiply groups, for which a matrix is cut and a stack is not, with zeros behind the last."""
     spans = [slice(*span) for span in itertools.pairwise([0, *ends])]
     if left.dim() == right.dim():  # The groups divide what is summed over.
         return torch.stack([call.matmul(left[:, span], right[span]) for span in spans])
@@ -154,8 +154,8 @@ def _by_group(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tenso
 def add_matmul(
     call: Call, input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
 ) -> Tensor:
-    """Compute addmm, addmv or baddbmm. The names of both operands are in alphabetical order."""
-    return _added(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
+    """Compute addmm, addmv or baddbmm, whose operands have names in alphabetical order."""
+    return _add(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
 
 
 def addbmm(
@@ -163,11 +163,11 @@ def addbmm(
 ) -> Tensor:
     """Compute addbmm: the sum over the batch is part of the product."""
     left = batch1.transpose(0, 1).flatten(1)
-    return _added(input, call.matmul(left, batch2.flatten(0, 1)), beta, alpha)
+    return _add(input, call.matmul(left, batch2.flatten(0, 1)), beta, alpha)
 
 
-def _added(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """Return beta * input + alpha * y; with beta=0 the input may be anything, also nan."""
+def _add(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta * input + alpha * y, where the input may be nan if beta is 0."""
     y = y if alpha == 1 else alpha * y
     return y if beta == 0 else y + (input if beta == 1 else beta * input)
 
@@ -186,16 +186,14 @@ def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
     first, second = (
         t.expand([size[k] for k in names]) for t, names in ((first, left), (second, right))
     )
-    y = call.matmul(
-        _arranged(first, left, (batch, rows, summed)),
-        _arranged(second, right, (batch, summed, columns)),
-    )
+    first = _arrange(first, left, (batch, rows, summed))
+    y = call.matmul(first, _arrange(second, right, (batch, summed, columns)))
     kept = batch + rows + columns
     return y.view([size[k] for k in kept]).permute([kept.index(k) for k in result])
 
 
 def is_product(equation: Any = None, *_: Any) -> bool:
-    """Whether two operands share letters which are summed over; there is no `...`."""
+    """Whether two operands share letters that are summed over, without `...`."""
     terms = _terms(equation) if isinstance(equation, str) else []
     if len(terms) != 3 or "." in equation or any(len({*term}) < len(term) for term in terms):
         return False
@@ -213,14 +211,14 @@ def _terms(equation: str) -> list[str]:
     return [*terms, result]
 
 
-def _arranged(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
-    """Return three axes, one for the letters of each part; letters of no part are summed."""
-    lone = [axis for axis, name in enumerate(names) if name not in "".join(parts)]
-    if lone:
+def _arrange(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
+    """Return three axes, one for the letters of each part, and sum over all other letters."""
+    kept = "".join(parts)
+    if lone := [axis for axis, name in enumerate(names) if name not in kept]:
         values = values.sum(lone)
-        names = "".join(name for name in names if name in "".join(parts))
+        names = "".join(name for name in names if name in kept)
     size = dict(zip(names, values.shape, strict=True))
-    values = values.permute([names.index(name) for name in "".join(parts)])
+    values = values.permute([names.index(name) for name in kept])
     return values.reshape([math.prod(size[name] for name in part) for part in parts])
 
 
@@ -236,7 +234,7 @@ def _convolution(
     output_padding: Any,
     groups: int,
 ) -> Tensor:
-    """Convolve as aten; a number stands for every dimension, and there may be no batch."""
+    """Convolve like aten, where a number stands for every dimension and the batch may be absent."""
     space = weight.dim() - 2
     batched = input if input.dim() == weight.dim() else input[None]
     numbers = [each_axis(value, space) for value in (stride, padding, dilation, output_padding)]
@@ -257,11 +255,9 @@ def conv(
     groups: int = 1,
 ) -> Tensor:
     if padding == "same":
-        total = [
-            d * (k - 1)
-            for d, k in zip(each_axis(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
-        ]
-        # What is left over by 2 goes to the end, as PyTorch has it.
+        steps = zip(each_axis(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
+        total = [d * (k - 1) for d, k in steps]
+        # The odd one of an axis goes to the end, as in PyTorch.
         input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
     padding = 0 if isinstance(padding, str) else padding
     return _convolution(call, input, weight, bias, stride, padding, dilation, False, 0, groups)
@@ -299,7 +295,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute scores and softmax in fp32, between two products; a row that sees nothing is 0."""
+    """Compute scores and softmax in fp32, between two products. A row that sees nothing is 0."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -316,7 +312,7 @@ def attention(
     return _matmul(call, shares, value)
 
 
-# Each op, and where its left operand stands among its arguments; None: it has several products.
+# Each op, and the place of its left operand among its arguments, or None for several products.
 OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "linear": (linear, 0),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
@@ -335,24 +331,21 @@ OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
 
 
 class ProductOp:
-    """One op of `OPS` by one recipe.
-
-    Operands are first rounded to `half`, and results last; None: both stay fp32.
-    """
+    """One op of `OPS` by one recipe, which rounds operands and results to `half`, if given."""
 
     def __init__(self, op: str, quantizer: Quantizer, half: torch.dtype | None) -> None:
         self._run, self._first = OPS[op]
         self.quantizer, self.half = quantizer, half
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of a call; NotImplemented if it has no such product in half."""
+        """Return the result of a call, or NotImplemented if it has no such product in half."""
         if not self._takes(args, kwargs):
             return NotImplemented if self.half else func(*args, **kwargs)
         given = args, kwargs
         args, kwargs = map_tensors(self._operand, given)
         run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
         if not torch.compiler.is_compiling():
-            run = shown(func, run)
+            run = show_as(func, run)
         y, half = run(*args, **kwargs), self.half
         return y if half is None else map_tensors(lambda tensor: rounded(tensor, half), y)
 
@@ -378,8 +371,8 @@ class ProductOp:
         return half_values(tensor, self.half)
 
 
-def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which other function modes around the cast see as one call of `func`."""
+def show_as(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make other function modes around the cast see `run` as one call of `func`."""
 
     @functools.wraps(func, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ A layer y = x w has three products, and each sums over another axis:
     dx        dx = dy w'     over its outputs
     dw        dw = x' dy     over the samples
 
-So x, w and dy occur twice each, and are quantised twice, each time along the axis summed over.
+So x, w and dy are quantised twice, each time along the axis that is summed over.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,9 @@ from typing import Any, Self, cast
 from omegaconf import OmegaConf
 
 from mpframe.config.locations import CONF
-from mpframe.core.errors import ConfigError, nearest
+from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import ElementFormat, format_named
+from mpframe.lowbit.formats import ElementFormat, format_named, hint
 from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
@@ -32,38 +32,35 @@ _KEYS = ("every", *OPERANDS, "half", "attention")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the products of a model are computed below 16 bits.
+    """The quantizations of the products of a model.
 
-    `products` has, for `forward`, `dx` and `dw`, the quantization of each operand by its name (`x`,
-    `w`, `dy`); a product that is left out is computed in half. `half` has name patterns of modules
-    whose products stay in half. `attention` also quantises the two products inside
-    `scaled_dot_product_attention`.
+    `products` has the operands of `forward`, `dx` and `dw` by name (`x`, `w`, `dy`). A product that
+    is left out is computed in half.
     """
 
     name: str
     products: Mapping[str, Mapping[str, Quantization]]
-    half: tuple[str, ...] = ()
-    attention: bool = False
+    half: tuple[str, ...] = ()  # name patterns of modules whose products stay in half
+    attention: bool = False  # quantise the two products in `scaled_dot_product_attention`
 
     @classmethod
     def named(cls, name: str) -> Self:
         """Return the shipped recipe `conf/dtype/products/<name>.yaml`."""
         if name not in shipped():
-            hint = nearest(name, shipped())
             raise ConfigError(
                 f"dtype.products={name}: choose none, {', '.join(shipped())}, or a recipe of "
-                "dtype.recipes" + (f"; {hint}" if hint else "")
+                f"dtype.recipes{hint(name, shipped())}"
             )
         return cls.from_mapping(name, _read(name))
 
     @classmethod
     def from_mapping(cls, name: str, node: Mapping[str, Any]) -> Self:
-        """Return a recipe from a mapping, as `dtype.recipes` holds one."""
+        """Return a recipe from an entry of `dtype.recipes`."""
         path = f"dtype.recipes.{name}"
-        _refuse_unknown(path, node, _KEYS)
+        _require_known(path, node, _KEYS)
         every = node.get("every") or {}
         products = {
-            product: _operands(f"{path}.{product}", every, node.get(product) or {}, operands)
+            product: _read_operands(f"{path}.{product}", every, node.get(product) or {}, operands)
             for product, operands in OPERANDS.items()
             if node.get(product, {}) is not None
         }
@@ -72,7 +69,7 @@ class Recipe:
 
     @property
     def history(self) -> int:
-        """The most steps whose amax a scale comes from; 0: none does."""
+        """The most steps whose amax a scale comes from, or 0."""
         hows = (how for pair in self.products.values() for how in pair.values())
         return max((how.history for how in hows), default=0)
 
@@ -96,13 +93,12 @@ def _read(name: str) -> Mapping[str, Any]:
     return cast(dict[str, Any], file)["recipes"][name]  # type: ignore[no-any-return]
 
 
-def _operands(
+def _read_operands(
     path: str, every: Mapping[str, Any], node: Mapping[str, Any], names: tuple[str, ...]
 ) -> dict[str, Quantization]:
-    _refuse_unknown(path, node, names)
-    pair = {
-        name: _quantization(f"{path}.{name}", {**every, **(node.get(name) or {})}) for name in names
-    }
+    _require_known(path, node, names)
+    nodes = {name: {**every, **(node.get(name) or {})} for name in names}
+    pair = {name: _read_quantization(f"{path}.{name}", entry) for name, entry in nodes.items()}
     sizes = {how.hadamard for how in pair.values()}
     if len(sizes) > 1:
         raise ConfigError(
@@ -112,19 +108,19 @@ def _operands(
     return pair
 
 
-def _quantization(path: str, node: Mapping[str, Any]) -> Quantization:
-    _refuse_unknown(path, node, [field.name for field in fields(Quantization)])
+def _read_quantization(path: str, node: Mapping[str, Any]) -> Quantization:
+    _require_known(path, node, [field.name for field in fields(Quantization)])
     for key, allowed in _CHOICES.items():
         if key in node and node[key] not in allowed:
             raise ConfigError(f"{path}.{key}={node[key]}: choose {', '.join(allowed)}")
     for key, least in _LEAST.items():
         require_whole(f"{path}.{key}", node.get(key, least), least)
-    how = Quantization(**{**node, "format": _format(path, node.get("format"))})
-    _refuse_misfits(path, how)
+    how = Quantization(**{**node, "format": _read_format(path, node.get("format"))})
+    _require_fit(path, how)
     return how
 
 
-def _refuse_misfits(path: str, how: Quantization) -> None:
+def _require_fit(path: str, how: Quantization) -> None:
     size = how.hadamard
     if size & (size - 1) or size == 1:
         raise ConfigError(f"{path}.hadamard={size}: must be 0 or a power of two, at least 2")
@@ -140,23 +136,22 @@ def _refuse_misfits(path: str, how: Quantization) -> None:
         )
 
 
-def _format(path: str, node: Any) -> ElementFormat:
+def _read_format(path: str, node: Any) -> ElementFormat:
     if isinstance(node, str):
         return format_named(node)
     if not isinstance(node, Mapping):
         raise ConfigError(f"{path}.format={node}: give a format's name, or its bits")
-    _refuse_unknown(f"{path}.format", node, [field.name for field in fields(ElementFormat)])
+    _require_known(f"{path}.format", node, [field.name for field in fields(ElementFormat)])
     bits = f"e{node.get('exponent_bits', 0)}m{node.get('mantissa_bits', 0)}"
     return ElementFormat(**{"name": bits, "exponent_bits": 0, "mantissa_bits": 0, **node})
 
 
-def _refuse_unknown(path: str, node: Any, known: Iterable[str]) -> None:
+def _require_known(path: str, node: Any, known: Iterable[str]) -> None:
+    choices = ", ".join(known)
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{path}={node}: must be a mapping with {', '.join(known)}")
+        raise ConfigError(f"{path}={node}: must be a mapping with {choices}")
     for key in node:
         if key not in known:
-            hint = nearest(str(key), known)
             raise ConfigError(
-                f"{path}.{key}: no such option; choose {', '.join(known)}"
-                + (f"; {hint}" if hint else "")
+                f"{path}.{key}: no such option; choose {choices}{hint(str(key), known)}"
             )

@@ -1,4 +1,4 @@
-"""Recurrent layers and cells, step by step: each of their products is a linear layer of its own.
+"""Recurrent layers and cells, step by step, with a linear layer for each of their products.
 
 torch has each in one kernel, whose operands nobody can quantise. As in the kernels, the inputs of
 all steps are multiplied at once, the hidden state step by step. All steps are in one tensor of
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `F.linear`, by a recipe
-State = tuple[Tensor, ...]  # h, or h and c of an LSTM; [samples, hidden]
-# The next state, of what the inputs and what the hidden state give to the gates.
+State = tuple[Tensor, ...]  # h, or h and c of an LSTM, [samples, hidden]
+# Takes the gates' parts from the inputs and from the hidden state, and returns the next state.
 Gates = Callable[[Tensor, Tensor, State], State]
 
 
@@ -41,14 +41,11 @@ _GATES: dict[str, Gates] = {
 
 @dataclass(frozen=True)
 class _Direction:
-    """One layer in one direction, whose products `linear` computes.
-
-    `params` are w_ih, w_hh, their biases if it has any, and w_hr if it has a projection.
-    """
+    """One layer in one direction."""
 
     linear: Linear
     gates: Gates
-    params: Sequence[Tensor]
+    params: Sequence[Tensor]  # w_ih, w_hh, maybe their biases, maybe w_hr of a projection
     has_biases: bool
 
     def run(self, rows: Tensor, sizes: Sequence[int], state: State, back: bool) -> tuple[Any, ...]:
@@ -59,7 +56,7 @@ class _Direction:
             count = len(step)
             new = self.next(step, tuple(part[:count] for part in state))
             outputs.append(new[0])
-            # A sequence that has ended, or not begun, keeps the state it has.
+            # A sequence that has ended or not begun keeps its state.
             state = tuple(torch.cat([n, part[count:]]) for n, part in zip(new, state, strict=True))
         return torch.cat(outputs[::-1] if back else outputs), state
 
@@ -112,14 +109,14 @@ def _layers(
 def _packed(
     kind: str, linear: Linear, data: Tensor, batch_sizes: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    """Run aten's `data` form, of a packed sequence."""
+    """Run aten's `data` form for packed sequences."""
     return _layers(kind, linear, data, batch_sizes.tolist(), *rest, **named)
 
 
 def _padded(
     kind: str, linear: Linear, input: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    """Run aten's `input` form: [steps, samples, inputs], or samples first."""
+    """Run aten's `input` form, [steps, samples, inputs] or samples first."""
     batch_first = named.pop("batch_first") if "batch_first" in named else rest[-1]
     input = input.transpose(0, 1) if batch_first else input
     sizes = [input.shape[1]] * input.shape[0]
@@ -151,7 +148,7 @@ def cell(
     return new if kind == "lstm" else new[0]
 
 
-# By the names of torch's ops; each takes a `Linear` before the op's arguments.
+# By the names of torch's ops. Each takes a `Linear` before the op's arguments.
 RECURRENT: dict[str, Callable[..., Any]] = {
     **{kind: partial(layers, kind) for kind in _GATES},
     **{f"{kind}_cell": partial(cell, kind) for kind in _GATES},

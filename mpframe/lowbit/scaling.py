@@ -1,14 +1,14 @@
-"""A tensor in a scaled format: which values share a scale, what the scale is, and what remains.
+"""A tensor in a scaled format: which values share a scale, the scale, and what quantisation loses.
 
-Values are divided by their scale, rounded to the element format and multiplied again. Those that
-share a scale are
+Values are divided by their scale, rounded to the element format and multiplied again. A scale is
+shared by
 
     tensor   all values
-    row      those that one number of the result is summed over
-    block    so many along the axis that is summed over (MX: 32, NVFP4: 16); with `across`, a
-             rectangle: 128 x 128 in the weights of fp8_blocks, 16 x 16 in those of NVFP4
+    row      the values that one number of the result is summed over
+    block    some values along the axis that is summed over (MX: 32, NVFP4: 16), or with `across` a
+             rectangle (128 x 128 in the weights of fp8_blocks, 16 x 16 in NVFP4's)
 
-and the scale itself is held in
+and held in
 
     fp32     amax / the format's largest number
     e8m0     a power of two, by one of the rules of `RULES`
@@ -16,6 +16,7 @@ and the scale itself is held in
     none     there is no scale
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,19 +33,19 @@ _E4M3 = FORMATS["e4m3fn"]
 _MANTISSA, _BIAS = 23, 127  # of fp32
 _TINY = torch.finfo(torch.float32).tiny
 _SHORT = 16  # values
-# Values: few enough for a cache, and so many that threads which sleep between ops are woken seldom.
+# Values that fit a cache, and are so many that threads which sleep between ops are seldom woken.
 _PIECE = 2**20
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How one operand of a product is quantised. `recipe.py` reads and checks it.
+    """The quantization of one operand of a product, which `recipe.py` reads and checks.
 
-    The rules of e8m0 round the exponent of a scale. With amax the largest magnitude of the block:
-    `floor` takes the exponent of amax less that of the format's largest number, so that the largest
-    values may saturate (the MX specification); `ceil` rounds that of amax up first; `even` is as
-    floor, of amax rounded to the format's mantissa; `rceil` rounds up that of amax / the largest
-    number, so that nothing saturates.
+    The rules of e8m0 make the exponent of a scale from amax, the block's largest magnitude. `floor`
+    subtracts the exponents of amax and of the format's largest number, so that the largest values
+    may saturate (the MX specification). `ceil` first rounds the exponent of amax up. `even` first
+    rounds amax to the format's mantissa. `rceil` rounds the exponent of amax / the largest number
+    up, so that nothing saturates.
     """
 
     format: ElementFormat  # of the elements
@@ -54,8 +55,8 @@ class Quantization:
     scale: str = "fp32"  # what holds the scales
     rule: str = "rceil"
     rounding: str = "nearest"  # or `stochastic`, whose mean is the value
-    hadamard: int = 0  # size of the blocks of a random transform before all this; 0: none
-    history: int = 0  # take the largest amax of so many optimizer steps before; 0: its own
+    hadamard: int = 0  # block size of a random transform before all this, or 0 for none
+    history: int = 0  # optimizer steps whose largest amax makes the scale, or 0 for the tensor's
     margin: int = 0  # octaves that are left free above the largest value of the history
 
     def draws(self, draw: Draw | None) -> Draw | None:
@@ -84,9 +85,9 @@ class Axes:
         return Axes(tuple(map(order.index, self.contracted)), order.index(self.free))
 
     def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
-        """Say why a tensor of this shape has no whole blocks; empty if it has.
+        """Say why a tensor of this shape has no whole blocks, or nothing if it has.
 
-        `groups` are a convolution's: each sums over its part of the first contracted axis.
+        Each of a convolution's `groups` sums over its part of the first contracted axis.
         """
         if not shape.numel():
             return "it is empty"
@@ -114,14 +115,14 @@ def quantize(
     stays visible in the product.
 
     Args:
-        values: float32, with whole blocks (`Axes.misfit`); not changed.
+        values: float32, with whole blocks (`Axes.misfit`).
         axes: of this operand in the product.
         how: format, scales and rounding.
         draw: the random numbers of stochastic rounding.
-        known_amax: 0-d; the amax that a tensor's scale is made from instead of its own.
+        known_amax: 0-d, replaces the tensor's amax in its scale.
     """
+    # In the order of memory: a transposed tensor takes three times as long.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
-    # As it lies in memory, where a transposed tensor takes three times as long.
     values, axes = values.permute(order), axes.permuted(order)
     values = transformed(values, axes, how)
     if how.scale == "none":
@@ -132,32 +133,32 @@ def quantize(
 
 
 def transformed(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
-    """Return `values`, after the Hadamard transform if there is one."""
+    """Apply the Hadamard transform, if there is one."""
     return transform(values, axes.contracted[0], how.hadamard) if how.hadamard else values
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Values, and the scales that some of them share; nan beside inf and nan."""
+    """Values and their scales, which broadcast to `blocks` and are nan beside inf and nan."""
 
-    blocks: Tensor  # the values, in a shape with axes for what is shared
-    amax: Tensor  # the largest magnitude among those that share a scale; broadcasts to `blocks`
-    scale: Tensor  # likewise
-    inverse: Tensor  # what the values are multiplied by before they are rounded
+    blocks: Tensor  # the values, with separate axes for the values that share a scale
+    amax: Tensor  # the largest magnitude
+    scale: Tensor
+    inverse: Tensor  # the factor before rounding
     whole: Tensor | None  # 0-d, the fp32 factor of the tensor in each scale, if they are in e4m3
 
 
 def scaled(
     values: Tensor, axes: Axes, how: Quantization, known_amax: Tensor | None = None
 ) -> Scaled:
-    """Return the scales of `values`, float32 and transformed; arguments as of `quantize`."""
-    blocks, shared = _blocks(values, axes, how)
+    """Return the scales of transformed values. It takes the arguments of `quantize`."""
+    blocks, shared = _split_blocks(values, axes, how)
     amax = _amax(blocks, shared)
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
 def rounded(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
-    """Divide the values by their scales, round, and multiply again, in the shape of blocks."""
+    """Divide the blocks by their scales, round, and multiply again."""
     blocks, format, draw = split.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
         return round_finite_(blocks * split.inverse, format, draw).mul_(split.scale)
@@ -172,7 +173,7 @@ def rounded(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     return elements
 
 
-def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:
+def _split_blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:
     """Return a view of `values`, and which of its axes share a scale."""
     if how.per == "tensor":
         return values, tuple(range(values.dim()))
@@ -189,19 +190,19 @@ def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tupl
 
 
 def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude along some axes, if possible without a copy of all."""
+    """Return the largest magnitude along some axes, if possible without a copy of the tensor."""
     if len(shared) == blocks.dim():
         return torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
     if shared == (blocks.dim() - 1,) and blocks.shape[-1] <= _SHORT:
         return _amax_of_short_rows(blocks)
     high = low = blocks
-    for axis in sorted(shared):  # The outermost first: all at once take ten times as long.
+    for axis in sorted(shared):  # From the outermost: all at once take ten times as long.
         high, low = high.amax(axis, keepdim=True), low.amin(axis, keepdim=True)
     return torch.maximum(high, -low)
 
 
 def _amax_of_short_rows(blocks: Tensor) -> Tensor:
-    """Reduce by halves: reductions are vectorised along long rows only, and thrice as slow."""
+    """Reduce by halves, as reductions along short rows are not vectorised and thrice as slow."""
     rows = blocks.abs()
     while rows.shape[-1] % 2 == 0:
         rows = torch.maximum(*rows.chunk(2, -1))
@@ -226,28 +227,60 @@ def _scale(
 
 
 def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
-    """Return 2^exponent, at least 2^-126: e8m0's 2^-127 is subnormal in fp32, or taken for 0."""
+    """Return 2^exponent, at least 2^-126, as e8m0's 2^-127 is subnormal in fp32, or counts as 0."""
     format = how.format
     if how.rule == "rceil":
-        exponent = _rounded_up(amax / format.max)
+        exponent = _round_up(amax / format.max)
     elif how.rule == "ceil":
-        exponent = _rounded_up(amax) - format.max_exponent
+        exponent = _round_up(amax) - format.max_exponent
     else:
         half_unit = 1 << (_MANTISSA - 1 - format.mantissa_bits) if how.rule == "even" else 0
         exponent = ((amax.view(torch.int32) + half_unit) >> _MANTISSA) - format.max_exponent
     return (exponent.clamp(1, 2 * _BIAS) << _MANTISSA).view(torch.float32)
 
 
-def _rounded_up(values: Tensor) -> Tensor:
-    """Return the biased exponent of the smallest power of two not below a positive value."""
+def _round_up(values: Tensor) -> Tensor:
+    """Return the biased exponents of the smallest powers of two not below positive values."""
     return (values.view(torch.int32) + ((1 << _MANTISSA) - 1)) >> _MANTISSA
 
 
 def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an e4m3 scale for each block, times one in fp32 by which their largest is 448."""
+    """Return e4m3 scales of blocks, times an fp32 scale that makes the largest of them 448."""
     smallest = 2.0**_E4M3.min_exponent
-    # At least so large that no inverse overflows.
+    # Large enough that no inverse overflows.
     whole = (amax.amax() / (_E4M3.max * format.max)).clamp(min=_TINY / smallest)
     wanted = (amax / format.max / whole).clamp(smallest, _E4M3.max)
     blocks = round_to(wanted, _E4M3)
     return blocks * whole, whole.reciprocal() / blocks, whole
+
+
+def count_noise(
+    values: Tensor,
+    quantized: Tensor,
+    axes: Axes,
+    how: Quantization,
+    known_amax: Tensor | None = None,
+) -> Tensor:
+    """Count what a quantisation loses. It takes the arguments and the result of `quantize`.
+
+    Returns:
+        [7] float64 on the device of `values`: the number of values, the sums of v^2 and of
+        (q - v)^2 over values v and their quantised q, how many values are saturated (beyond the
+        format's largest number at their scale) and lost (quantised to zero, but not zero), and log2
+        of the largest and of the smallest scale.
+    """
+    values = transformed(values, axes, how)
+    lost = (quantized == 0) & (values != 0)
+    if how.scale == "none":
+        beyond = values.abs() > how.format.max
+        highest = lowest = values.new_zeros((), dtype=torch.float64)
+    else:
+        split = scaled(values, axes, how, known_amax)
+        beyond = (split.blocks * split.inverse).abs() > how.format.max
+        octaves = split.scale.double().log2()
+        # A block of zeros has the smallest possible scale, which says nothing.
+        highest = octaves.where(split.amax > 0, -math.inf).amax()
+        lowest = octaves.where(split.amax > 0, math.inf).amin()
+    signal, noise = (t.square().sum(dtype=torch.float64) for t in (values, quantized - values))
+    count = torch.full_like(signal, values.numel())
+    return torch.stack([count, signal, noise, beyond.sum(), lost.sum(), highest, lowest])

@@ -1,5 +1,6 @@
-"""Tasks other than classifying images, each with its data, model, objective and metric together.
+"""Tasks, each with its data, model, objective and metric together.
 
+    images        the networks; the data are in mpframe/data
     tables        a number from the columns of a CSV file
     text          the next token, the class of a text, or the part of it that matters
     speech        a string of labels from frames of features
@@ -7,7 +8,7 @@
     segmentation  a class for each pixel
     gan           images made by a generator against a discriminator
 
-A configuration names what it uses by `_target_`, and only that is imported: nothing in mpframe
-imports this package. The arguments of a dataset or a model are explained in its file of
-conf/dataset or conf/model, and a ConfigError tells the range of one that is out of it.
+A configuration names what it uses by `_target_`, and only that is imported: nothing else in
+mpframe imports this package. conf/dataset and conf/model explain the arguments of the datasets and
+models, and a ConfigError tells the range of one that is out of it.
 """

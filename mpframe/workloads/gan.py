@@ -1,6 +1,6 @@
 """A generative adversarial network: one perceptron makes images and another judges them.
 
-The dataset gives images to imitate, and the model's two parts have an objective each.
+The dataset gives images to imitate. Each part of the model has an objective.
 """
 
 import math
@@ -17,11 +17,11 @@ from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
 from mpframe.data.metrics import Mean
 from mpframe.data.task import Task
-from mpframe.models import mlp, require_sizes
+from mpframe.workloads.images import mlp, require_sizes
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:
-    """Return L_D; `outputs` are the logits [N, 1] of real and of made images.
+    """Return L_D and, as `outputs`, the logits [N, 1] of real and of made images.
 
     `model` gives these logits for the images [N, ...], the first element of `batch`.
     """
@@ -33,7 +33,7 @@ def discriminator_objective(model: Any, batch: Any) -> StepOutput:
 
 
 def generator_objective(model: Any, batch: Any) -> StepOutput:
-    """Return L_G; `outputs` are the logits [N, 1] of made images, as many as the batch has.
+    """Return L_G and, as `outputs`, the logits [N, 1] of as many made images as the batch has.
 
     `model` has the modules `generator` and `discriminator`, and `noise(images)`.
     """
@@ -44,23 +44,20 @@ def generator_objective(model: Any, batch: Any) -> StepOutput:
     return StepOutput(loss, outputs=fake, targets=batch[1])
 
 
-Logits = tuple[Tensor, Tensor]
-
-
 class Fooled(Mean):
     """The fraction of made images that the discriminator takes for real, 0 to 1."""
 
     name = "fooled"
     higher_is_better = True
 
-    def update(self, outputs: Logits, targets: Tensor) -> None:
-        """Count one batch: `outputs` are logits [N, 1] of real and of made images."""
+    def update(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> None:
+        """Count one batch by the logits [N, 1] of real and of made images."""
         _, made = outputs
         self.add((made > 0).sum(), made.numel())
 
 
 def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
-    """Return the task on any images: objectives `discriminator` and `generator`, in this order."""
+    """Return the task for any images, with the objectives `discriminator` and `generator`."""
     objectives: dict[str, Objective] = {
         "discriminator": discriminator_objective,
         "generator": generator_objective,
@@ -75,15 +72,18 @@ def digits_gan(
     classes: int = 10,
     augment: str = "none",
 ) -> Task:
-    """Return the handwritten digits, to be imitated. Arguments and errors as of `digits`."""
+    """Return the handwritten digits, to be imitated. Arguments and errors are those in `digits`."""
     images = digits(root, channels, image_size, classes, augment)
     return adversarial(images.train, images.val, images.test)
 
 
 class Gan(nn.Module):
-    """A generator and a discriminator; an objective for each calls the parts that it needs."""
+    """A generator and a discriminator for images of a shape [channels, height, width].
 
-    def __init__(self, shape: Sequence[int], latent: int, hidden: int) -> None:
+    An objective for each calls the parts that it needs. See conf/model/gan.yaml.
+    """
+
+    def __init__(self, shape: Sequence[int], latent: int = 32, hidden: int = 128) -> None:
         super().__init__()
         require_sizes(latent=latent, hidden=hidden, pixels=math.prod(shape))
         self.latent = latent
@@ -99,19 +99,14 @@ class Gan(nn.Module):
         self.discriminator = mlp(list(shape), classes=1, hidden=hidden)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, 1] of images [N, C, H, W], and of as many made, detached ones."""
+        """Return logits [N, 1] of images [N, C, H, W] and of as many made images, detached."""
         made = self.generator(self.noise(images))
         return self.discriminator(images), self.discriminator(made.detach())
 
     def noise(self, images: Tensor) -> Tensor:
-        """Return normal noise [N, latent]: the same in every validation."""
+        """Return normal noise [N, latent], the same in every validation."""
         size = (len(images), self.latent)
         if self.training:
             return torch.randn(size, device=images.device)
         fixed = torch.Generator().manual_seed(0)
         return torch.randn(size, generator=fixed).to(images.device)
-
-
-def gan(shape: Sequence[int], latent: int = 32, hidden: int = 128) -> nn.Module:
-    """Return a `Gan` for images of a shape [channels, height, width]; see conf/model/gan.yaml."""
-    return Gan(shape, latent, hidden)

@@ -1,9 +1,9 @@
 """Speech-like sequences: generated frames of features, a recurrent network, and CTC.
 
 Each label has its spectrum, two bumps over the features as vowels have formants. It lasts for some
-frames and is loudest in their middle. There is silence before each label, so that a label said
-twice can be told from a long one. The objective is connectionist temporal classification (Graves et
-al. 2006), and the metric is the share of labels that were read wrongly.
+frames and is loudest in their middle. Silence before each label tells a label said twice from a
+long one. The objective is connectionist temporal classification (Graves et al. 2006), and the
+metric is the share of labels that were read wrongly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,24 +18,19 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
-from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import Generated
-from mpframe.data.task import Task
-from mpframe.models import require_dropout, require_sizes
+from mpframe.data.samples import Generated, keyed_uniform
+from mpframe.data.task import Task, require_counts
+from mpframe.workloads.images import require_dropout, require_sizes
 
 
 class LabelErrorRate:
-    """Wrong, missing and additional labels over all labels, >= 0; 0 is perfect.
+    """Wrong, missing and additional labels over all labels, from 0, which is perfect.
 
-    What a model reads of a sequence is the best class of each frame, each run of one class taken
-    once, without the blanks (greedy decoding). Its distance from the target is the least number of
-    labels to replace, put in or take out (Levenshtein 1966).
-
-    Args:
-        blank: the class of a frame without a label.
+    A model reads the best class of each frame, takes each run of one class once, and leaves out the
+    blanks (greedy decoding). The distance from the target is the least number of labels to replace,
+    put in or take out (Levenshtein 1966). `blank` is the class of a frame without a label.
     """
 
     name = "label_error_rate"
@@ -51,18 +46,18 @@ class LabelErrorRate:
         self._batches.append((best, outputs["lengths"], targets["labels"], targets["lengths"]))
 
     def compute(self) -> Tensor:
-        """Return the rate so far, 0-d float64; nan before the first update."""
+        """Return the rate so far, 0-d float64, nan before the first update."""
         wrong = labels = 0
         for best, frames, targets, lengths in self._batches:
             rows = zip(best.tolist(), frames, targets.tolist(), lengths, strict=True)
             for classes, frame_count, target, length in rows:
-                read = collapsed(classes[:frame_count], self._blank)
+                read = collapse(classes[:frame_count], self._blank)
                 wrong += edit_distance(read, target[:length])
                 labels += length
         return torch.tensor(wrong, dtype=torch.float64) / labels
 
 
-def collapsed(classes: Sequence[int], blank: int) -> list[int]:
+def collapse(classes: Sequence[int], blank: int) -> list[int]:
     """Return the labels that CTC reads from the classes of the frames."""
     before = [blank, *classes]
     return [now for last, now in zip(before, classes, strict=False) if now not in (last, blank)]
@@ -85,17 +80,16 @@ _NAMES = ("inputs", "input_lengths", "targets", "target_lengths")
 def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
     """Return the CTC loss of each sequence over its number of labels, averaged over the batch.
 
-    The metrics are given `logits` [N, T, classes] in fp32 and `lengths`, and of the targets
-    `labels` [N, L] and `lengths`.
+    `outputs` for metrics are `logits` [N, T, classes] in fp32 and `lengths`. `targets` are `labels`
+    [N, L] and `lengths`.
 
     Args:
-        model: called with `inputs` and `input_lengths`; gives logits [N, T, classes].
-        batch: a mapping of inputs [N, T, ...], input_lengths, targets [N, L] and target_lengths;
-            the lengths are lists of N whole numbers, so that nothing waits for the device.
+        model: called with `inputs` and `input_lengths`, gives logits [N, T, classes].
+        batch: a mapping of inputs [N, T, ...], input_lengths, targets [N, L] and target_lengths.
+            The lengths are lists of N whole numbers, so that nothing waits for the device.
         blank: the class of a frame without a label.
 
-    Raises:
-        UserCodeError: the batch is not such a mapping, or the model raised.
+    UserCodeError: the batch is not such a mapping, or the model raised.
     """
     if not isinstance(batch, Mapping) or not batch.keys() >= set(_NAMES):
         raise UserCodeError(
@@ -131,24 +125,21 @@ def phonemes(
 ) -> Task:
     """Return sequences for CTC, measured by the label error rate.
 
-    See conf/dataset/phonemes.yaml; `noise` is finite and >= 0, `data_seed` >= 0, `classes` >= 2.
+    `noise` is finite and >= 0, `data_seed` >= 0, `classes` >= 2. See conf/dataset/phonemes.yaml.
     """
-    counts = {"train": train, "val": val, "test": test}
-    least = {"classes": 2, "data_seed": 0}
-    sizes = {"classes": classes, "features": features, "max_labels": max_labels}
-    for name, size in {**counts, **sizes, "data_seed": data_seed}.items():
-        require_whole(f"dataset.{name}", size, least.get(name, 1))
-    require("dataset.noise", noise, NOT_NEGATIVE)
-    spectra = _spectra(classes, features, data_seed)
+    require_counts(train=train, val=val, test=test, features=features, max_labels=max_labels)
+    require_counts(2, classes=classes)
+    require_counts(0, data_seed=data_seed)
+    spectra = _make_spectra(classes, features, data_seed)
     parts = [
         Phonemes(spectra, max_labels, count, (data_seed, part), noise, cache_bytes)
-        for part, count in enumerate(counts.values())
+        for part, count in enumerate((train, val, test))
     ]
     return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
 
 
 class Phonemes(Generated):
-    """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1; L <= T.
+    """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1, with L <= T.
 
     `spectra` [classes, features] has silence for the blank.
     """
@@ -165,9 +156,9 @@ class Phonemes(Generated):
         labels = 1 + (said[0] * (len(self._spectra) - 1)).astype(np.int64)
         lasts = _SHORTEST + (said[1] * (_LONGEST - _SHORTEST + 1)).astype(np.int64)
         pauses = 1 + (said[2] * _PAUSE).astype(np.int64)
-        return self.noisy(self._spoken(labels, lasts, pauses), index), torch.from_numpy(labels)
+        return self.noisy(self._speak(labels, lasts, pauses), index), torch.from_numpy(labels)
 
-    def _spoken(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
+    def _speak(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
         """Return silence and a label, in turns: [T, features]."""
         spans = pauses + lasts
         begins = np.repeat(np.cumsum(spans) - lasts, spans)  # of the label that a frame belongs to
@@ -178,10 +169,10 @@ class Phonemes(Generated):
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Make a batch of sequences of different lengths, named as torch's CTC loss has it.
+    """Make a batch of sequences of different lengths, with the names of torch's CTC loss.
 
-    It has inputs [N, T, features] and targets [N, L], zeros behind the end of each; input_lengths
-    and target_lengths are lists of N whole numbers, which stay on the host.
+    The inputs [N, T, features] and targets [N, L] are zero behind the end of each sequence. The
+    lengths are lists of N whole numbers, which stay on the host.
     """
     frames, labels = zip(*samples, strict=True)
     return {
@@ -192,7 +183,7 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     }
 
 
-def _spectra(classes: int, features: int, data_seed: int) -> Array:
+def _make_spectra(classes: int, features: int, data_seed: int) -> Array:
     """Return [classes, features]: two bumps for each label, nothing for the blank."""
     centres = keyed_uniform(2, data_seed, range(classes))[:, :, None]
     places = (np.arange(features) + 0.5) / features
@@ -202,20 +193,21 @@ def _spectra(classes: int, features: int, data_seed: int) -> Array:
 
 
 class LSTM(nn.Module):
-    """LSTM layers over the frames, and a linear layer on each frame's output; see `lstm`.
+    """LSTM layers over the frames, and a linear layer on each frame's output.
 
     The sequences are packed: no step is computed behind the end of one, and the backward direction
-    begins at its last frame. So a sequence's logits do not depend on how far it was padded.
+    begins at its last frame. So logits do not depend on how far a sequence was padded. See
+    conf/model/lstm.yaml.
     """
 
     def __init__(
         self,
         features: int,
         classes: int,
-        hidden: int,
-        layers: int,
-        bidirectional: bool,
-        dropout: float,
+        hidden: int = 128,
+        layers: int = 1,
+        bidirectional: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         require_sizes(features=features, classes=classes, hidden=hidden, layers=layers)
@@ -225,22 +217,9 @@ class LSTM(nn.Module):
         self.head = nn.Linear(hidden * (1 + bidirectional), classes)
 
     def forward(self, inputs: Tensor, lengths: list[int]) -> Tensor:
-        """Return logits [N, T, classes] of inputs [N, T, features]; `lengths` is on the host."""
+        """Return logits [N, T, classes] of inputs [N, T, features], with `lengths` on the host."""
         packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
-        states, _ = pad_packed_sequence(
-            self.lstm(packed)[0], batch_first=True, total_length=inputs.shape[1]
-        )
+        packed, length = self.lstm(packed)[0], inputs.shape[1]
+        states, _ = pad_packed_sequence(packed, batch_first=True, total_length=length)
         logits: Tensor = self.head(self.dropout(states))
         return logits
-
-
-def lstm(
-    features: int,
-    classes: int,
-    hidden: int = 128,
-    layers: int = 1,
-    bidirectional: bool = True,
-    dropout: float = 0.0,
-) -> nn.Module:
-    """Return an `LSTM` of so many layers; see conf/model/lstm.yaml."""
-    return LSTM(features, classes, hidden, layers, bidirectional, dropout)

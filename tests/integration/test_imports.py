@@ -51,7 +51,12 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
 @pytest.mark.parametrize(
     "unused",
     [
-        "mpframe.workloads",
+        "mpframe.workloads.gan",
+        "mpframe.workloads.speech",
+        "mpframe.workloads.tables",
+        "mpframe.workloads.text",
+        "mpframe.workloads.detection",
+        "mpframe.workloads.segmentation",
         "mpframe.data.cifar",
         "mpframe.data.image_files",
         "mpframe.lab.report",
@@ -102,4 +107,5 @@ def test_ranges_bring_their_own(tmp_path: Path) -> None:
 def test_a_workload_brings_its_own(tmp_path: Path) -> None:
     words = ("model=gan", "dataset=digits_gan", "optimizer=gan", *SHORT[1:])
     names = imported_by(trained(*words), tmp_path)
-    assert within(names, "mpframe.workloads") == ["mpframe.workloads", "mpframe.workloads.gan"]
+    workloads = ["mpframe.workloads", "mpframe.workloads.gan", "mpframe.workloads.images"]
+    assert within(names, "mpframe.workloads") == workloads

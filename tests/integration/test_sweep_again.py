@@ -221,7 +221,7 @@ def test_a_job_that_failed_is_run_again(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert sweep(*words) == 1
     assert [row["status"] for row in rows(tmp_path / "out")] == ["failed"]
-    source.write_text("from mpframe.models import mlp as net\n")
+    source.write_text("from mpframe.workloads.images import mlp as net\n")
     sys.modules.pop("mending")
     assert sweep(*words) == 0
     assert [row["status"] for row in rows(tmp_path / "out")] == ["finished"]

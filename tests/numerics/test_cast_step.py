@@ -11,16 +11,16 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.objective import supervised
-from mpframe.models import cnn, mlp, resnet18
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
-from mpframe.workloads.detection.model import detection, ssd
-from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
-from mpframe.workloads.segmentation.model import dice_cross_entropy, unet
-from mpframe.workloads.speech import ctc, lstm
-from mpframe.workloads.tables.model import LogRegression, tabular
-from mpframe.workloads.text.language_model import gpt
+from mpframe.workloads.detection.model import SSD, detection
+from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
+from mpframe.workloads.images import cnn, mlp, resnet18
+from mpframe.workloads.segmentation.model import UNet, dice_cross_entropy
+from mpframe.workloads.speech import LSTM, ctc
+from mpframe.workloads.tables.model import LogRegression, Tabular
+from mpframe.workloads.text.language_model import GPT
 
 FP32 = torch.float32
 
@@ -85,18 +85,18 @@ CASES = {
     "resnet18": Case(lambda: resnet18(3, width=4), (IMAGES, TARGETS)),
     "attention": Case(Attention, (TOKENS, TARGETS)),
     "gpt": Case(
-        lambda: nn.Sequential(gpt(11, 5, 2, 2, 16, dropout=0.1), Last()), (TOKENS, TARGETS)
+        lambda: nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last()), (TOKENS, TARGETS)
     ),
     "recurrent": Case(Recurrent, (torch.rand(4, 6, 4), TARGETS)),
-    "unet": Case(lambda: unet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
+    "unet": Case(lambda: UNet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
     "tabular": Case(
-        lambda: tabular({"kind": 3}, ["x", "y"], hidden=(8,)),
+        lambda: Tabular({"kind": 3}, ["x", "y"], hidden=(8,)),
         {**ROWS, "target": torch.rand(4) + 1},
         LogRegression(0.0, 1.0),
     ),
-    "lstm": Case(lambda: lstm(4, 3, hidden=8), SEQUENCES, ctc),
+    "lstm": Case(lambda: LSTM(4, 3, hidden=8), SEQUENCES, ctc),
     "ssd": Case(
-        lambda: ssd(3, 64, width=4), (list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]), detection
+        lambda: SSD(3, 64, width=4), (list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]), detection
     ),
 }
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
@@ -140,7 +140,7 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) -> None:
     precision = Precision(mode, half)
-    model = gan((3, 16, 16), latent=4, hidden=8)
+    model = Gan((3, 16, 16), latent=4, hidden=8)
     parts = {
         name: precision.prepare(model, torch.optim.Adam(getattr(model, name).parameters()))[1]
         for name in ("discriminator", "generator")

@@ -12,7 +12,7 @@ from mpframe import Precision
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
 from mpframe.tracking.dtype_map import dtype_map
-from mpframe.workloads.speech import ctc, lstm, padded
+from mpframe.workloads.speech import LSTM, ctc, padded
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 FEATURES, CLASSES = 6, 5
@@ -34,7 +34,7 @@ def batch_of(*lengths: tuple[int, int]) -> dict[str, Any]:
 
 def network(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return lstm(FEATURES, CLASSES, hidden=8, **options)
+    return LSTM(FEATURES, CLASSES, hidden=8, **options)
 
 
 def test_the_loss_is_torchs_own() -> None:
@@ -138,4 +138,4 @@ def test_a_batch_that_is_no_such_mapping() -> None:
 )
 def test_sizes_out_of_range(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        lstm(FEATURES, CLASSES, **options)
+        LSTM(FEATURES, CLASSES, **options)

@@ -16,14 +16,14 @@ from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
 from mpframe.workloads.detection.model import (
-    decoded,
+    SSD,
+    decode,
     default_boxes,
     detection,
-    encoded,
+    encode,
     hardest,
     losses,
     match,
-    ssd,
 )
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
@@ -41,7 +41,7 @@ def batch(size: int = 2) -> Any:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return ssd(classes=4, image_size=64, width=4)
+    return SSD(classes=4, image_size=64, width=4)
 
 
 # The parts
@@ -52,7 +52,7 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
     maps = [-(-side // stride) for stride in (8, 16, 32)]
     boxes = default_boxes(side)
     assert boxes.shape == (sum(2 * count**2 for count in maps), 4)
-    logits, offsets = ssd(4, side, width=1).predict(torch.zeros(2, 3, side, side))
+    logits, offsets = SSD(4, side, width=1).predict(torch.zeros(2, 3, side, side))
     assert (logits.shape, offsets.shape) == ((2, len(boxes), 4), (2, len(boxes), 4))
     assert boxes[0].tolist() == pytest.approx([side / maps[0] / 2] * 2 + [0.2 * side] * 2)
     assert boxes[2, :2].tolist() == pytest.approx([1.5 * side / maps[0], side / maps[0] / 2])
@@ -66,7 +66,7 @@ def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
     boxes = torch.tensor([[0.0, 0.0, 20.0, 16.0], [25.0, 0.0, 45.0, 20.0]])
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
-    assert torch.equal(offsets[:2], encoded(boxes, DEFAULTS[:2]))
+    assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
 
 
 def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
@@ -82,12 +82,12 @@ def test_an_image_without_objects_is_background() -> None:
 
 def test_offsets_by_hand_and_back() -> None:
     boxes = torch.tensor([[0.0, 4.0, 40.0, 14.0]])  # its middle at (20, 9), 40 x 10
-    offsets = encoded(boxes, DEFAULTS[:1])
+    offsets = encode(boxes, DEFAULTS[:1])
     wanted = [0.5 / 0.1, -0.05 / 0.1, math.log(2) / 0.2, -math.log(2) / 0.2]
     # A difference of numbers near 10 over 20 and over 0.1, each rounded by 2^-24.
     assert offsets[0].tolist() == pytest.approx(wanted, abs=64 * 2.0**-24)
     # log and exp of numbers below 1, then sums below 64: a few roundings of 2^-24 each.
-    assert torch.allclose(decoded(offsets, DEFAULTS[:1]), boxes, atol=64 * 8 * 2.0**-24)
+    assert torch.allclose(decode(offsets, DEFAULTS[:1]), boxes, atol=64 * 8 * 2.0**-24)
 
 
 def test_three_background_boxes_count_for_each_object() -> None:
@@ -119,7 +119,7 @@ def test_the_losses_by_hand() -> None:
 )
 def test_sizes_out_of_range(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        ssd(**options)
+        SSD(**options)
 
 
 # The objective

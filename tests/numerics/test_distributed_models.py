@@ -14,11 +14,11 @@ from mpframe import LogMax, Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
-from mpframe.models import resnet18
 from mpframe.parallel.launch import joined
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
-from mpframe.workloads.text.language_model import gpt
+from mpframe.workloads.images import resnet18
+from mpframe.workloads.text.language_model import GPT
 
 SAMPLES = 16
 
@@ -35,7 +35,7 @@ def parts(name: str) -> tuple[nn.Module, TensorDataset, Any]:
     if name == "gpt":
         text = torch.randint(0, 32, (SAMPLES, 17), generator=random)
         data = TensorDataset(text[:, :-1], text[:, 1:])
-        return gpt(32, context=16, depth=2, heads=2, width=32), data, token_loss
+        return GPT(32, context=16, depth=2, heads=2, width=32), data, token_loss
     images = torch.randn(SAMPLES, 3, 8, 8, generator=random)
     data = TensorDataset(images, torch.arange(SAMPLES) % 10)
     return resnet18(10, width=4), data, nn.CrossEntropyLoss()

@@ -18,7 +18,7 @@ from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.training.schedules import Schedules
-from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
+from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")
@@ -230,7 +230,7 @@ def gan_trainer(
     fused: bool | None = None,
 ) -> Trainer:
     torch.manual_seed(0)
-    model, precision = gan([1, 4, 4], latent=4, hidden=8), Precision(mode, half)
+    model, precision = Gan([1, 4, 4], latent=4, hidden=8), Precision(mode, half)
     plain = {
         name: torch.optim.Adam(getattr(model, name).parameters(), lr=1e-2, fused=fused)
         for name in ("discriminator", "generator")

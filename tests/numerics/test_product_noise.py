@@ -20,9 +20,8 @@ from mpframe.lab.product_noise import (
     merged,
 )
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.noise import count_noise
 from mpframe.lowbit.recipe import Recipe, shipped
-from mpframe.lowbit.scaling import Axes, Quantization, quantize
+from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
 
 ROWS = Axes((1,), 0)
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]

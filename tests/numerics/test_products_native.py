@@ -108,9 +108,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def tried_anew() -> Iterator[None]:
-    native._fault.cache_clear()
+    native._try.cache_clear()
     yield
-    native._fault.cache_clear()
+    native._try.cache_clear()
 
 
 class TestParts:
@@ -386,7 +386,7 @@ class TestRefusal:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has)
-        monkeypatch.setattr(native, "_fault", lambda *_: "")
+        monkeypatch.setattr(native, "_try", lambda *_: "")
         reason = f"it needs compute capability {needs}, and this is {has[0]}.{has[1]}"
         assert refusal(how, how, CUDA) == reason
         monkeypatch.setattr(

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.models import resnet18
 from mpframe.training.memory import to_channels_last
 from mpframe.training.plan import Plan
-from mpframe.workloads.segmentation.model import unet
+from mpframe.workloads.images import resnet18
+from mpframe.workloads.segmentation.model import UNet
 
 
 def trained(mode: str, half: str, reordered: bool) -> Trainer:
     """After three steps, the last with clipped gradients."""
     torch.manual_seed(0)
-    model = unet(channels=3, classes=2, width=4, stages=2)
+    model = UNet(channels=3, classes=2, width=4, stages=2)
     if reordered:
         to_channels_last(model)
     precision = Precision(mode, half)
@@ -59,7 +59,7 @@ def test_weights_masters_and_images_keep_the_order_and_the_training_is_the_same(
 
 
 def test_values_and_names_stay() -> None:
-    model, plain = [unet(channels=1, classes=2, width=2, stages=2) for _ in range(2)]
+    model, plain = [UNet(channels=1, classes=2, width=2, stages=2) for _ in range(2)]
     model.load_state_dict(plain.state_dict())
     to_channels_last(model)
     for name, value in plain.state_dict().items():

@@ -216,7 +216,9 @@ def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) 
 def other_mlp(own_folder: Path) -> Path:
     """The same folder with a model and an experiment that have the names of shipped ones."""
     (own_folder / "model").mkdir()
-    (own_folder / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp\nhidden: 7\n")
+    (own_folder / "model" / "mlp.yaml").write_text(
+        "_target_: mpframe.workloads.images.mlp\nhidden: 7\n"
+    )
     (own_folder / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [override /model: mlp]\nseed: 5\n"
     (own_folder / "experiment" / "digits_mlp.yaml").write_text(text)
@@ -254,7 +256,7 @@ def test_a_users_file_stands_for_the_shipped_one_of_its_name(
         assert sorted(said) == sorted(lines)
         said.clear()
         (config,) = started(*words, *more, "model=cnn")
-        assert (config.model._target_, said) == ("mpframe.models.cnn", [])
+        assert (config.model._target_, said) == ("mpframe.workloads.images.cnn", [])
     (config,) = started("model=mlp")
     assert (config.model.hidden, said) == (256, [])
     (job,) = jobs([*words, "model=mlp"])
@@ -267,7 +269,9 @@ def test_a_users_folders_are_searched_in_hydras_order(
     """That of --config-dir, then those of hydra.searchpath, the first one first."""
     further = tmp_path / "further"
     (further / "model").mkdir(parents=True)
-    (further / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp\nhidden: 9\n")
+    (further / "model" / "mlp.yaml").write_text(
+        "_target_: mpframe.workloads.images.mlp\nhidden: 9\n"
+    )
     for first, second, hidden in ((other_mlp, further, 7), (further, other_mlp, 9)):
         for words in (
             [f"--config-dir={first}", f"hydra.searchpath=[file://{second}]"],

@@ -13,7 +13,7 @@ from mpframe.data.images import (
     require_augmentation,
     shifted_crop,
 )
-from mpframe.data.loading import keyed_uniform
+from mpframe.data.samples import keyed_uniform
 
 
 def some_images(dtype: torch.dtype, count: int = 6) -> Tensor:

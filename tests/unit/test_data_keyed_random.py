@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpframe.data.loading import _mix64, keyed_state, keyed_uniform
+from mpframe.data.samples import _mix64, keyed_state, keyed_uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1

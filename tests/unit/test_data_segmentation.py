@@ -11,7 +11,8 @@ from PIL import Image
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Task
-from mpframe.data.loading import at_epoch, keyed_uniform
+from mpframe.data.fetching import at_epoch
+from mpframe.data.samples import keyed_uniform
 from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 

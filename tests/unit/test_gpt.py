@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.workloads.text.language_model import gpt
+from mpframe.workloads.text.language_model import GPT
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}
 
 
 def made(**changed: Any) -> Any:
     torch.manual_seed(0)
-    return gpt(**{**SIZES, **changed})
+    return GPT(**{**SIZES, **changed})
 
 
 def test_its_numbers_are_those_of_gpt2() -> None:
@@ -91,7 +91,7 @@ def test_the_initialisation_is_that_of_gpt2() -> None:
 
 def test_size_of_gpt2_small() -> None:
     with torch.device("meta"):
-        net = gpt(vocab_size=50257, context=1024)
+        net = GPT(vocab_size=50257, context=1024)
     assert sum(weight.numel() for weight in net.parameters()) == 124_439_808
 
 

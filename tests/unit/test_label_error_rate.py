@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.workloads.speech import LabelErrorRate, collapsed, edit_distance
+from mpframe.workloads.speech import LabelErrorRate, collapse, edit_distance
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -22,11 +22,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     ],
 )
 def test_what_is_read_of_the_frames(classes: list[int], labels: list[int]) -> None:
-    assert collapsed(classes, blank=0) == labels
+    assert collapse(classes, blank=0) == labels
 
 
 def test_another_blank() -> None:
-    assert collapsed([2, 0, 0, 2, 0, 1, 2], blank=2) == [0, 0, 1]
+    assert collapse([2, 0, 0, 2, 0, 1, 2], blank=2) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torchvision
 from torch import nn
 
 from mpframe.core.errors import ConfigError
-from mpframe.models import cnn, mlp, resnet18
-from mpframe.workloads.segmentation.model import unet
-from mpframe.workloads.tables.model import tabular
+from mpframe.workloads.images import cnn, mlp, resnet18
+from mpframe.workloads.segmentation.model import UNet
+from mpframe.workloads.tables.model import Tabular
 
 
 def size(net: nn.Module) -> int:
@@ -139,7 +139,7 @@ def test_sizes_out_of_range(make: Any, arguments: dict[str, Any], text: str) -> 
 
 
 def test_tabular_by_hand() -> None:
-    net = tabular({"a": 1, "b": 9}, ["x"], hidden=[5], dropout=0.5, embedding_dropout=0.5).eval()
+    net = Tabular({"a": 1, "b": 9}, ["x"], hidden=[5], dropout=0.5, embedding_dropout=0.5).eval()
     sizes = [tuple(embedding.weight.shape) for embedding in net.embeddings]
     assert sizes == [(2, round(1.6 * 2**0.56)), (10, round(1.6 * 10**0.56))] == [(2, 2), (10, 6)]
     categorical, continuous = torch.tensor([[1, 9], [0, 0]]), torch.tensor([[2.0], [3.0]])
@@ -157,8 +157,8 @@ def test_tabular_by_hand() -> None:
 
 
 def test_tabular_takes_columns_of_one_kind() -> None:
-    assert tabular({}, ["x", "y"])(torch.zeros(2, 0).long(), torch.zeros(2, 2)).shape == (2, 1)
-    assert tabular({"a": 3}, [])(torch.ones(2, 1).long(), torch.zeros(2, 0)).shape == (2, 1)
+    assert Tabular({}, ["x", "y"])(torch.zeros(2, 0).long(), torch.zeros(2, 2)).shape == (2, 1)
+    assert Tabular({"a": 3}, [])(torch.ones(2, 1).long(), torch.zeros(2, 0)).shape == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_tabular_takes_columns_of_one_kind() -> None:
 )
 def test_tabular_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        tabular(**{"categories": {"a": 2}, "continuous": ["x"], **options})
+        Tabular(**{"categories": {"a": 2}, "continuous": ["x"], **options})
     assert str(caught.value).startswith(message)
 
 
@@ -182,28 +182,28 @@ def test_tabular_refuses(options: dict[str, Any], message: str) -> None:
 
 def test_unet_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        assert size(unet(channels=3, classes=9)) == 7_703_497
+        assert size(UNet(channels=3, classes=9)) == 7_703_497
 
 
 @pytest.mark.parametrize(("stages", "height", "width"), [(1, 5, 7), (2, 6, 4), (4, 16, 24)])
 def test_unet_keeps_the_size(stages: int, height: int, width: int) -> None:
-    net = unet(channels=2, classes=5, width=3, stages=stages)
+    net = UNet(channels=2, classes=5, width=3, stages=stages)
     assert net(torch.zeros(2, 2, height, width)).shape == (2, 5, height, width)
 
 
 def test_unet_refuses_sides_that_it_cannot_halve() -> None:
     with pytest.raises(ConfigError) as caught:
-        unet(channels=1, classes=2, width=2)(torch.zeros(1, 1, 16, 20))
+        UNet(channels=1, classes=2, width=2)(torch.zeros(1, 1, 16, 20))
     assert str(caught.value) == (
         "model.stages: halves images of [16, 20] to no whole number; use sides that are multiples "
         "of 8 (dataset.image_size) or fewer stages"
     )
     with pytest.raises(ConfigError, match=r"^model.stages=0: must be a whole number >= 1"):
-        unet(channels=1, classes=2, stages=0)
+        UNet(channels=1, classes=2, stages=0)
 
 
 def test_unet_joins_the_features_of_the_same_side() -> None:
-    net = unet(channels=1, classes=2, width=2, stages=2).eval()
+    net = UNet(channels=1, classes=2, width=2, stages=2).eval()
     image = torch.randn(1, 1, 4, 4)
     first = net.encoder[0](image)
     second = net.encoder[1](nn.functional.max_pool2d(first, 2))

@@ -14,12 +14,13 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.target import find_target
 
-OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
+OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.GPT"
 
 
 @pytest.mark.parametrize("old", MOVED)
 def test_only_the_new_name_is_there(old: str) -> None:
-    assert get_object(MOVED[old]).__name__ == old.rpartition(".")[2]
+    assert get_object(MOVED[old]).__name__ == MOVED[old].rpartition(".")[2]
+    assert MOVED[old].lower().endswith("." + old.rpartition(".")[2].lower())
     with pytest.raises((ImportError, HydraException, ValueError)):
         get_object(old)
 

@@ -8,10 +8,10 @@ from torch import nn
 from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
-from mpframe.models import mlp
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import Trainer, build_trainer
 from mpframe.training.selection import Selection, divided
+from mpframe.workloads.images import mlp
 
 
 def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, list[str]]:

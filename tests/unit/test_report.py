@@ -54,7 +54,7 @@ MakeRun = Callable[..., Path]
 
 def options_of(summary: Summary, **other: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "model": {"_target_": "mpframe.models.mlp", "hidden": 8},
+        "model": {"_target_": "mpframe.workloads.images.mlp", "hidden": 8},
         "dtype": {"mode": summary.dtype, "half": summary.half or "float16"},
         "loss_scaling": {"_target_": f"mpframe.core.loss_scaling.{summary.loss_scaling}"},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},

@@ -64,7 +64,7 @@ def test_a_command_composes_from_the_users_folder(
     first, _ = jobs([*flags, "-m", "dtype=fp32,amp"])
     assert (first.config.dtype.mode, first.config.run.seed) == ("fp32", seed)
     (after,) = jobs([])
-    assert after.config.model["_target_"] == "mpframe.models.cnn"
+    assert after.config.model["_target_"] == "mpframe.workloads.images.cnn"
 
 
 def test_training_takes_a_config_path_from_the_current_folder(folder: Path) -> None:

@@ -30,7 +30,7 @@ import torch
 from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.op_lists import known_ops
 from mpframe.core.tree import dtype_name
-from mpframe.data.loading import named_leaves
+from mpframe.data.fetching import named_leaves
 from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, noises_of, replay
 from mpframe.lab.autopsy.watch import (
     OUTSIDE,

@@ -3,14 +3,15 @@
 On each of three maps of features, every place has two default boxes, with a class and four offsets
 that move it onto an object. In training a default box belongs to the object that it overlaps most,
 if it does so by half or more, and each object has at least the default box that overlaps it most.
-All others are background, and only the worst of those count, three for each box with an object.
+All others are background. Only the worst background boxes count, three for each box with an object.
 
-`detection` is the objective of any detector that returns a dict of losses in training, as
-torchvision's do.
+`detection` is the objective of any detector that returns a dict of losses in training, like
+torchvision's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.trace import preserve_state
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described, name_of
-from mpframe.models import require_sizes
+from mpframe.workloads.images import require_sizes
 
 _STRIDES = (8, 16, 32)  # pixels between two places of a map
-_SIZES = (0.2, 0.35, 0.55, 0.8)  # sides of the default boxes; each map has its own and the mean
+_SIZES = (0.2, 0.35, 0.55, 0.8)  # of default boxes: map i has size i, and its mean with the next
 _OFFSET_UNITS = (0.1, 0.1, 0.2, 0.2)  # so that the offsets are numbers of about 1
 _NEGATIVES = 3  # background boxes that count, for each box with an object
 _MATCH = 0.5
@@ -34,21 +35,19 @@ _SCORE, _NMS, _MOST = 0.05, 0.45, 50  # of the boxes that are reported: least sc
 
 
 class SSD(nn.Module):
-    """A detector that is called as torchvision's are: `model(images, targets)`; see `ssd`."""
+    """A detector that is called as torchvision's are, see conf/model/ssd.yaml."""
 
     defaults: Tensor
 
-    def __init__(self, classes: int, image_size: int, channels: int, width: int) -> None:
+    def __init__(self, classes: int, image_size: int, channels: int = 3, width: int = 16) -> None:
         super().__init__()
         require_sizes(classes=classes, image_size=image_size, channels=channels, width=width)
         deep = 4 * width
-        self.stem = nn.Sequential(
-            *_stage(channels, width), *_stage(width, 2 * width), *_stage(2 * width, deep)
-        )
+        widths = pairwise((channels, width, 2 * width, deep))
+        self.stem = nn.Sequential(*(layer for pair in widths for layer in _stage(*pair)))
         self.deeper = nn.ModuleList(nn.Sequential(*_stage(deep, deep)) for _ in _STRIDES[1:])
-        self.heads = nn.ModuleList(
-            nn.Conv2d(deep, 2 * (classes + 4), 3, padding=1) for _ in _STRIDES
-        )
+        numbers = 2 * (classes + 4)  # at each place of a map
+        self.heads = nn.ModuleList(nn.Conv2d(deep, numbers, 3, padding=1) for _ in _STRIDES)
         self.classes, self.image_size = classes, image_size
         self.register_buffer("defaults", default_boxes(image_size), persistent=False)
         for module in self.modules():
@@ -63,16 +62,15 @@ class SSD(nn.Module):
         Args:
             images: N tensors [channels, image_size, image_size].
             targets: for each image `boxes` [n, 4], (left, top, right, bottom) in pixels, and
-            `labels`
-                [n], >= 1; needed in training.
+                `labels` [n], >= 1. Needed in training.
 
         Returns:
-            In training `classification` and `bbox_regression`; else a list of dicts with `boxes`
-            [n, 4], `scores` [n], falling, and `labels` [n].
+            In training `classification` and `bbox_regression`. Otherwise a list of dicts with
+            `boxes` [n, 4], `scores` [n], falling, and `labels` [n].
         """
         logits, offsets = self.predict(torch.stack(list(images)))
         if not self.training:
-            return [self._found(*one) for one in zip(logits, offsets, strict=True)]
+            return [self._find(*one) for one in zip(logits, offsets, strict=True)]
         if targets is None:
             raise ValueError("a detector in training needs targets")
         matches = [match(self.defaults, one["boxes"], one["labels"]) for one in targets]
@@ -91,19 +89,14 @@ class SSD(nn.Module):
         both = torch.cat(found, dim=1)
         return both[..., : self.classes], both[..., self.classes :]
 
-    def _found(self, logits: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    def _find(self, logits: Tensor, offsets: Tensor) -> dict[str, Tensor]:
         scores, labels = logits.softmax(dim=1)[:, 1:].max(dim=1)
         sure = scores > _SCORE
-        boxes = decoded(offsets[sure], self.defaults[sure])
+        boxes = decode(offsets[sure], self.defaults[sure])
         boxes = clip_boxes_to_image(boxes, (self.image_size, self.image_size))
         scores, labels = scores[sure], labels[sure] + 1
         kept = batched_nms(boxes, scores.float(), labels, _NMS)[:_MOST]
         return {"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]}
-
-
-def ssd(classes: int, image_size: int, channels: int = 3, width: int = 16) -> nn.Module:
-    """Return a small single-shot detector; see conf/model/ssd.yaml."""
-    return SSD(classes, image_size, channels, width)
 
 
 def default_boxes(image_size: int) -> Tensor:
@@ -120,17 +113,17 @@ def default_boxes(image_size: int) -> Tensor:
 
 
 def match(defaults: Tensor, boxes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each default box's target: labels [n], 0 for background, and offsets [n, 4]."""
+    """Return the labels [n], 0 for background, and offsets [n, 4] that default boxes learn."""
     if not len(boxes):
         return labels.new_zeros(len(defaults)), torch.zeros_like(defaults)
     overlaps = box_iou(boxes, box_convert(defaults, "cxcywh", "xyxy"))
     overlap, owner = overlaps.max(dim=0)
     best = overlaps.argmax(dim=1)
     overlap[best], owner[best] = 1.0, torch.arange(len(boxes), device=boxes.device)
-    return labels[owner].masked_fill(overlap < _MATCH, 0), encoded(boxes[owner], defaults)
+    return labels[owner].masked_fill(overlap < _MATCH, 0), encode(boxes[owner], defaults)
 
 
-def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
+def encode(boxes: Tensor, defaults: Tensor) -> Tensor:
     """Return the offsets [n, 4] from default boxes to boxes."""
     wanted = box_convert(boxes, "xyxy", "cxcywh")
     middles = (wanted[:, :2] - defaults[:, :2]) / defaults[:, 2:]
@@ -138,8 +131,8 @@ def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
     return torch.cat([middles, sides], dim=1) / defaults.new_tensor(_OFFSET_UNITS)
 
 
-def decoded(offsets: Tensor, defaults: Tensor) -> Tensor:
-    """Return the boxes [n, 4] to which offsets move default boxes: the inverse of `encoded`."""
+def decode(offsets: Tensor, defaults: Tensor) -> Tensor:
+    """Return the boxes [n, 4] to which offsets move default boxes, the inverse of `encode`."""
     moved = offsets.float() * defaults.new_tensor(_OFFSET_UNITS)
     middles = defaults[:, :2] + moved[:, :2] * defaults[:, 2:]
     sides = moved[:, 2:].exp() * defaults[:, 2:]
@@ -154,14 +147,12 @@ def losses(logits: Tensor, offsets: Tensor, labels: Tensor, wanted: Tensor) -> d
     entropy = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     counted = objects | hardest(entropy.detach().masked_fill(objects, -1.0), objects.sum(dim=1))
     distance = F.smooth_l1_loss(offsets, wanted, reduction="none").sum(dim=2)
-    return {
-        "classification": (entropy * counted).sum() / count,
-        "bbox_regression": (distance * objects).sum() / count,
-    }
+    classes, boxes = (entropy * counted).sum() / count, (distance * objects).sum() / count
+    return {"classification": classes, "bbox_regression": boxes}
 
 
 def hardest(entropy: Tensor, objects: Tensor) -> Tensor:
-    """Return the background boxes that count, [N, n]: in each image those with the largest loss."""
+    """Return the background boxes that count, [N, n] bool: the largest losses of each image."""
     rank = entropy.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     chosen: Tensor = (rank < _NEGATIVES * objects[:, None]) & (entropy >= 0)
     return chosen
@@ -177,19 +168,18 @@ def _stage(channels: int, width: int) -> list[nn.Module]:
 
 
 def detection(model: nn.Module, batch: Any) -> StepOutput:
-    """Return the sum of the losses of `model(images, targets)`; metrics get the boxes found.
+    """Return the sum of the losses of `model(images, targets)`, and the boxes found for metrics.
 
-    In an evaluation such a model returns boxes and no losses. It is called twice then: for its
-    boxes, and once as in training for its losses, with its norm and dropout layers as they are in
-    an evaluation and with fixed random numbers.
+    In an evaluation such a model returns boxes and no losses. So it is called twice: for its boxes,
+    and as in training for its losses, but with evaluated norm and dropout layers and with fixed
+    random numbers.
 
     Args:
-        model: in training it returns a dict of losses, means over the images; in an evaluation
-            model(images) is a list with a dict of `boxes`, `scores` and `labels` for each image.
+        model: in training model(images, targets) is a dict of losses, means over the images. In an
+            evaluation model(images) is a list with `boxes`, `scores` and `labels` of each image.
         batch: a list of images [C, H, W], and a list of dicts with `boxes` and `labels`.
 
-    Raises:
-        UserCodeError: the batch is no such pair, the model raised, or gave no losses in training.
+    UserCodeError: the batch is no such pair, the model raised, or gave no losses in training.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserCodeError(
@@ -198,16 +188,16 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
         )
     images, targets = batch
     if model.training:
-        return StepOutput(_summed(model, images, targets), count=len(images))
+        return StepOutput(_sum_losses(model, images, targets), count=len(images))
     with UserCode("model:", model, images=images):
         found = to_fp32(model(images))
-    with preserve_state(model), _giving_losses(model):
+    with preserve_state(model), _ask_for_losses(model):
         torch.manual_seed(0)
-        loss = _summed(model, images, targets)
+        loss = _sum_losses(model, images, targets)
     return StepOutput(loss, found, targets, count=len(images))
 
 
-def _summed(model: nn.Module, images: Any, targets: Any) -> Tensor:
+def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
     with UserCode("model:", model, images=images, targets=targets):
         losses = model(images, targets)
     if not isinstance(losses, Mapping) or not losses:
@@ -220,7 +210,7 @@ def _summed(model: nn.Module, images: Any, targets: Any) -> Tensor:
 
 
 @contextmanager
-def _giving_losses(model: nn.Module) -> Iterator[None]:
+def _ask_for_losses(model: nn.Module) -> Iterator[None]:
     """Put an evaluated model in training for a block, except its norms and dropout."""
     fixed = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     changed = [m for m in model.modules() if not m.training and not isinstance(m, fixed)]

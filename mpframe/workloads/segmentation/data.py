@@ -1,8 +1,8 @@
 """Images with a class for each pixel: photographs with masks, or generated pictures.
 
-`mask_folder` reads any two folders of photographs and masks of the same names, which are untrusted
-input. `shapes` draws discs, squares and triangles of any size and needs no files. A sample is an
-image [channels, H, W], float32, and its classes [H, W], int64.
+`mask_folder` reads any two folders of photographs and masks of the same names, which are untrusted.
+`shapes` draws discs, squares and triangles, and needs no files. A sample is an image
+[channels, H, W], float32, and its classes [H, W], int64.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.ranges import require_whole
-from mpframe.data.facts import require_facts
-from mpframe.data.image_files import decode, list_unlabelled, opened
+from mpframe.data.image_files import decode, list_unlabelled, opened, require_channels
 from mpframe.data.images import Normalize, spread
-from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Generated
-from mpframe.data.task import Task
+from mpframe.data.samples import Generated, keyed_uniform
+from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
 _MASK_FORMATS = ("PNG", "BMP")  # A JPEG does not keep numbers.
@@ -67,7 +64,7 @@ class Pair(NamedTuple):
 
 def list_pairs(folder: Path) -> list[Pair]:
     """Return the pairs of `folder`/images and `folder`/masks, by name."""
-    images, masks = (_by_name(folder / kind) for kind in ("images", "masks"))
+    images, masks = (_list_by_name(folder / kind) for kind in ("images", "masks"))
     for name, path in (images | masks).items():
         if (name in images) != (name in masks):
             other = folder / ("masks" if name in images else "images")
@@ -78,7 +75,7 @@ def list_pairs(folder: Path) -> list[Pair]:
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 
 
-def _by_name(folder: Path) -> dict[str, str]:
+def _list_by_name(folder: Path) -> dict[str, str]:
     named: dict[str, str] = {}
     for path in list_unlabelled(folder):
         name = str(Path(path).relative_to(folder).with_suffix(""))
@@ -87,15 +84,9 @@ def _by_name(folder: Path) -> dict[str, str]:
     return named
 
 
-def segmentation(
-    train: Dataset[Any],
-    val: Dataset[Any],
-    test: Dataset[Any] | None = None,
-    **described: Any,
-) -> Task:
-    """Dice loss and cross-entropy on logits [N, classes, H, W]; Dice and IoU, without class 0."""
-    metrics = {"dice": Dice, "iou": IoU}
-    return Task(train, val, dice_cross_entropy(), metrics, test=test, **described)
+def segmentation(train: Dataset[Any], val: Dataset[Any], **rest: Any) -> Task:
+    """Return a task with Dice loss and cross-entropy, and Dice and IoU without class 0."""
+    return Task(train, val, dice_cross_entropy(), {"dice": Dice, "iou": IoU}, **rest)
 
 
 def mask_folder(
@@ -113,69 +104,62 @@ def mask_folder(
 
     Each part has the folders images/ and masks/, with a mask for each photograph: a PNG or BMP of
     the same name and size, whose pixels' numbers are classes (grey value, or place in the palette).
-    test/ may be missing. Training draws crops at random places, new ones in each epoch; validation
-    and test cover each photograph with evenly placed crops, of which neighbours may overlap. See
-    conf/dataset/mask_folder.yaml. Photographs that need more than `cache_bytes` are decoded each
-    time (set dataset.workers then). Give `mean` and `std` that a trained model learned with to
-    measure it on other photographs.
+    test/ may be missing. Training draws crops at random places, new ones in each epoch. Validation
+    and test cover each photograph with evenly placed crops, which may overlap. Photographs that
+    need more than `cache_bytes` are decoded each time (set dataset.workers then). To measure a
+    trained model on other photographs, give the `mean` and `std` that it learned with. See
+    conf/dataset/mask_folder.yaml.
 
-    Raises:
-        ConfigError: an option is out of its range.
-        DataError: folders or files are missing, unreadable, or do not belong together.
+    ConfigError: an option is out of its range. DataError: folders or files are missing, unreadable,
+    or do not belong together.
     """
-    _require_options(image_size, channels, classes, crops_per_image, cache_bytes)
+    require_channels(channels)
+    require_counts(image_size=image_size, crops_per_image=crops_per_image)
+    require_counts(2, classes=classes)
+    require_counts(0, cache_bytes=cache_bytes)
     parts = _list_parts(Path(root))
     sizes = {name: _sizes(pairs, image_size) for name, pairs in parts.items()}
     pixels = sum(height * width for part in sizes.values() for height, width in part)
     keep = pixels * (channels + 1) <= cache_bytes
-    photographs = {
-        name: _Photographs(pairs, channels, classes, keep) for name, pairs in parts.items()
-    }
-    train, size = photographs["train"], image_size
-    normalize = Normalize.given(mean, std, channels) or _measured(train, size)
-    tiles = {name: Tiles(photographs[name], size, normalize, sizes[name]) for name in parts}
-    return segmentation(
-        RandomCrops(train, size, normalize, sizes["train"], crops_per_image, flip),
-        tiles["val"],
-        tiles.get("test"),
-        preprocessing=normalize.described(size),
-    )
+    read = {name: _Photographs(pairs, channels, classes, keep) for name, pairs in parts.items()}
+    size, train = image_size, read["train"]
+    normalize = Normalize.given(mean, std, channels) or _measure(train, size)
+    tiles = {name: Tiles(read[name], size, normalize, sizes[name]) for name in parts}
+    crops = RandomCrops(train, size, normalize, sizes["train"], crops_per_image, flip)
+    how = normalize.described(size)
+    return segmentation(crops, tiles["val"], test=tiles.get("test"), preprocessing=how)
 
 
-def _measured(train: "_Photographs", size: int) -> Normalize:
+def _measure(train: "_Photographs", size: int) -> Normalize:
     sample = range(len(train.pairs))[spread(len(train.pairs))]
-    return Normalize.measured(
-        torch.stack([_middle(train.read(number)[0], size) for number in sample])
-    )
+    middles = [_cut_middle(train.read(number)[0], size) for number in sample]
+    return Normalize.measured(torch.stack(middles))
 
 
 class Window(NamedTuple):
-    """A square of a photograph: its first row and column, and whether it is mirrored."""
+    """The place of a square in a photograph."""
 
     photograph: int
-    top: int
-    left: int
+    top: int  # row
+    left: int  # column
     mirrored: bool = False
 
 
 @dataclass(eq=False)
 class Crops(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64.
-
-    `sizes` has the height and width of each photograph.
-    """
+    """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64."""
 
     photographs: "_Photographs"
     size: int
     normalize: Normalize
-    sizes: Sequence[tuple[int, int]]
+    sizes: Sequence[tuple[int, int]]  # height and width of each photograph
 
     @abstractmethod
     def windows(self, indices: Sequence[int]) -> list[Window]:
         """Return the squares of these samples."""
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return samples `indices`, ([N, channels, size, size] float32, [N, size, size] int64)."""
+        """Return ([N, channels, size, size] float32, [N, size, size] int64)."""
         cut = [self._cut(window) for window in self.windows(indices)]
         images, targets = zip(*cut, strict=True)
         return self.normalize(torch.stack(images)), torch.stack(targets).long()
@@ -196,14 +180,14 @@ class Crops(Dataset[tuple[Tensor, Tensor]], ABC):
 
 @dataclass(eq=False)
 class RandomCrops(Crops):
-    """`each` crops of every photograph, at places that depend only on (seed, epoch, index)."""
+    """Crops of every photograph at places that depend only on (seed, epoch, index)."""
 
-    each: int
+    each: int  # crops of a photograph
     flip: bool
     _key = (0, 0)
 
     def unaugmented(self) -> "Tiles":
-        """Return the same photographs in crops that cover them, for predictions."""
+        """Return crops that cover the same photographs, for predictions."""
         return Tiles(self.photographs, self.size, self.normalize, self.sizes)
 
     def set_epoch(self, seed: int, epoch: int) -> None:
@@ -227,22 +211,22 @@ class RandomCrops(Crops):
 
 
 class Tiles(Crops):
-    """As few crops as cover each photograph, evenly placed."""
+    """The fewest crops that cover each photograph, evenly placed."""
 
     def windows(self, indices: Sequence[int]) -> list[Window]:
-        tiles = [
+        tiles = self._all()
+        return [tiles[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> list[Window]:
+        return [
             Window(photograph, top, left)
             for photograph, (height, width) in enumerate(self.sizes)
             for top in _starts(height, self.size)
             for left in _starts(width, self.size)
         ]
-        return [tiles[index] for index in indices]
-
-    def __len__(self) -> int:
-        return sum(
-            len(_starts(height, self.size)) * len(_starts(width, self.size))
-            for height, width in self.sizes
-        )
 
 
 class _Photographs:
@@ -264,7 +248,7 @@ def _starts(length: int, size: int) -> list[int]:
     return sorted({(length - size) * place // gaps for place in range(gaps + 1)})
 
 
-def _middle(image: Tensor, size: int) -> Tensor:
+def _cut_middle(image: Tensor, size: int) -> Tensor:
     top, left = ((side - size) // 2 for side in image.shape[1:])
     return image[:, top : top + size, left : left + size]
 
@@ -290,17 +274,6 @@ def _sizes(pairs: list[Pair], size: int) -> list[tuple[int, int]]:
     return sizes
 
 
-def _require_options(
-    image_size: int, channels: int, classes: int, crops_per_image: int, cache_bytes: int
-) -> None:
-    if channels not in (1, 3):
-        raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
-    require_whole("dataset.image_size", image_size, least=1)
-    require_whole("dataset.classes", classes, least=2)
-    require_whole("dataset.crops_per_image", crops_per_image, least=1)
-    require_whole("dataset.cache_bytes", cache_bytes, least=0)
-
-
 Array = NDArray[np.floating[Any]]
 
 NAMES = ("background", "disc", "square", "triangle")
@@ -319,28 +292,25 @@ def shapes(
 ) -> Task:
     """Return pictures with a class for each pixel: background, disc, square, triangle.
 
-    See conf/dataset/shapes.yaml; each of the `most_shapes` is there with a probability of three
-    quarters, and at least one picture validates and tests.
+    Each of the `most_shapes` is there with a probability of three quarters. At least one picture
+    validates and tests. See conf/dataset/shapes.yaml.
     """
     require_facts("shapes", classes=(classes, len(NAMES)))
-    require_whole("dataset.image_size", image_size, least=_LEAST_SIDE)
-    require_whole("dataset.channels", channels, least=1)
-    require_whole("dataset.images", images, least=1)
-    require_whole("dataset.most_shapes", most_shapes, least=1)
+    require_counts(_LEAST_SIDE, image_size=image_size)
+    require_counts(channels=channels, images=images, most_shapes=most_shapes)
+    shape, few = (channels, image_size), max(1, images // 10)
     train, val, test = (
-        Shapes(count, (channels, image_size), most_shapes, key, cache_bytes)
-        for key, count in enumerate((images, max(1, images // 10), max(1, images // 10)))
+        Shapes(shape, most_shapes, count, (part,), _NOISE, cache_bytes)
+        for part, count in enumerate((images, few, few))
     )
-    return segmentation(train, val, test, class_names=NAMES)
+    return segmentation(train, val, test=test, class_names=NAMES)
 
 
 class Shapes(Generated):
     """Pictures [channels, side, side], float32, about -1 to 1, and classes [side, side], int64."""
 
-    def __init__(
-        self, count: int, shape: tuple[int, int], most_shapes: int, key: int, cache_bytes: int
-    ) -> None:
-        super().__init__(count, (key,), _NOISE, cache_bytes)
+    def __init__(self, shape: tuple[int, int], most_shapes: int, *generated: Any) -> None:
+        super().__init__(*generated)
         self._shape, self._most_shapes = shape, most_shapes
 
     def drawn(self, index: int) -> tuple[Tensor, Tensor]:
@@ -354,20 +324,18 @@ class Shapes(Generated):
         for there, kind, down, right, size, *colour in rows.reshape(-1, each):
             number = 1 + int(kind * len(_INSIDE))
             radius = (0.1 + 0.15 * size) * side
-            inside = _INSIDE[number - 1](
-                middles[:, None] - down * side, middles - right * side, radius
-            )
-            inside &= there < 0.75
+            places = middles[:, None] - down * side, middles - right * side
+            inside = _INSIDE[number - 1](*places, radius) & (there < 0.75)
             image[:, inside] = np.array(colour)[:, None]
             classes[inside] = number
         image += _NOISE * (2 * noise.reshape(image.shape) - 1)
         return torch.from_numpy((2 * image - 1).astype(np.float32)), torch.from_numpy(classes)
 
 
-# By the pixels from a shape's middle to each pixel's, down [side, 1] and right [side].
+# They take the pixels from a shape's middle to each pixel's, down [side, 1] and right [side].
 _INSIDE: tuple[Callable[[Array, Array, float], NDArray[np.bool_]], ...] = (
     lambda down, right, radius: down**2 + right**2 < radius**2,  # a disc
     lambda down, right, radius: np.maximum(abs(down), abs(right)) < radius,  # a square
-    # A triangle with its point up: the lower it is, the wider.
+    # A triangle with its point up, wider below.
     lambda down, right, radius: (abs(down) < radius) & (2 * abs(right) < down + radius),
 )

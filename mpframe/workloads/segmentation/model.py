@@ -1,9 +1,9 @@
 """A U-Net (Ronneberger et al. 2015) with batch norm and padded convolutions, and its objective.
 
-Each stage of the encoder halves the side and doubles the channels of the one before; the decoder
-reverses that and also reads the encoder's features of the same side. With width 64, four stages,
-three channels and nine classes it has the 7,703,497 parameters of the network whose speed in mixed
-precision was published. The objective is the Dice loss plus cross-entropy.
+Each stage of the encoder halves the side and doubles the channels. The decoder reverses that, and
+also reads the encoder's features of the same side. With width 64, four stages, three channels and
+nine classes it has the 7,703,497 parameters of the network whose speed in mixed precision was
+published. The objective is the Dice loss plus cross-entropy.
 """
 
 import torch
@@ -13,14 +13,18 @@ from torch.nn import functional as F
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
-from mpframe.models import require_sizes, two_convolutions
+from mpframe.workloads.images import require_sizes, two_convolutions
 
 
 class UNet(nn.Module):
-    """Logits for each pixel; `unet` has the arguments."""
+    """Logits for each pixel of images with sides that are multiples of 2^(stages - 1).
 
-    def __init__(self, channels: int, classes: int, width: int, stages: int) -> None:
+    See conf/model/unet.yaml.
+    """
+
+    def __init__(self, channels: int, classes: int, width: int = 64, stages: int = 4) -> None:
         super().__init__()
+        require_sizes(channels=channels, classes=classes, width=width, stages=stages)
         widths = [width * 2**stage for stage in range(stages)]
         self.multiple = 2 ** (stages - 1)
         self.encoder = nn.ModuleList(
@@ -28,13 +32,9 @@ class UNet(nn.Module):
             for before, after in zip([channels, *widths], widths, strict=False)
         )
         self.pool = nn.MaxPool2d(2)
-        self.up = nn.ModuleList(
-            nn.ConvTranspose2d(2 * wide, wide, kernel_size=2, stride=2)
-            for wide in reversed(widths[:-1])
-        )
-        self.decoder = nn.ModuleList(
-            two_convolutions(2 * wide, wide, bias=True) for wide in reversed(widths[:-1])
-        )
+        back = widths[-2::-1]
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * n, n, 2, stride=2) for n in back)
+        self.decoder = nn.ModuleList(two_convolutions(2 * n, n, bias=True) for n in back)
         self.head = nn.Conv2d(width, classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,21 +55,11 @@ class UNet(nn.Module):
         return logits
 
 
-def unet(channels: int, classes: int, width: int = 64, stages: int = 4) -> nn.Module:
-    """Return a map from images [N, channels, H, W] to logits [N, classes, H, W].
-
-    See conf/model/unet.yaml; H and W are multiples of 2^(stages - 1).
-    """
-    require_sizes(channels=channels, classes=classes, width=width, stages=stages)
-    return UNet(channels, classes, width, stages)
-
-
 class DiceCrossEntropy:
-    """The loss of logits [N, classes, ...] and classes [N, ...]; `dice_cross_entropy` makes it."""
+    """The loss of `dice_cross_entropy`."""
 
     def __init__(self, dice_weight: float, smooth: float) -> None:
-        self.dice_weight = dice_weight
-        self.smooth = smooth
+        self.dice_weight, self.smooth = dice_weight, smooth
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, 0-d, of logits [N, classes, ...] and int64 classes [N, ...]."""
@@ -84,9 +74,10 @@ class DiceCrossEntropy:
 
 
 def dice_cross_entropy(dice_weight: float = 1.0, smooth: float = 1.0) -> Supervised:
-    """Return cross-entropy and Dice loss, for batches of images and of classes for their pixels.
+    """Return the objective of batches of images and classes of their pixels.
 
-    `dice_weight` is w, of the Dice loss, >= 0, and `smooth` is s, in pixels, > 0.
+    It is cross-entropy + w * Dice loss, where w is `dice_weight` >= 0. `smooth` > 0, in pixels, is
+    added to both sides of each class's Dice fraction.
     """
     require("objective.dice_weight", dice_weight, NOT_NEGATIVE, kind="a finite number")
     require("objective.smooth", smooth, POSITIVE, kind="a finite number")

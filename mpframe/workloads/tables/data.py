@@ -1,7 +1,7 @@
 """Any CSV file with a positive number to predict: hourly bike rentals, daily sales, prices.
 
-The file is untrusted: every size is checked before it is used. An error names file, row and column;
-rows are counted as a spreadsheet does, the header is row 1.
+The file is untrusted: every size is checked before it is used. An error names file, row and column,
+where the header is row 1, as in a spreadsheet.
 """
 
 import csv
@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError, nearest
-from mpframe.data.facts import require_facts
 from mpframe.data.metrics import RMSE, RMSPE
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task
+from mpframe.data.task import Task, require_facts
 from mpframe.files.plain_file import open_regular
 from mpframe.workloads.tables.model import LogRegression
 
@@ -34,7 +33,7 @@ Columns = dict[str, list[str]]
 
 
 class Table(NamedTuple):
-    """Columns of words by name, all of one length, and the file that they come from."""
+    """Columns of words by name, all of one length, and their file."""
 
     path: Path
     columns: Columns
@@ -49,19 +48,17 @@ class Table(NamedTuple):
 
 
 def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
-    """Read the columns `wanted` of a UTF-8 file with a header, all of them if None.
+    """Read the columns `wanted` of a UTF-8 file with a header, or all if it is None.
 
-    Raises:
-        DataError: the file cannot be read, a column is missing or there twice, a row has more or
-            fewer cells than the header, or there are more than 2^25 rows or 2^20 letters in a line.
+    DataError: the file cannot be read, a column is missing or there twice, a row has more or fewer
+    cells than the header, or there are more than 2^25 rows or 2^20 characters in a line.
     """
     rows = 0
     try:
         with open_regular(path, "r", encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(_lines(path, file), strict=True)
+            reader = csv.reader(_read_lines(path, file), strict=True)
             header = [name.strip() for name in next(reader, [])]
-            names = list(dict.fromkeys(header if wanted is None else wanted))
-            places = _places(path, header, names)
+            places = _find_columns(path, header, header if wanted is None else wanted)
             columns: Columns = {name: [] for name in places}
             same: dict[str, str] = {}  # One string for all cells that are equal.
             for rows, cells in enumerate(islice(reader, _MOST_ROWS + 1), start=1):
@@ -79,21 +76,27 @@ def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
     return Table(path, columns)
 
 
-def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+def _read_lines(path: Path, file: IO[str]) -> Iterator[str]:
     while line := file.readline(_LONGEST_LINE + 1):
         if len(line) > _LONGEST_LINE:
             raise DataError(f"{path}: has a line above {_LONGEST_LINE} characters; is it a CSV?")
         yield line
 
 
-def _places(path: Path, header: list[str], wanted: Sequence[str]) -> dict[str, int]:
+def _find_columns(path: Path, header: list[str], wanted: Iterable[str]) -> dict[str, int]:
+    places: dict[str, int] = {}
     for name in wanted:
         count = header.count(name)
         if count != 1:
-            hint = nearest(name, header) or f"it has {', '.join(header)[:200]}"
-            what = f"no column {name} ({hint})" if count == 0 else f"{count} columns {name}"
+            missing = f"no column {name} ({_hint(name, header)})"
+            what = f"{count} columns {name}" if count else missing
             raise DataError(f"{path}: has {what}; name the columns of the file's first line")
-    return {name: header.index(name) for name in wanted}
+        places[name] = header.index(name)
+    return places
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    return nearest(name, names) or f"it has {', '.join(names)[:200]}"
 
 
 def _require_row(path: Path, number: int, cells: int, wanted: int) -> None:
@@ -113,42 +116,38 @@ Floats = NDArray[np.float64]
 
 
 def numbers(table: Table, name: str, missing: bool) -> Floats:
-    """Return a column as float64 [rows]; an empty cell is nan, if it may be `missing`."""
+    """Return a column as float64 [rows], with nan for empty cells if they may be `missing`."""
 
     def number(word: str) -> float:
         if not word and missing:
             return math.nan
-        value = float(word.replace("_", "?"))  # float() takes 1_000, a spreadsheet does not.
+        value = float(word.replace("_", "?"))  # float() takes 1_000, unlike a spreadsheet.
         if not abs(value) <= _LARGEST:
             raise ValueError
         return value
 
     way_out = "correct the cell, or give dataset.fill_missing=true if it is empty"
-    return np.array(_converted(table, name, number, "a finite number up to 1e30", way_out))
+    return np.array(_convert(table, name, number, "a finite number up to 1e30", way_out))
 
 
 def dates(table: Table, name: str) -> NDArray[np.int64]:
-    """Return a column of dates, as in 2015-07-31, as days since the year 1: [rows] int64."""
+    """Return a column of dates like 2015-07-31 as days since the year 1, [rows] int64."""
 
     def day(word: str) -> float:
         return datetime.date.fromisoformat(word).toordinal()
 
-    days = _converted(table, name, day, "a date as in 2015-07-31", "correct the cell")
+    days = _convert(table, name, day, "a date as in 2015-07-31", "correct the cell")
     return np.array(days, dtype=np.int64)
 
 
 def date_parts(table: Table, name: str) -> Columns:
     """Return the columns NAME.year, .month, .day, .week (of ISO) and .weekday (Monday is 1)."""
-    parts = {
-        word: (
-            *map(str, (date.year, date.month, date.day)),
-            *map(str, date.isocalendar()[1:]),
-        )
-        for word in set(table.columns[name])
-        for date in (datetime.date.fromisoformat(word),)
-    }
+    words, parts = table.columns[name], dict[str, tuple[int, ...]]()
+    for word in set(words):
+        date = datetime.date.fromisoformat(word)
+        parts[word] = date.year, date.month, date.day, *date.isocalendar()[1:]
     return {
-        f"{name}.{part}": [parts[word][place] for word in table.columns[name]]
+        f"{name}.{part}": [str(parts[word][place]) for word in words]
         for place, part in enumerate(DATE_PARTS)
     }
 
@@ -156,18 +155,18 @@ def date_parts(table: Table, name: str) -> Columns:
 def categories(words: list[str], training: Tensor) -> tuple[Tensor, list[str]]:
     """Number the words [rows] of a column: [rows] int64, and the words in the order of the numbers.
 
-    The words of the training rows are numbered from 1 on, in their order; an empty cell is one of
-    them. Any other word is 0, `UNKNOWN`.
+    The words of the training rows, including the empty one, are numbered from 1 on in their order.
+    Any other word is 0, `UNKNOWN`.
     """
     known = sorted({words[row] for row in training.tolist()})
     places = {word: place for place, word in enumerate(known, start=1)}
     return torch.tensor([places.get(word, UNKNOWN) for word in words]), known
 
 
-def standardized(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, float]]:
+def standardize(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Return (value - mean) / std, float32 [rows], and the median, mean and std.
 
-    These come from the training rows; nan becomes the median, and a constant column has std 1.
+    These come from the training rows. nan becomes the median, and a constant column has std 1.
     """
     median = float(np.nanmedian(values[training.numpy()]))
     filled = np.where(np.isnan(values), median, values)
@@ -177,10 +176,10 @@ def standardized(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, fl
     return scaled, {"median": median, "mean": mean, "std": std}
 
 
-def _converted(
+def _convert(
     table: Table, name: str, convert: Callable[[str], float], what: str, way_out: str
 ) -> list[float]:
-    """Convert each word of a column, each different one once."""
+    """Convert the words of a column, equal ones once."""
     column, values = table.columns[name], {}
     for row, word in enumerate(column):
         if word not in values:
@@ -193,24 +192,22 @@ def _converted(
     return [values[word] for word in column]
 
 
-def joined(table: Table, second: Table, by: str) -> Table:
+def join_rows(table: Table, second: Table, by: str) -> Table:
     """Give each row the columns of the second table's row with the same word in column `by`."""
-    places = _row_places(second, by)
+    places = _find_rows(second, by)
     for row, word in enumerate(table.columns[by]):
         if word not in places:
             raise DataError(
                 f"{table.place(by, row)}: {word[:80]!r} is in no row of {second.path}; add it there"
             )
     rows = [places[word] for word in table.columns[by]]
-    others = {
-        name: [column[row] for row in rows] for name, column in second.columns.items() if name != by
-    }
+    others = {name: [column[row] for row in rows] for name, column in second.columns.items()}
     return Table(table.path, others | table.columns)
 
 
-def _row_places(second: Table, by: str) -> dict[str, int]:
+def _find_rows(second: Table, by: str) -> dict[str, int]:
     if by not in second.columns:
-        hint = nearest(by, second.columns) or f"it has {', '.join(second.columns)[:200]}"
+        hint = _hint(by, second.columns)
         raise DataError(f"{second.path}: has no column {by} ({hint}); correct dataset.join.by")
     places: dict[str, int] = {}
     for row, word in enumerate(second.columns[by]):
@@ -225,20 +222,15 @@ _FEWEST_ROWS = 20
 
 
 def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
-    """Return the rows of each part, [n] int64: training, validation, test. It depends on no seed.
+    """Return the rows of each part, training, validation and test, [n] int64, without a seed.
 
     `name` is `hold_out`, for rows at random places, or `time`, for the last ones by `when` [rows]
-    int64; rows of one time are in one part.
+    int64, with all rows of one time in one part.
     """
-    splits = {
-        "hold_out": lambda when: hold_out(torch.zeros_like(when), one_in=5, parts=2),
-        "time": _by_time,
-    }
+    splits = {"hold_out": _split_at_random, "time": _split_by_time}
     if name not in splits:
-        hint = nearest(str(name), splits)
-        raise ConfigError(
-            f"dataset.split={name}: allowed are hold_out, time" + f"; {hint}" * bool(hint)
-        )
+        hint = f"; {nearest(str(name), splits)}".removesuffix("; ")
+        raise ConfigError(f"dataset.split={name}: allowed are hold_out, time{hint}")
     parts = splits[name](torch.from_numpy(when)) if len(when) >= _FEWEST_ROWS else []
     if not parts or not all(map(len, parts)):
         raise DataError(
@@ -248,7 +240,11 @@ def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
     return parts
 
 
-def _by_time(when: Tensor) -> list[Tensor]:
+def _split_at_random(when: Tensor) -> list[Tensor]:
+    return hold_out(torch.zeros_like(when), one_in=5, parts=2)
+
+
+def _split_by_time(when: Tensor) -> list[Tensor]:
     ordered, rows = when.sort(stable=True)
     tenths = ordered[[len(ordered) * 8 // 10, len(ordered) * 9 // 10]]
     first, second = torch.searchsorted(ordered, tenths).tolist()
@@ -267,28 +263,27 @@ def csv_table(
     fill_missing: bool = False,
     drop_zeros: bool = False,
 ) -> Task:
-    """Return the rows of a table; what is learned is the target's logarithm, by `LogRegression`.
+    """Return the rows of a table, from which `LogRegression` learns the target's logarithm.
 
-    A sample is a dict: `categorical` [columns] int64, where 0 is a category that no training row
-    has; `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
-    rows; `target`, float32, in its own unit. The metrics are `RMSPE` and `RMSE`.
+    A sample is a dict of `categorical` [columns] int64, where 0 is a category that no training row
+    has, `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
+    rows, and `target`, float32, in its unit. The metrics are `RMSPE` and `RMSE`.
 
-    See conf/dataset/bikes.yaml. With split=hold_out one row in ten validates and one in ten tests;
-    with `time` the last tenth of the rows tests and the tenth before it validates. A `date` gives
-    the time and the columns DATE.year, .month, .day, .week and .weekday. With `join` each row gets
-    the columns of the row of the second `file` with the same word in the column `by`.
+    With split=hold_out one row in ten validates and one in ten tests. With `time` the last tenth of
+    the rows tests and the tenth before it validates. A `date` gives the time and the columns
+    DATE.year, .month, .day, .week and .weekday. With `join` each row gets the columns of the row of
+    the second `file` with the same word in the column `by`. See conf/dataset/bikes.yaml.
 
-    Raises:
-        ConfigError: an option is out of its range or does not fit the file.
-        DataError: a file is missing or damaged, or a cell is not what its column should have.
+    ConfigError: an option is out of its range or does not fit the file. DataError: a file is
+    missing or damaged, or a cell does not fit its column.
     """
-    table = _read(_located(root, file), [*categorical, *continuous, target], date, join)
+    table = _read(_locate(root, file), [*categorical, *continuous, target], date, join)
     targets = numbers(table, target, missing=False).astype(np.float32)
-    rows = _with_target(table, target, targets, drop_zeros)
+    rows = _rows_with_target(table, target, targets, drop_zeros)
     when = np.arange(table.rows) if date is None else dates(table, date)
     parts = [rows[part] for part in split_rows(split, when[rows.numpy()])]
-    numbered, words = _numbered(table, categorical, parts[0])
-    scaled, statistics = _scaled(table, continuous, parts[0], fill_missing)
+    numbered, words = _number(table, categorical, parts[0])
+    scaled, statistics = _scale(table, continuous, parts[0], fill_missing)
     data = {"categorical": numbered, "continuous": scaled, "target": torch.from_numpy(targets)}
     logs = np.log(targets[parts[0].numpy()], dtype=np.float64)
     objective = LogRegression(float(logs.mean()), float(logs.std()) or 1.0)
@@ -304,7 +299,7 @@ def csv_table(
 
 @dataclass(frozen=True)
 class _Rows(Dataset[dict[str, Tensor]]):
-    """Rows in memory; each tensor has one for each sample."""
+    """Rows in memory, one of each tensor for a sample."""
 
     columns: dict[str, Tensor]
 
@@ -322,7 +317,7 @@ def _select(columns: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     return {name: column.index_select(0, rows) for name, column in columns.items()}
 
 
-def _located(root: str, file: str) -> Path:
+def _locate(root: str, file: str) -> Path:
     for path in (Path(root), Path(root) / file):
         if path.is_file():
             return path
@@ -334,7 +329,7 @@ def _located(root: str, file: str) -> Path:
 def _read(
     path: Path, columns: list[str], date: str | None, join: Mapping[str, str] | None
 ) -> Table:
-    """Read the wanted columns, including those made from the date or joined from a second table."""
+    """Read the wanted columns, also from the parts of the date and from a second table."""
     if join is not None and set(join) != {"file", "by"}:
         raise ConfigError(f"dataset.join={dict(join)}: needs file and by, and nothing else")
     second = None if join is None else read_csv(path.parent / join["file"])
@@ -347,10 +342,12 @@ def _read(
     if date is not None:
         dates(table, date)  # Refuses what is no date, by its row.
         table = Table(path, table.columns | date_parts(table, date))
-    return joined(table, second, join["by"]) if second and join else table
+    return join_rows(table, second, join["by"]) if second and join else table
 
 
-def _with_target(table: Table, name: str, targets: NDArray[np.float32], drop_zeros: bool) -> Tensor:
+def _rows_with_target(
+    table: Table, name: str, targets: NDArray[np.float32], drop_zeros: bool
+) -> Tensor:
     """Return the rows whose target has a logarithm, [n] int64."""
     bad = np.flatnonzero(targets < 0 if drop_zeros else targets <= 0)
     if len(bad):
@@ -361,7 +358,7 @@ def _with_target(table: Table, name: str, targets: NDArray[np.float32], drop_zer
     return torch.from_numpy(np.flatnonzero(targets > 0))
 
 
-def _numbered(
+def _number(
     table: Table, categorical: Mapping[str, int], training: Tensor
 ) -> tuple[Tensor, dict[str, list[str]]]:
     """Return the categories of all rows, [rows, columns] int64, and their words by column."""
@@ -369,28 +366,25 @@ def _numbered(
     for name, (_, words) in found.items():
         facts = {f"categorical.{name}": (categorical[name], len(words))}
         require_facts(f"the training part of {table.path}", **facts)
-    return (
-        _stacked([numbers for numbers, _ in found.values()], table.rows, torch.int64),
-        {name: words for name, (_, words) in found.items()},
-    )
+    numbered = _stack([numbers for numbers, _ in found.values()], table.rows, torch.int64)
+    return numbered, {name: words for name, (_, words) in found.items()}
 
 
-def _scaled(
+def _scale(
     table: Table, continuous: Sequence[str], training: Tensor, fill_missing: bool
 ) -> tuple[Tensor, dict[str, dict[str, float]]]:
     """Return the continuous values, [rows, columns] float32, and what scaled each column."""
-    columns = {name: numbers(table, name, missing=fill_missing) for name in continuous}
-    for name, values in columns.items():
+    found = {}
+    for name in continuous:
+        values = numbers(table, name, missing=fill_missing)
         if np.isnan(values[training.numpy()]).all():
             raise DataError(
                 f"{table.path}: column {name} is empty in all training rows; leave it out"
             )
-    scaled = {name: standardized(values, training) for name, values in columns.items()}
-    return (
-        _stacked([values for values, _ in scaled.values()], table.rows, torch.float32),
-        {name: statistics for name, (_, statistics) in scaled.items()},
-    )
+        found[name] = standardize(values, training)
+    scaled = _stack([values for values, _ in found.values()], table.rows, torch.float32)
+    return scaled, {name: statistics for name, (_, statistics) in found.items()}
 
 
-def _stacked(columns: list[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+def _stack(columns: list[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(columns, dim=1) if columns else torch.empty(rows, 0, dtype=dtype)

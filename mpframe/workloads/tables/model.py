@@ -1,6 +1,6 @@
-"""A feed-forward network with entity embeddings (Guo and Berkhahn 2016; fastai's recipe).
+"""A feed-forward network with entity embeddings (Guo and Berkhahn 2016, and fastai's recipe).
 
-Each categorical column of n categories, the unknown one included, has vectors of min(600,
+A categorical column of n categories, including the unknown one, has vectors of min(600,
 round(1.6 n^0.56)) numbers. With the continuous columns, which pass a batch norm, they go through
 blocks of linear layer, ReLU, batch norm and dropout. The objective learns the logarithm of a
 positive number, such as a count or a price.
@@ -17,29 +17,38 @@ from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.models import hidden_layer, require_dropout, require_sizes
+from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes
 
 
 class Tabular(nn.Module):
-    """One output for the categories and the values of a row; `tabular` has the arguments."""
+    """One output for the categories and the values of a row.
+
+    `categories` are counted without the unknown one of each column. See conf/model/tabular.yaml.
+    """
 
     def __init__(
         self,
-        categories: Sequence[int],
-        values: int,
-        hidden: Sequence[int],
-        dropout: float,
-        embedding_dropout: float,
+        categories: Mapping[str, int],
+        continuous: Sequence[str],
+        hidden: Sequence[int] = (200, 100),
+        dropout: float = 0.0,
+        embedding_dropout: float = 0.04,
     ) -> None:
         super().__init__()
-        widths = [embedding_size(count + 1) for count in categories]
-        self.embeddings = nn.ModuleList(
-            nn.Embedding(count + 1, width) for count, width in zip(categories, widths, strict=True)
-        )
+        if not categories and not continuous:
+            raise ConfigError(
+                "model.categories, model.continuous: are both empty; name some columns"
+            )
+        require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
+        require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
+        require_dropout(dropout)
+        require_dropout(embedding_dropout, "embedding_dropout")
+        tables = [(count + 1, embedding_size(count + 1)) for count in categories.values()]
+        self.embeddings = nn.ModuleList(nn.Embedding(*sizes) for sizes in tables)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
-        self.values_norm = nn.BatchNorm1d(values) if values else None
+        self.values_norm = nn.BatchNorm1d(len(continuous)) if continuous else None
         self.blocks = nn.Sequential()
-        wide = sum(widths) + values
+        wide = sum(width for _, width in tables) + len(continuous)
         for number, width in enumerate(hidden, start=1):
             self.blocks.add_module(f"block{number}", hidden_layer(wide, width, dropout, norm=True))
             wide = width
@@ -50,36 +59,13 @@ class Tabular(nn.Module):
 
     def forward(self, categorical: Tensor, continuous: Tensor) -> Tensor:
         """Return [N, 1] of categories [N, columns] int64 (0: unknown) and values [N, columns]."""
-        parts = [
-            embedding(categorical[:, column]) for column, embedding in enumerate(self.embeddings)
-        ]
+        parts = [embed(categorical[:, column]) for column, embed in enumerate(self.embeddings)]
         if parts:
             parts = [self.embedding_dropout(torch.cat(parts, dim=1))]
         if self.values_norm is not None:
             parts.append(self.values_norm(continuous))
         outputs: Tensor = self.head(self.blocks(torch.cat(parts, dim=1)))
         return outputs
-
-
-def tabular(
-    categories: Mapping[str, int],
-    continuous: Sequence[str],
-    hidden: Sequence[int] = (200, 100),
-    dropout: float = 0.0,
-    embedding_dropout: float = 0.04,
-) -> nn.Module:
-    """Return a map from rows, categories [N, columns] and values [N, columns], to [N, 1].
-
-    See conf/model/tabular.yaml; the unknown category of each column is not counted.
-    """
-    if not categories and not continuous:
-        raise ConfigError("model.categories, model.continuous: are both empty; name some columns")
-    require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
-    require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
-    require_dropout(dropout)
-    require_dropout(embedding_dropout, "embedding_dropout")
-    counts = list(categories.values())
-    return Tabular(counts, len(continuous), hidden, dropout, embedding_dropout)
 
 
 def embedding_size(rows: int) -> int:
@@ -91,9 +77,9 @@ _TARGET = "target"
 
 
 class LogRegression:
-    """Learns a logarithm; batches are dicts: `target`, and what the model is called with, by name.
+    """The objective of a logarithm, for dicts of `target` and the arguments of the model.
 
-    μ and σ > 0 are the mean and deviation of the natural logarithm of the training targets.
+    `mean` and `std` > 0 belong to the natural logarithm of the training targets.
     """
 
     def __init__(self, mean: float, std: float) -> None:
@@ -101,11 +87,10 @@ class LogRegression:
             raise ConfigError(
                 f"objective.mean={mean}, objective.std={std}: must be finite, and std > 0"
             )
-        self.mean = mean
-        self.std = std
+        self.mean, self.std = mean, std
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return the loss; for metrics ŷ and y, both [N] and in the target's own unit.
+        """Return the loss, and ŷ and y for metrics, both [N] and in the target's unit.
 
         The model is called with the batch without `target` ([N], > 0) and returns [N] or [N, 1].
         """

@@ -18,30 +18,29 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
-from mpframe.core.ranges import require_whole
-from mpframe.data.facts import require_facts
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task
+from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.files.plain_file import read_regular
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
-    """Make one batch of samples, filled up with zeros, and the mask of what is no filling.
+    """Make one batch of samples, filled up with zeros.
 
-    Samples are dicts of the same names: 1-d sequences of whole numbers, all of a sample of one
-    length and `input_ids` among them, or single numbers. They become int64 [N, T], T rounded up to
-    a `multiple`, or [N]; `attention_mask` [N, T] is 0 and 1.
+    Samples are dicts of the same names: single numbers, which become [N] int64, and 1-d sequences
+    of whole numbers, among them `input_ids`, which become [N, T] int64, T rounded up to a
+    `multiple`. The sequences of a sample have one length. `attention_mask` [N, T] is 0 at filling
+    and 1 elsewhere.
     """
     longest = max(len(sample["input_ids"]) for sample in samples)
     length = -(-longest // multiple) * multiple
-    batch = {name: _joined([sample[name] for sample in samples], length) for name in samples[0]}
+    batch = {name: _pad([sample[name] for sample in samples], length) for name in samples[0]}
     ones = [torch.ones(len(sample["input_ids"])) for sample in samples]
-    batch["attention_mask"] = _joined(ones, length)
+    batch["attention_mask"] = _pad(ones, length)
     return batch
 
 
-def _joined(values: Sequence[Any], length: int) -> Tensor:
+def _pad(values: Sequence[Any], length: int) -> Tensor:
     rows = [torch.as_tensor(value, dtype=torch.int64) for value in values]
     if rows[0].dim() == 0:
         return torch.stack(rows)
@@ -54,7 +53,7 @@ _MOST_VOCABULARY_BYTES = 2**26  # of a vocabulary's file
 
 
 class WordPiece:
-    """BERT's tokenizer: turns texts into at most `max_tokens` numbers of pieces."""
+    """BERT's tokenizer, from texts to at most `max_tokens` numbers of pieces."""
 
     def __init__(self, pieces: Sequence[str], max_tokens: int) -> None:
         from tokenizers import BertWordPieceTokenizer
@@ -69,7 +68,7 @@ class WordPiece:
         return self._tokenizer.encode(text, then)
 
     def described(self) -> dict[str, Any]:
-        """Return what a stranger must do to a text, as JSON values, for `Task.preprocessing`."""
+        """Describe what is done to a text, as JSON values, for `Task.preprocessing`."""
         return {
             "tokenizer": "WordPiece",
             "lowercase": True,
@@ -82,20 +81,20 @@ class WordPiece:
 def word_piece(
     texts: Sequence[str], vocab: str | None, vocab_size: int, max_tokens: int
 ) -> WordPiece:
-    """Return a tokenizer with the vocabulary of a file, or one trained on `texts`.
+    """Return a tokenizer with the vocabulary of a file, or with one trained on `texts`.
 
     The same texts give the same vocabulary, of at most `vocab_size` pieces. `max_tokens` >= 3.
     """
-    require_whole("dataset.vocab_size", vocab_size, least=len(_SPECIAL) + 1)
-    require_whole("dataset.max_tokens", max_tokens, least=3)
+    require_counts(len(_SPECIAL) + 1, vocab_size=vocab_size)
+    require_counts(3, max_tokens=max_tokens)
     if find_spec("tokenizers") is None:
         raise ConfigError(
             "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
         )
-    # Without its own threads, tokenizers does not warn when a loader's worker is forked.
+    # Without threads, tokenizers does not warn when a loader's worker is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if vocab is None:
-        return WordPiece(_trained(texts, vocab_size), max_tokens)
+        return WordPiece(_train(texts, vocab_size), max_tokens)
     pieces = _read_vocabulary(Path(vocab))
     if len(pieces) > vocab_size:
         raise ConfigError(
@@ -105,14 +104,14 @@ def word_piece(
     return WordPiece(pieces, max_tokens)
 
 
-def _trained(texts: Sequence[str], vocab_size: int) -> list[str]:
-    """Return pieces found by joining the most frequent pairs, as long as a pair is found twice."""
+def _train(texts: Sequence[str], vocab_size: int) -> list[str]:
+    """Find pieces by joining the most frequent pairs, as long as a pair is found twice."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    # Single characters are given, because tokenizers numbers those within a word by chance.
+    # Single characters are given, because tokenizers numbers characters within a word by chance.
     letters = set().union(*(tokenizer.normalizer.normalize_str(text) for text in texts))
     characters = sorted(letter for letter in letters if not letter.isspace())
     given = [*_SPECIAL, *characters, *(f"##{character}" for character in characters)]
@@ -165,18 +164,16 @@ def text_folder(
     max_tokens: int = 256,
     pad_to: int = 8,
 ) -> Task:
-    """Return the texts under `root`, a folder for each class; a tenth validates, a tenth tests.
+    """Return the texts under `root`, where each class has a folder, numbered by their names.
 
-    A batch is a dict: `input_ids` and `attention_mask` [N, T], `labels` [N], all int64, T as long
-    as the longest text of the batch needs, or a multiple of `pad_to`. The loss is the model's own.
-    Class folders are numbered in the order of their names. See conf/dataset/text_folder.yaml.
+    A tenth validates and a tenth tests. A batch is a dict of `input_ids` and `attention_mask`
+    [N, T] and `labels` [N], all int64, where T is the length of the longest text, rounded up to a
+    multiple of `pad_to`. The model computes the loss. See conf/dataset/text_folder.yaml.
 
-    Raises:
-        ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not
-            installed.
-        DataError: folders or files are missing or cannot be read.
+    ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not
+    installed. DataError: folders or files are missing or cannot be read.
     """
-    require_whole("dataset.pad_to", pad_to, least=1)
+    require_counts(pad_to=pad_to)
     names, texts, targets = _read(Path(root))
     require_facts(root, classes=(classes, len(names)))
     parts = hold_out(targets, one_in=5, parts=2)
@@ -210,12 +207,12 @@ def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
             f"dataset.root={root}: needs a folder of *.txt files for each of two or more classes, "
             f"and has {len(files)}; set dataset.root to such a tree"
         )
-    raw = [_bytes(path) for paths in files.values() for path in paths]
+    raw = [_read_bytes(path) for paths in files.values() for path in paths]
     counts = torch.tensor([len(paths) for paths in files.values()])
-    return list(files), _decoded(root, raw), torch.arange(len(counts)).repeat_interleave(counts)
+    return list(files), _decode(root, raw), torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return read_regular(path, _MOST_BYTES)
     except OSError as error:
@@ -224,8 +221,8 @@ def _bytes(path: Path) -> bytes:
         ) from None
 
 
-def _decoded(root: Path, raw: list[bytes]) -> list[str]:
-    """Return the texts, in UTF-8 or else in Latin-1, which any bytes are."""
+def _decode(root: Path, raw: list[bytes]) -> list[str]:
+    """Read the texts as UTF-8, or else as Latin-1, which any bytes are."""
     texts, others = [], 0
     for content in raw:
         try:

@@ -3,7 +3,7 @@
 The text is cut into 100 stretches of one length. Every twentieth validates, every twentieth tests,
 and no window crosses the border of a stretch, so that no token is both learned from and measured
 on. Training windows begin anywhere in the other stretches, at places that depend only on (seed,
-epoch, index); an epoch has as many windows as lie side by side. Validation and test read theirs
+epoch, index). An epoch has as many windows as fit side by side. Validation and test windows lie
 side by side. The model is a decoder-only transformer (GPT-2: Radford et al. 2019).
 """
 
@@ -24,32 +24,31 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.ranges import POSITIVE, require, require_whole
-from mpframe.data.loading import keyed_uniform
+from mpframe.core.ranges import POSITIVE, require
 from mpframe.data.metrics import BitsPerByte, Perplexity
-from mpframe.data.task import Task
+from mpframe.data.samples import keyed_uniform
+from mpframe.data.task import Task, require_counts
 from mpframe.files.plain_file import open_regular
-from mpframe.models import require_dropout, require_sizes
+from mpframe.workloads.images import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
-_MOST_BYTES = 2**30  # that a folder may hold; one file may be of any size
+_MOST_BYTES = 2**30  # of a folder, where one file may have any size
 
 
 def read_tokens(root: str | None, token_bytes: int) -> Tokens:
     """Return the tokens of a text, [T] uint8 or uint16, read-only.
 
-    `root` is a file, which is mapped and not read; a folder, whose *.txt files (but no links) are
-    joined in the order of their paths; or None: the source of Python's own library.
+    `root` is a file, which is mapped and not read, or a folder, whose *.txt files (but no links)
+    are joined in the order of their paths, or None for the source of Python's library.
     """
     path = Path(sysconfig.get_path("stdlib") if root is None else root)
     try:
         if path.is_dir():
-            return _joined(
-                path, _library(path) if root is None else path.rglob("*.txt"), token_bytes
-            )
-        return _mapped(path, DTYPES[token_bytes])
+            files = _list_library(path) if root is None else path.rglob("*.txt")
+            return _join(path, files, token_bytes)
+        return _map(path, DTYPES[token_bytes])
     except OSError as error:
         raise DataError(
             f"dataset.root={root}: {error.filename or path} cannot be read ({error.strerror}); "
@@ -57,7 +56,7 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
         ) from None
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
+def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
     with open_regular(path, "rb", follow=True) as file:
         size = os.fstat(file.fileno()).st_size
         if not size or size % dtype.itemsize:
@@ -68,7 +67,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
         return np.memmap(file, dtype, mode="r")
 
 
-def _joined(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
+def _join(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
     chosen = sorted(path for path in files if path.is_file() and not path.is_symlink())
     size = sum(path.stat().st_size for path in chosen)
     if not size or size > _MOST_BYTES or token_bytes != 1:
@@ -84,8 +83,8 @@ def _joined(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
     return np.frombuffer(b"\n".join(pieces), np.uint8)
 
 
-def _library(folder: Path) -> Iterable[Path]:
-    """Return Python's library, without its tests and what is installed beside it."""
+def _list_library(folder: Path) -> Iterable[Path]:
+    """List Python's library, without its tests and installed packages."""
     for path in folder.rglob("*.py"):
         name = path.relative_to(folder).parts[0].removesuffix(".py")
         if name in sys.stdlib_module_names:
@@ -107,14 +106,17 @@ def next_token(
 ) -> Task:
     """Return windows of `context` tokens and the tokens that follow each.
 
-    A batch is (inputs, targets), both int64 [N, context]; the metrics are bits per byte and
-    perplexity. See conf/dataset/next_token.yaml; files are mapped into memory.
+    A batch is (inputs, targets), both int64 [N, context]. The metrics are bits per byte and
+    perplexity. See conf/dataset/next_token.yaml.
 
-    Raises:
-        ConfigError: an option is out of its range.
-        DataError: the text cannot be read or is too short.
+    ConfigError: an option is out of its range. DataError: the text cannot be read or is too short.
     """
-    _require_options(context, vocab_size, token_bytes, bytes_per_token, eval_windows)
+    require_counts(context=context, vocab_size=vocab_size)
+    if token_bytes not in DTYPES:
+        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1 and 2")
+    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
+    if eval_windows is not None:
+        require_counts(eval_windows=eval_windows)
     tokens = read_tokens(root, token_bytes)
     length = len(tokens) // _STRETCHES
     if length <= context:
@@ -127,14 +129,12 @@ def next_token(
         _Stretches(tokens, np.flatnonzero(chosen) * length, length, context, vocab_size)
         for chosen in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
     )
+    bits = partial(BitsPerByte, bytes_per_token)
     return Task(
         RandomWindows(train),
         SideBySide(val, eval_windows),
         loss=token_loss,
-        metric={
-            "bits_per_byte": partial(BitsPerByte, bytes_per_token),
-            "perplexity": Perplexity,
-        },
+        metric={"bits_per_byte": bits, "perplexity": Perplexity},
         test=SideBySide(test, eval_windows),
     )
 
@@ -145,7 +145,7 @@ def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Stretches(NamedTuple):
-    """Stretches of a row of tokens, `length` from each of `begins` on."""
+    """Stretches of `length` tokens, which start at `begins`."""
 
     tokens: Tokens
     begins: Numbers
@@ -155,7 +155,7 @@ class _Stretches(NamedTuple):
 
     @property
     def side_by_side(self) -> int:
-        """Count the windows of a stretch that do not overlap, each with a token after it."""
+        """Count the windows side by side in a stretch, each with a token after it."""
         return (self.length - 1) // self.context
 
     def batch(self, starts: Numbers) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ class _Windows(Dataset[Any]):
         return inputs[0], targets[0]
 
     def fetch_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of the samples `indices`, both int64 [N, context]."""
+        """Return (inputs, targets), both int64 [N, context]."""
         return self.stretches.batch(self.starts(np.asarray(indices)))
 
     def starts(self, indices: Numbers) -> Numbers:
@@ -197,12 +197,12 @@ class _Windows(Dataset[Any]):
 
 
 class RandomWindows(_Windows):
-    """Windows that begin anywhere in the stretches, elsewhere in each epoch."""
+    """Windows that begin anywhere in the stretches, at new places in each epoch."""
 
     seed, epoch = 0, 0
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """Begin sample i where (seed, epoch, i) says, from now on."""
+        """Begin sample i at a place drawn by (seed, epoch, i)."""
         self.seed, self.epoch = seed, epoch
 
     def starts(self, indices: Numbers) -> Numbers:
@@ -215,7 +215,7 @@ class RandomWindows(_Windows):
 
 
 class SideBySide(_Windows):
-    """Windows that do not overlap, or `most` of them, evenly spaced."""
+    """At most `most` windows that do not overlap, evenly spaced."""
 
     def __init__(self, stretches: _Stretches, most: int | None) -> None:
         super().__init__(stretches)
@@ -234,30 +234,23 @@ class SideBySide(_Windows):
         return begins
 
 
-def _require_options(
-    context: int,
-    vocab_size: int,
-    token_bytes: int,
-    bytes_per_token: float,
-    eval_windows: int | None,
-) -> None:
-    require_whole("dataset.context", context, least=1)
-    require_whole("dataset.vocab_size", vocab_size, least=1)
-    if token_bytes not in DTYPES:
-        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1 and 2")
-    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
-    if eval_windows is not None:
-        require_whole("dataset.eval_windows", eval_windows, least=1)
-
-
 _STD = 0.02
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; see `gpt`."""
+    """A decoder-only transformer from tokens to logits, by default GPT-2 small.
+
+    The logits at t depend on the tokens 0 to t. See conf/model/gpt.yaml.
+    """
 
     def __init__(
-        self, vocab_size: int, context: int, depth: int, heads: int, width: int, dropout: float
+        self,
+        vocab_size: int,
+        context: int,
+        depth: int = 12,
+        heads: int = 12,
+        width: int = 768,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         require_sizes(vocab_size=vocab_size, context=context, depth=depth, heads=heads, width=width)
@@ -272,10 +265,15 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.token_embed.weight
-        self._initialise(depth)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                adds = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=_STD / math.sqrt(2 * depth) if adds else _STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token; there are at most `context` tokens."""
+        """Return logits [N, T, vocab_size] of the next tokens of int64 [N, T], T <= context."""
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
@@ -286,14 +284,6 @@ class GPT(nn.Module):
         x = self.dropout(self.token_embed(tokens) + self.position_embed(positions))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
-
-    def _initialise(self, depth: int) -> None:
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                adds = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(weight, std=_STD / math.sqrt(2 * depth) if adds else _STD)
-            elif name.endswith("bias"):
-                nn.init.zeros_(weight)
 
 
 class _Block(nn.Module):
@@ -330,18 +320,3 @@ class _Attention(nn.Module):
     def _by_head(self, x: Tensor) -> Tensor:
         """Return [N, T, width] as [N, heads, T, width / heads]."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-
-
-def gpt(
-    vocab_size: int,
-    context: int,
-    depth: int = 12,
-    heads: int = 12,
-    width: int = 768,
-    dropout: float = 0.0,
-) -> nn.Module:
-    """Return a map from tokens [N, T] int64 to logits [N, T, vocab_size]; by default GPT-2 small.
-
-    The logits at t depend on the tokens 0 to t. T <= context. See conf/model/gpt.yaml.
-    """
-    return GPT(vocab_size, context, depth, heads, width, dropout)

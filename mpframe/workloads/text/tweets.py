@@ -17,10 +17,8 @@ from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
-from mpframe.core.ranges import require_whole
-from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import hold_out
-from mpframe.data.task import Task
+from mpframe.data.samples import hold_out, keyed_uniform
+from mpframe.data.task import Task, require_counts
 from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
 
 log = logging.getLogger(__name__)
@@ -46,26 +44,23 @@ class Tweet(NamedTuple):
 
 
 def read_tweets(path: Path) -> list[Tweet]:
-    """Read the rows of a table, without those that have no text (the published file has one)."""
+    """Read the rows of a table, except those without a text (the published file has one)."""
     way_out = "give the tweet task's train.csv, or null for made texts"
     content = read_text("dataset.root", path, _MOST_BYTES, way_out)
     rows = csv.DictReader(io.StringIO(content, newline=""))
     missing = next((name for name in _COLUMNS if name not in (rows.fieldnames or ())), None)
     if missing:
         raise DataError(f"{path}: has no column {missing}; needed are {', '.join(_COLUMNS)}")
-    listed = list(rows)
-    tweets = [
-        _checked(path, number, row) for number, row in enumerate(listed, 1) if row["text"].strip()
-    ]
+    listed = list(enumerate(rows, 1))
+    tweets = [_check(path, number, row) for number, row in listed if row["text"].strip()]
     if not tweets:
         raise DataError(f"{path}: has no row with a text; give the tweet task's train.csv")
-    if len(tweets) < len(listed):
-        left = len(listed) - len(tweets)
+    if left := len(listed) - len(tweets):
         log.info("%s: %d of %d rows have no text and are left out", path, left, len(listed))
     return tweets
 
 
-def _checked(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
+def _check(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
     text, selected, sentiment = (row[name] or "" for name in _COLUMNS[1:])
     if not selected.strip() or selected not in text or not sentiment:
         what = "its sentiment" if selected.strip() and selected in text else "its selected_text"
@@ -76,12 +71,12 @@ def _checked(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
 
 
 def made_tweets(count: int = 3000) -> list[Tweet]:
-    """Make texts, always the same ones; of a neutral one all of the text is selected."""
+    """Make texts, always the same ones. In a neutral one all of the text is selected."""
     drawn = keyed_uniform(7, 14, range(count))
-    return [_made(list(row), number) for number, row in enumerate(drawn)]
+    return [_make(list(row), number) for number, row in enumerate(drawn)]
 
 
-def _made(drawn: list[float], number: int) -> Tweet:
+def _make(drawn: list[float], number: int) -> Tweet:
     def one_of(words: tuple[str, ...]) -> str:
         return words[int(drawn.pop() * len(words))]
 
@@ -95,8 +90,8 @@ def _made(drawn: list[float], number: int) -> Tweet:
 class WordJaccard:
     """The mean over samples of |A ∩ B| / |A ∪ B|, A and B the words of the found and true strings.
 
-    Words are what is between spaces, in lower case; each counts once, and two strings without words
-    give 1. The found string lies between the tokens s <= e with the largest start[s] + end[e].
+    Words stand between spaces, in lower case. Each counts once, and two strings without words give
+    1. The found string lies between the tokens s <= e with the largest start[s] + end[e].
     """
 
     name = "word_jaccard"
@@ -106,29 +101,23 @@ class WordJaccard:
         self._found: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def update(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Any]) -> None:
-        """Choose the tokens of one batch, on the device; strings are compared at the end.
+        """Choose the tokens of one batch on the device. `compute` compares the strings.
 
         `outputs` has `start_logits` and `end_logits`, [N, T]. `targets` has `offsets` int64
-        [N, T, 2], where in the text each token begins and ends, -1 for tokens that are not the
-        text's; and lists of N strings, `text` and `selected`.
+        [N, T, 2], where each token begins and ends in the text, or -1 for tokens outside of it, and
+        lists of N strings, `text` and `selected`.
         """
-        chosen = best_spans(
-            outputs["start_logits"], outputs["end_logits"], targets["offsets"][..., 0] >= 0
-        )
+        allowed = targets["offsets"][..., 0] >= 0
+        chosen = best_spans(outputs["start_logits"], outputs["end_logits"], allowed)
         self._found.append((chosen, targets))
 
     def compute(self) -> Tensor:
-        """Return the mean so far, 0-d float64; nan before the first update."""
-        values = [
-            jaccard(text[begin:end], selected)
-            for chosen, targets in self._found
-            for (begin, end), text, selected in zip(
-                _places(chosen, targets["offsets"]),
-                targets["text"],
-                targets["selected"],
-                strict=True,
-            )
-        ]
+        """Return the mean so far, 0-d float64, nan before the first update."""
+        values: list[float] = []
+        for chosen, targets in self._found:
+            places = _locate(chosen, targets["offsets"])
+            rows = zip(places, targets["text"], targets["selected"], strict=True)
+            values += [jaccard(text[begin:end], selected) for (begin, end), text, selected in rows]
         return torch.tensor(values, dtype=torch.float64).mean()
 
 
@@ -149,7 +138,7 @@ def jaccard(found: str, true: str) -> float:
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
-def _places(chosen: Tensor, offsets: Tensor) -> list[list[int]]:
+def _locate(chosen: Tensor, offsets: Tensor) -> list[list[int]]:
     """Return where in its text each sample's span begins and ends."""
     rows = torch.arange(len(chosen), device=chosen.device)
     first, last = offsets[rows, chosen[:, 0], 0], offsets[rows, chosen[:, 1], 1]
@@ -170,40 +159,36 @@ def tweet_spans(
 ) -> Task:
     """Return rows of the tweet task: the question is the sentiment, the answer a part of the text.
 
-    A tenth of each sentiment validates, a tenth tests. A batch is a pair: what the model is called
-    with (`input_ids`, `token_type_ids`, `attention_mask` [N, T], `start_positions`,
-    `end_positions` [N], the first and the last token of the answer; all int64), and what the metric
-    compares with (`offsets` [N, T, 2], `text`, `selected`; see `WordJaccard`). The loss is the
-    model's own. See conf/dataset/tweet_spans.yaml.
+    A tenth of each sentiment validates, a tenth tests. A batch is a pair of the model's arguments,
+    which are int64 (`input_ids`, `token_type_ids`, `attention_mask` [N, T], and the first and the
+    last token of the answer, `start_positions` and `end_positions` [N]), and of the targets of
+    `WordJaccard`. The model computes the loss. See conf/dataset/tweet_spans.yaml.
 
-    Raises:
-        ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
-            installed.
-        DataError: a file cannot be read or holds something else.
+    ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
+    installed. DataError: a file cannot be read or holds something else.
     """
-    require_whole("dataset.pad_to", pad_to, least=1)
+    require_counts(pad_to=pad_to)
     tweets = made_tweets() if root is None else read_tweets(Path(root))
     sentiments = sorted({tweet.sentiment for tweet in tweets})
     targets = torch.tensor([sentiments.index(tweet.sentiment) for tweet in tweets])
-    parts = [
-        [tweets[index] for index in part.tolist()] for part in hold_out(targets, one_in=5, parts=2)
-    ]
+    indices = [part.tolist() for part in hold_out(targets, one_in=5, parts=2)]
+    parts = [[tweets[index] for index in part] for part in indices]
     learned = [f"{tweet.sentiment} {tweet.text}" for tweet in parts[0]]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
-    sets: list[Any] = [[_encoded(tweet, tokenizer) for tweet in part] for part in parts]
+    sets: list[Any] = [[_encode(tweet, tokenizer) for tweet in part] for part in parts]
     train, val, test = sets
     return Task(
         train,
         val,
         objective=model_loss,
         metric=WordJaccard,
-        collate=partial(spans_padded, multiple=pad_to),
+        collate=partial(pad_spans, multiple=pad_to),
         test=test,
         preprocessing=tokenizer.described(),
     )
 
 
-def spans_padded(samples: Sequence[Sample], multiple: int = 1) -> Batch:
+def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> Batch:
     """Make a batch: the model's arguments and the metric's targets."""
     arguments = padded([sample["arguments"] for sample in samples], multiple)
     offsets = torch.full((*arguments["input_ids"].shape, 2), -1)
@@ -213,7 +198,7 @@ def spans_padded(samples: Sequence[Sample], multiple: int = 1) -> Batch:
     return arguments, {"offsets": offsets, **strings}
 
 
-def _encoded(tweet: Tweet, tokenizer: WordPiece) -> Sample:
+def _encode(tweet: Tweet, tokenizer: WordPiece) -> Sample:
     encoding = tokenizer.encode(tweet.sentiment, tweet.text)
     if encoding.overflowing:
         raise ConfigError(
@@ -239,7 +224,7 @@ def _encoded(tweet: Tweet, tokenizer: WordPiece) -> Sample:
 def _tokens_between(offsets: Tensor, begin: int, end: int) -> tuple[int, int]:
     """Return the first and the last token that have a character of text[begin:end]."""
     touched = (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-    if not touched.any():  # The tokenizer drops some signs; then it is all of the text.
+    if not touched.any():  # The tokenizer drops some signs. Then it is all of the text.
         touched = offsets[:, 0] >= 0
     places = touched.nonzero().flatten()
     return int(places[0]), int(places[-1])

@@ -29,9 +29,9 @@ from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
 from mpframe.core.policy import has_native_half
 from mpframe.core.precision import Precision
-from mpframe.models import resnet18
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.images import resnet18
 
 PROCESSES = 2
 MOST = 1.03  # times the step by hand

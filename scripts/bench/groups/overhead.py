@@ -38,7 +38,6 @@ from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.models import mlp, resnet18
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.guards import SkipGuard
@@ -48,6 +47,7 @@ from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.plan import Plan
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.images import mlp, resnet18
 
 HAND = "by hand"
 CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite

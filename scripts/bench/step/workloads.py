@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.models import resnet18
-from mpframe.workloads.segmentation.model import unet
-from mpframe.workloads.text.language_model import gpt
+from mpframe.workloads.images import resnet18
+from mpframe.workloads.segmentation.model import UNet
+from mpframe.workloads.text.language_model import GPT
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def transformer(
 ) -> Workload:
     """The GPT that ships, of a size for few cores; heads of 64."""
     torch.manual_seed(0)
-    model = gpt(vocab_size, context, depth=depth, heads=max(1, width // 64), width=width)
+    model = GPT(vocab_size, context, depth=depth, heads=max(1, width // 64), width=width)
     tokens = torch.randint(0, vocab_size, (batch, context + 1))
     sizes = f"{depth} blocks of {width}, {vocab_size} tokens, {batch} texts of {context}"
     return Workload("Transformer", sizes, model, (tokens[:, :-1], tokens[:, 1:]), _next_token)
@@ -89,7 +89,7 @@ def residual_net(width: int = 32, batch: int = 32) -> Workload:
 def segmenter(width: int = 8, side: int = 32, batch: int = 4) -> Workload:
     """The U-Net that ships."""
     torch.manual_seed(0)
-    model = unet(channels=3, classes=2, width=width)
+    model = UNet(channels=3, classes=2, width=width)
     data = torch.randn(batch, 3, side, side), torch.randint(0, 2, (batch, side, side))
     sizes = f"width {width}, {batch} images of 3 x {side} x {side}"
     return Workload("U-Net", sizes, model, data, nn.CrossEntropyLoss())

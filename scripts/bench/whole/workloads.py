@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from bench.step.workloads import bert_classifier
 from mpframe import data
 from mpframe.data import Task, classification
-from mpframe.models import cnn, mlp, resnet18
+from mpframe.workloads.images import cnn, mlp, resnet18
 
 _FASHION = ("/usr/share/datasets/fashion-mnist", "data")  # Debian's folder, and the default
 

@@ -1,8 +1,8 @@
-"""The networks for images that ship: a perceptron, a small convolutional one, and a ResNet-18.
+"""Networks for images: a perceptron, a small convolutional one, and a ResNet-18.
 
-Each is a function that returns a `torch.nn.Module`; the shortest is `mlp`. `model=NAME` chooses
-one, and a `_target_` may name any other class or function that returns a module. Models are plain
-PyTorch: nothing in them mentions precision. A ConfigError names an argument that is out of range.
+`model=NAME` chooses one. A `_target_` may name any other class or function that returns a module.
+Models are plain PyTorch: nothing in them mentions precision. A ConfigError names an argument that
+is out of its range.
 """
 
 import math
@@ -18,7 +18,7 @@ from mpframe.core.ranges import Range, require, require_whole
 
 
 def require_sizes(**sizes: int) -> None:
-    """Check that each is a whole number >= 1; ConfigError names the first that is not."""
+    """Check that each option `model.<name>` is a whole number >= 1."""
     for name, size in sizes.items():
         require_whole(f"model.{name}", size)
 
@@ -35,17 +35,10 @@ def mlp(
     depth: int = 2,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Maps samples [N, ...] of `in_features` numbers to [N, classes].
+    """Return a perceptron from samples [N, ...] to [N, classes], with `depth` hidden layers.
 
-    Args:
-        in_features: numbers in one sample, or the sizes of its dimensions.
-        classes: outputs; 1 for the regression of one number.
-        hidden: width of each hidden layer.
-        depth: how many hidden layers.
-        dropout: fraction of features dropped after each hidden layer, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    `in_features` is how many numbers a sample has, or the sizes of its dimensions. See
+    conf/model/mlp.yaml.
     """
     sizes = [in_features] if isinstance(in_features, int) else list(in_features)
     for size in sizes:
@@ -80,7 +73,7 @@ def cnn(
 ) -> nn.Module:
     """Return a map from images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
 
-    See conf/model/cnn.yaml; 2 stages suit sides of 8 to 32, 3 or 4 larger images.
+    Two stages suit sides of 8 to 32, three or four larger images. See conf/model/cnn.yaml.
     """
     require_sizes(channels=channels, classes=classes, width=width, stages=stages)
     require_dropout(dropout)
@@ -118,8 +111,8 @@ def resnet18(
 ) -> nn.Module:
     """Return a map from images [N, channels, H, W] to [N, classes].
 
-    See conf/model/resnet18.yaml; `small_stem` is for images of about 32 x 32, and without it the
-    stem is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
+    `small_stem` is for images of about 32 x 32. Without it the stem is torchvision's, a 7x7 of
+    stride 2 with pooling, for about 224 x 224. See conf/model/resnet18.yaml.
     """
     require_sizes(classes=classes, channels=channels, width=width)
     # torchvision fixes the first width at 64. Its layers are made on the meta device, where they

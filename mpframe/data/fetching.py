@@ -1,0 +1,251 @@
+"""A batch of the samples that are asked for, in the main process or in a worker.
+
+While a sample is read, the random generators are seeded by (seed, epoch, sample). A batch is found
+to be finite on the host, before the model sees it.
+"""
+
+import copy
+import math
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from mpframe.core.errors import DataError, MpframeError, first_line
+from mpframe.core.tree import map_tensors, named_tensors, tensors_in
+from mpframe.core.user_code import described, raised
+from mpframe.data.samples import keyed_state
+from mpframe.data.workers import CurrentSamples
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher(Dataset[Any]):
+    """Batches of a map-style dataset on request, by its `fetch_batch` if it has one.
+
+    A worker writes into `current` which sample it is reading.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        current: CurrentSamples,
+        split: str,
+        collate: Collate | None,
+    ) -> None:
+        self._dataset = _by_batch(dataset, collate)
+        self._seed, self._current, self._split, self._collate = seed, current, split, collate
+        self._epoch: int | None = None
+        self._view: Any = self._dataset
+
+    def __getitems__(self, request: list[int]) -> Any:
+        """Return the batch, the MpframeError that prevented it, or None if no sample is asked for.
+
+        An error that a worker raised would come out wrapped in the worker's traceback.
+        """
+        epoch, number, *indices = request
+        if not indices:
+            return None
+        try:
+            answer = self._fetch((epoch, number), indices)
+        except MpframeError as error:
+            answer = error
+        self._current.note()  # Not if the worker is ending: then its sample is to be reported.
+        return answer
+
+    def _fetch(self, place: tuple[int, int], indices: list[int]) -> Any:
+        epoch, samples = place[0], list[Any]()
+        if epoch != self._epoch:
+            with _blame(f"epoch {epoch} cannot be read"):
+                self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
+        if hasattr(self._view, "fetch_batch"):
+            self._current.note(indices[0])
+            with _blame(f"{name_samples(indices)} cannot be read"):
+                batch = self._view.fetch_batch(indices)
+        else:
+            with _keep_generators():
+                samples = self._read(indices, epoch)
+                batch = self._stack(samples, indices)
+        if next(tensors_in(batch), None) is None:
+            raise DataError(
+                f"dataset: {name_samples(indices)} make {described(batch)}, which holds no tensor; "
+                "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
+            )
+        require_finite(batch, indices, self._split, place, samples)
+        return _detach(batch)
+
+    def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
+        states = keyed_state(self._seed, epoch, indices).tolist()
+        samples = []
+        for index, state in zip(indices, states, strict=True):
+            self._current.note(index)
+            torch.default_generator.manual_seed(state)
+            random.seed(state)
+            np.random.seed(state % 2**32)
+            with _blame(f"sample {index} cannot be read"):
+                samples.append(self._view[index])
+        return samples
+
+    def _stack(self, samples: list[Any], indices: Sequence[int]) -> Any:
+        if self._collate is not None:
+            blamed = f"{name_samples(indices)} cannot be collated"
+            with _blame(blamed, "fix the collate of its Task"):
+                return self._collate(samples)
+        try:
+            batch = default_collate(samples)
+        except Exception as error:  # The samples are whatever the dataset gave.
+            raise DataError(
+                f"dataset: {name_samples(indices)} do not stack into one batch "
+                f"({first_line(error)}); give every sample the same shapes, or give its Task a "
+                "collate that makes a batch of a list of samples"
+            ) from error
+        return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
+
+
+class TensorRows:
+    """Rows of tensors of one length, a batch at a time, as if collated."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        return tuple(tensor[chosen] for tensor in self._tensors)
+
+
+def _by_batch(dataset: Any, collate: Collate | None) -> Any:
+    """Return the rows of a TensorDataset, which draws no random numbers, or `dataset` itself."""
+    if type(dataset) is not TensorDataset or collate is not None:
+        return dataset
+    strided = all(tensor.layout is torch.strided for tensor in dataset.tensors)
+    return TensorRows(dataset.tensors) if strided else dataset
+
+
+def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
+    """Return `dataset` as it is in `epoch`: a shallow copy, for two loaders may share it.
+
+    `set_epoch` is called if it has that method, also within torch's Subset and ConcatDataset.
+    """
+    if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
+        return dataset
+    view = copy.copy(dataset)
+    if isinstance(view, Subset):
+        view.dataset = at_epoch(view.dataset, seed, epoch)
+    elif isinstance(view, ConcatDataset):
+        view.datasets = [at_epoch(part, seed, epoch) for part in view.datasets]
+    else:
+        view.set_epoch(seed, epoch)
+    return view
+
+
+@contextmanager
+def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
+    """Make one line of an error of the dataset's code.
+
+    The traceback is a note, because an error leaves a worker without its cause.
+    """
+    try:
+        yield
+    except MpframeError:
+        raise
+    except (Exception, SystemExit) as error:
+        blamed = DataError(f"dataset: {what}: {raised(error)}; {way_out}")
+        blamed.add_note(traceback.format_exc())
+        raise blamed from None
+
+
+@contextmanager
+def _keep_generators() -> Iterator[None]:
+    # Only torch's CPU generator: torch.manual_seed would reset the accelerators' as well.
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def _detach(batch: Any) -> Any:
+    """Cut the tensors off their graph: it cannot leave a worker, and trains nothing."""
+    if not any(tensor.grad_fn for tensor in tensors_in(batch)):
+        return batch
+    return map_tensors(
+        lambda t: t.detach().requires_grad_(t.requires_grad) if t.grad_fn else t, batch
+    )
+
+
+def require_finite(
+    batch: Any,
+    indices: Sequence[int],
+    split: str,
+    place: tuple[int, int],
+    samples: Sequence[Any] = (),
+) -> None:
+    """Refuse a batch on the host that holds NaN or inf, and name the tensor and its sample.
+
+    `place` is the epoch and the batch's number in it. `samples` are what the batch was made of, in
+    the order of `indices`, or empty.
+    """
+    bad = _first_bad(batch)
+    if bad is None:
+        return
+    whose, name = _find_sample(samples, indices) or (_name_row(bad[1], indices), bad[0])
+    where = f" in its {name}" if name else ""
+    raise DataError(
+        f"dataset: {split} {whose} holds NaN or inf{where} (epoch {place[0]}, batch {place[1]}); "
+        "every value must be finite: fix or remove the sample"
+    )
+
+
+def name_samples(indices: Sequence[int]) -> str:
+    if list(indices) == list(range(indices[0], indices[0] + len(indices))):
+        return f"samples {indices[0]} to {indices[-1]}"
+    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
+    return f"samples {', '.join(map(str, indices[:3]))}{more}"
+
+
+def named_leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor with its path, which begins with `inputs` or `targets` in a pair."""
+    if type(batch) is tuple and len(batch) == 2:
+        return chain(named_tensors(batch[0], "inputs"), named_tensors(batch[1], "targets"))
+    return named_tensors(batch)
+
+
+def _first_bad(node: Any) -> tuple[str, Tensor] | None:
+    return next(((name, t) for name, t in named_leaves(node) if not _is_finite(t)), None)
+
+
+def _find_sample(samples: Sequence[Any], indices: Sequence[int]) -> tuple[str, str] | None:
+    """Name the first bad sample and its tensor."""
+    for index, sample in sorted(zip(indices, samples, strict=False), key=lambda pair: pair[0]):
+        if bad := _first_bad(sample):
+            return f"sample {index}", bad[0]
+    return None
+
+
+def _name_row(tensor: Tensor, indices: Sequence[int]) -> str:
+    """Name the bad sample, if the tensor has a row for each."""
+    if tensor.shape[:1] != (len(indices),) or tensor.layout is not torch.strided:
+        return f"one of {name_samples(indices)}"
+    rows = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
+    return f"sample {min(index for index, bad in zip(indices, rows, strict=True) if bad)}"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    values = tensor
+    if tensor.layout is not torch.strided:
+        values = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    # If a value is NaN, both ends are. One pass for them is far cheaper than isfinite's mask.
+    low, high = values.aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())
