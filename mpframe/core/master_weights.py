@@ -35,7 +35,7 @@ from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.masters import Master, Pair, master_class
 from mpframe.core.optimizer import OptimizerWrapper
 from mpframe.core.step_result import StepResult, Verdict, read
-from mpframe.core.tree import HALF, is_waited_for
+from mpframe.core.tree import HALF, is_async
 from mpframe.core.widening import Frozen, frozen_beside, widen_turned, widen_written
 
 # Half weights with their masters, by the masters' class.
@@ -163,7 +163,7 @@ class MasterWeights(OptimizerWrapper):
         self._accumulator = self._accumulator or Accumulator()
         self._accumulator.add(gradients)
 
-    def keep_means(
+    def set_reduced_grads(
         self, means: Mapping[Tensor, Tensor], amax: Tensor | None, before: Tensor | None
     ) -> None:
         """Set the gradients of a step, which the ranks have averaged during the backward pass.
@@ -292,7 +292,7 @@ class MasterWeights(OptimizerWrapper):
         # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            on_device = is_waited_for(self._device) and _takes_found_inf(self.optimizer)
+            on_device = is_async(self._device) and _takes_found_inf(self.optimizer)
             self.skips_on_device = on_device
 
     def _register_groups(self) -> None:

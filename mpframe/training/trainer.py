@@ -11,15 +11,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpframe.core.callback import Batch, Callbacks, call
+from mpframe.core.callback import Batch, Callbacks, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.core.loss_scaling.scaler import LossScaler, scalers_by_name, wants_probe
 from mpframe.core.objective import compute
-from mpframe.core.step_result import StepResult, largest, with_verdicts
+from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import InBatch, name_of, raised
 from mpframe.core.widening import widen_named, widened
 from mpframe.training.extra_state import ExtraState
+from mpframe.training.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 
@@ -255,8 +256,8 @@ class Trainer(StepTrainer):
             self._call("on_evaluate", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
-        call(self.algorithms, event, self, *values)
-        call(self.callbacks, event, self, *values)
+        run_callbacks(self.algorithms, event, self, *values)
+        run_callbacks(self.callbacks, event, self, *values)
 
 
 def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:

@@ -54,7 +54,7 @@ from torch import Tensor
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, refused
-from mpframe.core.tree import is_waited_for
+from mpframe.core.tree import is_async
 
 PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
@@ -168,7 +168,7 @@ class LogMax(AdaptiveScaler):
     def update(self, amax: Tensor) -> None:
         """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
         self.wants_probe = False
-        if amax.dim() == 0 and not is_waited_for(amax.device):
+        if amax.dim() == 0 and not is_async(amax.device):
             seen = amax.item()
             if seen != 0:
                 now = {name: value.item() for name, value in self.state.items()}

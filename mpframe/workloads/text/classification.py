@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import model_loss
 from mpframe.core.ranges import require_whole
 from mpframe.data.facts import require_facts
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
 from mpframe.files import read_regular
+from mpframe.training.objectives import model_loss
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:

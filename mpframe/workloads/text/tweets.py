@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import model_loss
 from mpframe.core.ranges import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
+from mpframe.training.objectives import model_loss
 from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
 
 log = logging.getLogger(__name__)
