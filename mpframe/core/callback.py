@@ -29,11 +29,11 @@ class Callback:
     called some steps later: for every step, in order, with `trainer.progress` (except `epoch` and
     `batch`) and the schedule as they were after that step. Weights, scaler and next batch may be
     further. A callback that needs them as the step left them calls `trainer.read_verdicts()` in its
-    `on_step_end`; each call waits for the device.
+    `on_step_end`. Each call waits for the device.
     """
 
     def setup(self, trainer: Any, context: Any) -> None:
-        """The run is about to train; `load_state_dict` was called before, if it is resumed."""
+        """The run is about to train. If it is resumed, `load_state_dict` was called before."""
 
     def teardown(self, trainer: Any, error: BaseException | None) -> None:
         """The training has ended, at its planned end or by an error: close what `setup` opened."""
@@ -42,10 +42,10 @@ class Callback:
         """A step is about to be tried on these micro-batches."""
 
     def on_optimizer_step(self, trainer: Any, result: StepResult) -> None:
-        """A step was tried, and `result.known` says whether it was skipped; see above for when."""
+        """A step was tried, and `result.known` says whether it was skipped."""
 
     def on_prediction_step(self, trainer: Any) -> None:
-        """A batch is about to be validated or tested; an error here ends that before its end."""
+        """A batch is about to be validated or tested. An error here ends that."""
 
     def on_evaluate(self, trainer: Any, evaluation: Any) -> None:
         """The model was validated."""
@@ -103,10 +103,10 @@ Callbacks = Mapping[str, Callback]
 
 
 def run_callbacks(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
-    """Call a method of each callback, in order; return their results by name.
+    """Call a method of each callback, in order, and return their results by name.
 
     Raises:
-        UserCodeError: a user's callback raised; the error names it.
+        UserCodeError: a user's callback, which it names, raised.
     """
     results = {}
     for name, callback in callbacks.items():

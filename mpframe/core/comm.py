@@ -19,19 +19,12 @@ Count = Tensor | int
 
 
 class Loss(NamedTuple):
-    """One loss on one micro-batch.
+    """One loss on one micro-batch."""
 
-    Attributes:
-        name: the loss's name; "" if it is the only one.
-        value: 0-d, unscaled, detached.
-        scale: its loss scale, 0-d fp32; the number 1 if it was not scaled.
-        samples: how many samples (or tokens) `value` is the mean of.
-    """
-
-    name: str
-    value: Tensor
-    scale: Scale
-    samples: Count
+    name: str  # "" if it is the only one
+    value: Tensor  # 0-d, unscaled, detached
+    scale: Scale  # 0-d fp32, or the number 1 if it was not scaled
+    samples: Count  # how many samples (or tokens) `value` is the mean of
 
 
 MicroBatch = tuple[Sequence[Loss], Tensor]
@@ -45,9 +38,9 @@ class Comm:
     micro-batch, and `reduce` once all gradients are there.
 
     Attributes:
-        rank: this process's number, 0 to size - 1; rank 0 is the one that writes the run's folder.
+        rank: this process's number, 0 to size - 1. Rank 0 writes the run's folder.
         size: how many processes there are.
-        sharding: shards the model's weights across them; None if each process has all weights.
+        sharding: shards the model's weights across them, or None if each process has all weights.
     """
 
     rank = 0
@@ -67,7 +60,7 @@ class Comm:
         """
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
-        """Run the backward pass of loss * scale; `inputs` get gradients (None: all parameters).
+        """Run the backward pass of loss * scale. `inputs` get gradients (None: all parameters).
 
         `loss` is 0-d, the mean over `count` samples. A `scale` of 1 leaves it as it is.
         """
@@ -75,7 +68,7 @@ class Comm:
         loss.backward(gradient, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
-        """Hand the optimizer a micro-batch's gradients; return their amax over all ranks, 0-d."""
+        """Hand the optimizer a micro-batch's gradients. Return their amax over all ranks, 0-d."""
         scale: Any = losses[0].scale
         count: Any = losses[0].samples
         if len(losses) > 1:
@@ -87,7 +80,7 @@ class Comm:
     def reduce(
         self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
     ) -> list[Tensor]:
-        """Average gradients and losses over the ranks; all ranks get rank 0's buffers.
+        """Average gradients and losses over the ranks, and give all ranks rank 0's buffers.
 
         Returns:
             The mean of each loss over the good micro-batches of all ranks, 0-d.
@@ -112,7 +105,7 @@ class Comm:
         return self.mean(weighted(mean, self.weight(counts.sum())))
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """Return the largest of all ranks' values >= 0, elementwise; inf if one is inf or nan."""
+        """Return the largest of all ranks' values >= 0, elementwise: inf if one is inf or nan."""
         return magnitude
 
     def mean(self, value: Tensor) -> Tensor:
@@ -120,7 +113,7 @@ class Comm:
         return value
 
     def weight(self, count: Tensor) -> Tensor:
-        """Return this rank's count, 0-d float64, over all ranks' mean; exactly 1 if all agree."""
+        """Return this rank's count, 0-d float64, over all ranks' mean: exactly 1 if all agree."""
         return (count / self.mean(count)).float()
 
     def norm(self, of_part: Tensor) -> Tensor:
@@ -128,7 +121,7 @@ class Comm:
         return of_part
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
+        """Sum each tensor over the ranks in place, bit for bit the same on all of them."""
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum over all ranks, on the host."""
@@ -139,7 +132,7 @@ class Comm:
         return bool(self.max_of([flag])[0])
 
     def gather_object(self, value: T) -> list[T]:
-        """Return all ranks' values, in rank order, on rank 0; an empty list on the others."""
+        """Return all ranks' values, in rank order, on rank 0, and an empty list on the others."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -147,7 +140,7 @@ class Comm:
         return value
 
     def broadcast_if_missing(self, value: T | None) -> T | None:
-        """Return the value; if weights are sharded, a rank without one gets another rank's."""
+        """Return the value, or another rank's if weights are sharded and this rank has none."""
         if self.sharding is None or not self.any(value is None):
             return value
         present = [one for one in self.gather_object(value) if one is not None]
@@ -173,7 +166,7 @@ SINGLE_PROCESS = Comm()
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """Return value * weight; 0 if the weight is 0, because a mean over nothing is nan."""
+    """Return value * weight, or 0 if the weight is 0, because a mean over nothing is nan."""
     return torch.where(weight == 0, 0.0, value * weight)
 
 
@@ -193,7 +186,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def part_of(tensor: Any) -> Tensor:
-    """Return the rows that this rank holds, sharing their memory; an unsharded tensor itself."""
+    """Return the rows that this rank holds, sharing their memory: all if it is not sharded."""
     part: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
     return part
 
@@ -217,5 +210,5 @@ def sharded_as(place: Any, part: Tensor) -> Tensor:
 
 
 def rows_of_a_part(rows: int, ranks: int) -> int:
-    """Return how many rows each rank holds; the last ranks may hold fewer."""
+    """Return how many rows each rank holds. The last ranks may hold fewer."""
     return -(-rows // ranks)

@@ -26,8 +26,8 @@ class StepOutput:
     """The result of an objective for one batch.
 
     Attributes:
-        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
-        outputs: the metrics' inputs, in fp32; None if there are none.
+        loss: one floating-point number, 0-d, unscaled: the mean over `count` samples or labels.
+        outputs: the metrics' inputs, in fp32, if there are any.
         targets: what a metric compares the outputs with.
         count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
             tensor >= 0 on the device. Means over micro-batches, ranks and the batches of an
@@ -47,7 +47,7 @@ class Objective(Protocol):
         """Run the forward pass and the loss, inside the cast block of the run's precision.
 
         Args:
-            model: on its device; the objective calls it, or parts of it, as it likes.
+            model: on its device. The objective calls it, or parts of it, as it likes.
             batch: any pytree of tensors on the same device, as the loader gave it.
         """
 
@@ -74,7 +74,7 @@ def compute(
     batch: Any,
     casts: AbstractContextManager[None] = _NULL_CONTEXT,
 ) -> StepOutput:
-    """Call an objective inside `casts` and check its result; the loss becomes 0-d, >= fp32.
+    """Call an objective inside `casts`, and check its result. The loss becomes 0-d, >= fp32.
 
     Raises:
         UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
@@ -101,7 +101,7 @@ def compute(
 
 
 def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """Return `count`; if None, the size of the batch's first tensor along dimension 0."""
+    """Return `count`, or if None the size of the batch's first tensor along dimension 0."""
     if count is not None:
         return count
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -111,7 +111,7 @@ def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
 
 
 def require_objective(path: str, objective: Any) -> None:
-    """Raise UserCodeError, naming `path`, if this is not an objective; a loss is not one."""
+    """Raise UserCodeError, naming `path`, if this is not an objective. A loss is not one."""
     if isinstance(objective, nn.modules.loss._Loss):
         name = name_of(objective)
         raise UserCodeError(
@@ -156,7 +156,7 @@ def _explain_no_gradient(objective: Objective, model: nn.Module, output: StepOut
 
 
 def _source(objective: Objective) -> str:
-    """Return what errors call an objective; `supervised` gives the name of its loss."""
+    """Return the name of an objective in errors."""
     return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
 
 
@@ -164,11 +164,11 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Supervised:
-    """The objective of batches (inputs, targets); its loss is computed in fp32, outside the casts.
+    """The objective of batches (inputs, targets). Its loss is computed in fp32, outside the casts.
 
     Args:
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; outputs are in fp32
-            or wider.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch, of outputs in fp32 or
+            wider.
         option: the option that chose the loss, for error messages.
     """
 
@@ -208,7 +208,7 @@ class Supervised:
 
 
 def supervised(loss: Loss) -> Supervised:
-    """Return the objective of a loss such as `nn.CrossEntropyLoss()`; see `Supervised`."""
+    """Return the objective of a loss such as `nn.CrossEntropyLoss()`."""
     return Supervised(loss)
 
 

@@ -1,4 +1,4 @@
-"""What one optimizer step did, and the one place where the host reads whether it was skipped."""
+"""The result of one optimizer step, and the only place where the host reads a skip."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
     """THE HOST WAITS HERE for the device, and nowhere else in a step: one transfer for all steps.
 
     Args:
-        steps: whether each was skipped, 0-d bool, and how many micro-batches it dropped, 0-d int64;
-            None if it was not accumulated.
+        steps: whether each was skipped, 0-d bool, and how many micro-batches it dropped, 0-d int64
+            or None if it was not accumulated.
     """
     numbers = []
     for skipped, dropped in steps:
@@ -34,18 +34,18 @@ def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did. Every value stays on the device until it is read.
+    """The result of one optimizer step. Every value stays on the device until it is read.
 
     Attributes:
-        skipped: 0-d bool; True if the gradients were not finite and nothing was changed.
-        amax: 0-d float32, the largest |gradient|, unscaled, before clipping; inf on overflow.
+        skipped: 0-d bool, True if the gradients were not finite and nothing was changed.
+        amax: 0-d float32, the largest |gradient|, unscaled, before clipping, inf on overflow.
         grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
         scale: 0-d float32, the loss scale this step was computed with.
-        dropped: 0-d int64, how many micro-batches were left out because they overflowed; None if
-            the step was not accumulated.
-        loss: 0-d float32, the unscaled mean loss of the step; outside the trainer the return value
-            of the closure, or None.
-        verdict: `skipped` and `dropped` on the host; None until they are read.
+        dropped: 0-d int64, how many micro-batches were left out because they overflowed, or None
+            if the step was not accumulated.
+        loss: 0-d float32, the unscaled mean loss of the step. Outside the trainer it is the return
+            value of the closure, or None.
+        verdict: `skipped` and `dropped` on the host, or None until they are read.
         parts: each optimizer's result, by name, if several share the step, else None. Then
             `skipped` is true if all of them skipped, `amax` is the largest, `grad_norm` the norm
             of all gradients together, and `loss` the sum.
@@ -62,13 +62,13 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict; RuntimeError if it was not read. `on_optimizer_step` always has it."""
+        """The verdict, or RuntimeError before it is read. `on_optimizer_step` always has it."""
         if self.verdict is None:
             raise RuntimeError("the verdict on this step was not read yet: Trainer.read_verdicts")
         return self.verdict
 
     def each(self) -> "Mapping[str, StepResult]":
-        """Return the parts by name; the step of a single optimizer is its only part, named ""."""
+        """Return the parts by name. The step of a single optimizer is its only part, named ""."""
         return {"": self} if self.parts is None else self.parts
 
     def any_skipped(self) -> Tensor | bool:

@@ -52,23 +52,12 @@ class StepOptimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The options of a step.
+    """The options of a step; ConfigError if both bounds are given, or one is out of range."""
 
-    Attributes:
-        clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite.
-        clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
-            > 0 and finite.
-        compile: compile the forward pass and its casts into one graph.
-        reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
-
-    Raises:
-        ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
-    """
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compile: bool = False
-    reduce: str = "in_backward"
+    clip_norm: float | None = None  # of all unscaled gradients together, > 0 and finite
+    clip_value: float | None = None  # instead, of each value of them, > 0 and finite
+    compile: bool = False  # the forward pass and its casts into one graph
+    reduce: str = "in_backward"  # when ranks average gradients: this, or "after_backward"
 
     def __post_init__(self) -> None:
         bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
@@ -81,12 +70,12 @@ class StepTrainer:
 
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
-        optimizer: what `precision.prepare` returned; or several, as a `MultiOptimizer`.
+        optimizer: what `precision.prepare` returned, or several as a `MultiOptimizer`.
         objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
             a micro-batch. The loss of a step is the mean over the samples of all its micro-batches
             and ranks.
-        precision: the dtype mode; fp32 by default.
-        scaler: on the model's device; None: loss not scaled, and overflow still skips the step.
+        precision: the dtype mode, fp32 by default.
+        scaler: on the model's device. Without one an overflow still skips the step.
         algorithms: by name and in order, callbacks that change the training: a schedule, an average
             of the weights, a rule that skips steps.
         plan: how to clip and compile, and when ranks average gradients.
@@ -189,7 +178,7 @@ class StepTrainer:
         return result
 
     def finish_step(self, result: StepResult) -> StepResult:
-        """Run all that follows a step; the host may not know yet whether it was skipped."""
+        """Run all that follows a step. The host may not know yet whether it was skipped."""
         self.precision.sync(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)

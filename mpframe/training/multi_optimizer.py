@@ -106,7 +106,7 @@ class MultiOptimizer:
             if self.skip == "all":  # One part that overflowed drops the micro-batch of all.
                 gradients.scaler_amax = gradients.amax
                 gradients.amax = torch.where(amax < torch.inf, gradients.amax, amax)
-            self.parts[name].accumulate_grads(gradients)
+            self.parts[name].accumulator.add(gradients)
         return amax
 
     def set_reduced_grads(
@@ -215,9 +215,9 @@ class MultiOptimizer:
         """Return which parts skip. A norm beyond fp32's range would clip each gradient to zero."""
         bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
-        return (
-            bad if self.skip == "each" else dict.fromkeys(bad, torch.stack([*bad.values()]).any())
-        )
+        if self.skip == "all":
+            bad = dict.fromkeys(bad, torch.stack([*bad.values()]).any())
+        return bad
 
     def _clip(
         self,
