@@ -192,16 +192,19 @@ def part_of(tensor: Any) -> Tensor:
 
 
 def part_for(place: Any, values: Tensor) -> Tensor:
-    """Return this rank's rows of `values`, which are whole or sharded like `place`."""
-    if is_sharded(values) or not is_sharded(place):
+    """Return this rank's rows of `values`, which are whole or sharded like `place`.
+
+    Values of another shape, such as an optimizer's count of steps, are returned unchanged.
+    """
+    if is_sharded(values) or not is_sharded(place) or values.shape != place.shape:
         return part_of(values)
     rows = rows_of_a_part(len(values), place.device_mesh.size())
     return values[rows * place.device_mesh.get_local_rank() :][:rows]
 
 
 def sharded_as(place: Any, part: Tensor) -> Tensor:
-    """Wrap a rank's part as a tensor sharded like `place`, sharing the part's memory."""
-    if not is_sharded(place):
+    """Wrap a rank's part of `place` as a tensor sharded like it, sharing the part's memory."""
+    if not is_sharded(place) or part.shape != part_of(place).shape:
         return part
     from torch.distributed.tensor import DTensor
 

@@ -60,7 +60,12 @@ class Gradients:
         wide = self._wide() if self.half else self.values
         norms = list(torch._foreach_norm(wide)) if wide else []
         if self.half:
-            of_half = iter(_unscale(torch.stack(_norms_of_half(self.half)), self.scale).unbind())
+            if self.half[0].is_cpu:
+                # A copy and its norm take no longer here, and the norm is the one of `amp` mode.
+                scaled = [torch.linalg.vector_norm(value.float()) for value in self.half]
+            else:
+                scaled = list(torch._foreach_norm(self.half, 2, torch.float32))
+            of_half = iter(_unscale(torch.stack(scaled), self.scale).unbind())
             of_wide = iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
@@ -169,14 +174,6 @@ def _amax(
     return torch.zeros((), device=device) if amax is None else amax
 
 
-def _norms_of_half(values: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each, summed in fp32 and in the order of fp32 values."""
-    if not values[0].is_cpu:
-        return list(torch._foreach_norm(values, 2, torch.float32))
-    # On a CPU a copy and its norm take no longer, and the norm is the one of `amp` mode.
-    return [torch.linalg.vector_norm(value.float()) for value in values]
-
-
 def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
     return value / scale if isinstance(scale, Tensor) else value
 
@@ -195,9 +192,8 @@ class Accumulator:
 
     def add(self, gradients: Gradients) -> None:
         """Add and consume a micro-batch. It counts 0 if its amax is not finite."""
-        self.filled = True
-        if self._only is None and not self._counts:
-            self._only = gradients
+        if not self.filled:
+            self._only, self.filled = gradients, True
             return
         if self._only is not None:
             self._sum(self._only)

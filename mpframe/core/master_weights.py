@@ -285,8 +285,9 @@ class MasterWeights(OptimizerWrapper):
         # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            on_device = is_async(self._device) and _takes_found_inf(self.optimizer)
-            self.skips_on_device = on_device
+            takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+            fused = all(group.get("fused") for group in self.optimizer.param_groups)
+            self.skips_on_device = takes_found_inf and fused and is_async(self._device)
 
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:
@@ -366,9 +367,3 @@ def _steps_by_parameter(stepped: Optimizer) -> bool:
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
     return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign
-
-
-def _takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether its kernels skip by themselves where `found_inf` says so."""
-    takes = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return takes and all(group.get("fused") for group in optimizer.param_groups)

@@ -106,7 +106,7 @@ class OptimizerWrapper(Optimizer):
 
     def inner_state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state without masters, which are saved by name."""
-        return self._map_state(_to_sharded, self.optimizer.state_dict())
+        return self._map_state(sharded_as, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class OptimizerWrapper(Optimizer):
             )
         _check_group_names(state.get("param_groups", ()), self.optimizer.param_groups)
         try:
-            self.optimizer.load_state_dict(self._map_state(_to_part, state))
+            self.optimizer.load_state_dict(self._map_state(part_for, state))
         except ValueError as error:
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"
@@ -185,7 +185,7 @@ class OptimizerWrapper(Optimizer):
             self.skips_on_device = None  # The new parameters have no state yet.
 
     def _master_for(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the optimizer steps. A new master takes over the parameter's state."""
+        """Return the tensor to step for a parameter. A new master takes over its state."""
         if parameter.dtype not in HALF or self._kind is None:
             clear_master(parameter)
             self._sharded |= is_sharded(parameter)
@@ -242,16 +242,6 @@ class OptimizerWrapper(Optimizer):
         self._share_with_wrapped()
         for parameter, master in self._masters.items():
             rebind_master(parameter, master)
-
-
-def _to_sharded(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a part's state as a sharded tensor, and a value of another shape unchanged."""
-    return sharded_as(parameter, value) if value.shape == part_of(parameter).shape else value
-
-
-def _to_part(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's part of a parameter's state, and a value of another shape unchanged."""
-    return part_for(parameter, value) if value.shape == parameter.shape else value
 
 
 class ParamGroup(UserDict[str, Any]):
