@@ -54,10 +54,10 @@ class StepOptimizer(Protocol):
 class StepOptions:
     """The options of a step; ConfigError if both bounds are given, or one is out of range."""
 
-    clip_norm: float | None = None  # of all unscaled gradients together, > 0 and finite
-    clip_value: float | None = None  # instead, of each value of them, > 0 and finite
-    compile: bool = False  # the forward pass and its casts into one graph
-    reduce: str = "in_backward"  # when ranks average gradients: this, or "after_backward"
+    clip_norm: float | None = None  #: of all unscaled gradients together, > 0 and finite
+    clip_value: float | None = None  #: instead, of each value of them, > 0 and finite
+    compile: bool = False  #: the forward pass and its casts into one graph
+    reduce: str = "in_backward"  #: when ranks average gradients: this, or "after_backward"
 
     def __post_init__(self) -> None:
         bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
