@@ -65,7 +65,7 @@ def _writers(root: logging.Logger) -> list[logging.Handler]:
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
     for module in ("master_weights", "loss_scaling.logmax"):
-        monkeypatch.setattr(f"mpframe.core.{module}.is_waited_for", lambda device: True)
+        monkeypatch.setattr(f"mpframe.core.{module}.is_async", lambda device: True)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ _HOUSE = {
     "core.loss_scaling": [
         f"loss_scaling.{name}" for name in ("Static", "Backoff", "LogMax", "auto", "none")
     ],
-    "core.objective": ["objectives.supervised", "objectives.model_loss"],
+    "core.objective": ["objectives.supervised"],
     "training.objectives": [
         f"{old}.{name}"
         for old in ("objectives", "core.objective")
-        for name in ("cross_entropy", "mse")
+        for name in ("cross_entropy", "mse", "model_loss")
     ],
     "training.schedules": [
         *("optim.schedules.constant", "optim.schedules.exponential", "optim.schedules.onecycle"),

@@ -1,7 +1,7 @@
 """The engine: what happens to a number on its way through one training step.
 
 It imports torch and the standard library, and nothing else of mpframe. Read the files in this
-order; `docs/core.md` is the same walk with the code beside it.
+order. `docs/core.md` is the same walk with the code beside it.
 
 Before the first step, a format is decided for every op and every weight:
 

@@ -1,13 +1,11 @@
 """A model's buffers, restored after a skipped step.
 
-BatchNorm moves its running statistics in the forward pass, long before the gradients say whether
-the step counts. So the buffers are copied before the step and put back where it is skipped: one
-overflow in a forward pass would otherwise leave nan in the statistics for good.
+BatchNorm moves its running statistics in the forward pass, before the gradients say whether the
+step counts. One overflow would leave nan in the statistics for good. So the buffers are copied
+before the step and put back if it is skipped.
 
 Other modules fill a cache and note in a plain attribute how full it is. Both are restored, or
 neither: a module that takes an emptied cache for a full one reads zeros.
-
-`State` saves, restores and copies both; the trace, the probe and the autopsy use it as well.
 """
 
 import copy
@@ -30,11 +28,9 @@ _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 class State:
     """Buffers and plain attributes of modules as they are now.
 
-    They belong together: an attribute may say how far a cache is filled. A list, dict, set or deque
-    gets back its present items, but not what is changed inside of them.
-
-    In a `with` block, which may be entered more than once, the modules have this state in copies
-    that they may fill, replace or resize. Afterwards the state from before the block is back.
+    A list, dict, set or deque gets back its present items, not changes inside of them. In a `with`
+    block, which may be entered more than once, the modules have this state in copies that they may
+    fill, replace or resize. Afterwards the state from before the block is back.
 
     Args:
         homes: the dicts to save, each the `_buffers` or the `vars` of a module.
@@ -47,7 +43,7 @@ class State:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """The state of all modules except lazy ones; a ScriptModule has no plain attributes."""
+        """Return the state of all modules except lazy ones. A ScriptModule has no attributes."""
         modules = [m for m in model.modules() if not isinstance(m, LazyModuleMixin)]
         plain = [vars(m) for m in modules if not isinstance(m, ScriptModule)]
         return cls([m._buffers for m in modules] + plain)
@@ -69,7 +65,7 @@ class State:
         return state
 
     def find_replaced(self) -> list[tuple[Any, str, Any, Any]]:
-        """Each place with another object now: home, name, that object, and the one before."""
+        """Return each place with another object now: home, name, that object, the one before."""
         return [
             (home, name, now.get(name), kept.get(name))
             for home, kept in self._kept
@@ -79,7 +75,7 @@ class State:
         ]
 
     def has_changed(self) -> bool:
-        """Whether any place has another object, or a container has other items."""
+        """Return whether any place has another object, or a container has other items."""
         return bool(self.find_replaced()) or any(_ids(v) != _ids(was) for v, was in self._items)
 
     def restore(self) -> None:
@@ -96,7 +92,7 @@ class State:
 
 
 def entries(home: Any) -> dict[str, Any]:
-    """A home's entries, except torch's own and tensors that require gradients."""
+    """Return a home's entries, except torch's and tensors that require gradients."""
     return {
         name: value
         for name, value in home.items()
@@ -117,11 +113,7 @@ def _ids(container: Any) -> list[int]:
 
 
 class Buffers:
-    """The buffers of a model and a copy of what they were.
-
-    Args:
-        model: on its device; modules that have buffers now may replace or resize them.
-    """
+    """The buffers of a model, which may be replaced or resized, and a copy of them."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = [module for module in model.modules() if module._buffers]
@@ -137,15 +129,15 @@ class Buffers:
             self._attributes = State(self._attributes_of)
 
     def tensors(self) -> list[Tensor]:
-        """The buffers themselves."""
+        """Return the buffers themselves."""
         return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:
         """Put the copies back if `skipped`: a bool, or 0-d on the device.
 
-        The device chooses values without the host. If a plain attribute changed or a buffer its
-        shape, and for sparse and expanded buffers, the host has to know, and waits for the device.
+        The device chooses values without the host, which must wait for the device only if a plain
+        attribute or a buffer's shape changed, and for sparse and expanded buffers.
         """
         if skipped is False or not self._homes:
             return
@@ -171,7 +163,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def takes(buffer: Any, values: Any) -> bool:
-    """Whether values can be copied into a buffer: both are dense and alike."""
+    """Return whether values can be copied into a buffer: both are dense and alike."""
     if not isinstance(buffer, Tensor) or not isinstance(values, Tensor) or buffer.is_nested:
         return False
     if not buffer.layout is values.layout is torch.strided or 0 in buffer.stride():

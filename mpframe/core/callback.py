@@ -25,15 +25,15 @@ class Callback:
     """Watches a run. Each method is called at the event of its name, and does nothing here.
 
     All methods but one are called at once. `on_optimizer_step` has to know whether the step was
-    skipped, and an optimizer that skips on the device (a fused one) does not tell that at once. So
-    it may be called some steps later: for every step, in order, with `trainer.progress` and the
-    schedule as they were after that step, except `epoch` and `batch`. The rest of the trainer
-    (weights, scaler, next batch) may be some steps further. A callback that needs them as the step
-    left them calls `trainer.read_verdicts()` in its `on_step_end`; each call waits for the device.
+    skipped. An optimizer that skips on the device (a fused one) tells that later, so it may be
+    called some steps later: for every step, in order, with `trainer.progress` (except `epoch` and
+    `batch`) and the schedule as they were after that step. Weights, scaler and next batch may be
+    further. A callback that needs them as the step left them calls `trainer.read_verdicts()` in its
+    `on_step_end`. Each call waits for the device.
     """
 
     def setup(self, trainer: Any, context: Any) -> None:
-        """The run is about to train; `load_state_dict` was called before, if it is resumed."""
+        """The run is about to train. If it is resumed, `load_state_dict` was called before."""
 
     def teardown(self, trainer: Any, error: BaseException | None) -> None:
         """The training has ended, at its planned end or by an error: close what `setup` opened."""
@@ -42,10 +42,10 @@ class Callback:
         """A step is about to be tried on these micro-batches."""
 
     def on_optimizer_step(self, trainer: Any, result: StepResult) -> None:
-        """A step was tried, and `result.known` says whether it was skipped; see above for when."""
+        """A step was tried, and `result.known` says whether it was skipped."""
 
     def on_prediction_step(self, trainer: Any) -> None:
-        """A batch is about to be validated or tested; an error here ends that before its end."""
+        """A batch is about to be validated or tested. An error here ends that."""
 
     def on_evaluate(self, trainer: Any, evaluation: Any) -> None:
         """The model was validated."""
@@ -66,7 +66,7 @@ class Callback:
         """A checkpoint is about to be taken: files that belong to it must be complete now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: numbers, strings, lists, dicts, tensors."""
+        """Return the state that a resumed run needs: numbers, strings, lists, dicts, tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,12 +83,8 @@ class Algorithm(Callback):
     def before_update(self, trainer: Any, losses: list[Tensor]) -> Tensor | None:
         """The gradients are there, and the optimizer is about to use them.
 
-        Args:
-            trainer: the one that makes the step.
-            losses: 0-d on the device; several if several objectives share the update.
-
-        Returns:
-            0-d bool on the device, true to skip the step; None has no say in it.
+        `losses` are 0-d on the device, one for each objective that shares the update. Returns a
+        0-d bool on the device, true to skip the step, or None.
         """
         return None
 
@@ -96,7 +92,7 @@ class Algorithm(Callback):
         """The optimizer has stepped, or not: the host may not know yet (`result.verdict`)."""
 
     def evaluating(self, trainer: Any) -> AbstractContextManager[None]:
-        """Around each evaluation."""
+        """Return a context manager around each evaluation."""
         return nullcontext()
 
     def on_load_weights(self, trainer: Any) -> None:
@@ -106,11 +102,11 @@ class Algorithm(Callback):
 Callbacks = Mapping[str, Callback]
 
 
-def call(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
-    """Call a method of each callback, in order; return their results by name.
+def run_callbacks(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
+    """Call a method of each callback, in order, and return their results by name.
 
     Raises:
-        UserCodeError: a user's callback raised; the error names it.
+        UserCodeError: a user's callback, which it names, raised.
     """
     results = {}
     for name, callback in callbacks.items():

@@ -1,14 +1,7 @@
 """The processes of a run, and all that they agree on. `Comm` itself is a single process.
 
 All ranks call its methods in the same order, so there is one code path for one process and for
-many. A step calls
-
-    begin_step    says how many backward passes follow
-    backward      once for each loss of each micro-batch
-    accumulate    after each micro-batch
-    reduce        once, when all gradients are there
-
-The functions on parts are for sharded tensors (DTensors), of which each rank holds some rows.
+many. The functions on parts are for sharded tensors (DTensors), of which each rank holds some rows.
 """
 
 import sys
@@ -26,19 +19,12 @@ Count = Tensor | int
 
 
 class Loss(NamedTuple):
-    """One loss on one micro-batch.
+    """One loss on one micro-batch."""
 
-    Attributes:
-        name: the loss's name; "" if it is the only one.
-        value: 0-d, unscaled, detached.
-        scale: its loss scale, 0-d fp32; the number 1 if it was not scaled.
-        samples: how many samples (or tokens) `value` is the mean of.
-    """
-
-    name: str
-    value: Tensor
-    scale: Scale
-    samples: Count
+    name: str  # "" if it is the only one
+    value: Tensor  # 0-d, unscaled, detached
+    scale: Scale  # 0-d fp32, or the number 1 if it was not scaled
+    samples: Count  # how many samples (or tokens) `value` is the mean of
 
 
 MicroBatch = tuple[Sequence[Loss], Tensor]
@@ -48,10 +34,13 @@ MicroBatch = tuple[Sequence[Loss], Tensor]
 class Comm:
     """A single process: it agrees with itself, at no cost.
 
+    A step calls `begin_step`, `backward` for each loss of each micro-batch, `accumulate` after each
+    micro-batch, and `reduce` once all gradients are there.
+
     Attributes:
-        rank: this process's number, 0 to size - 1.
+        rank: this process's number, 0 to size - 1. Rank 0 writes the run's folder.
         size: how many processes there are.
-        sharding: shards the model's weights across them; None if each process has all weights.
+        sharding: shards the model's weights across them, or None if each process has all weights.
     """
 
     rank = 0
@@ -60,32 +49,26 @@ class Comm:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only one that writes the run's folder."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
-    def begin_step(self, optimizer: Any, passes: int, reduce: str) -> None:
-        """Begin a step whose gradients `optimizer` takes.
+    def begin_step(self, optimizer: Any, reduce: str) -> None:
+        """Begin a step of the trainer's `optimizer`.
 
-        Args:
-            optimizer: the trainer's.
-            passes: how many backward passes follow.
-            reduce: when to average gradients: `in_backward` (if `passes` is 1) or `after_backward`.
+        `reduce` is when its gradients are averaged: `in_backward`, which takes a single backward
+        pass, or `after_backward`.
         """
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
-        """Run the backward pass of loss * scale.
+        """Run the backward pass of loss * scale. `inputs` get gradients (None: all parameters).
 
-        Args:
-            loss: 0-d, the mean over `count` samples.
-            scale: 0-d fp32, or the number 1: the loss is not scaled.
-            count: 0-d, or a number.
-            inputs: the parameters that get gradients, a list; None: all.
+        `loss` is 0-d, the mean over `count` samples. A `scale` of 1 leaves it as it is.
         """
         gradient = scale.clone() if isinstance(scale, Tensor) else None
         loss.backward(gradient, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
-        """Hand the optimizer a micro-batch's gradients; return their amax over all ranks, 0-d."""
+        """Hand the optimizer a micro-batch's gradients. Return their amax over all ranks, 0-d."""
         scale: Any = losses[0].scale
         count: Any = losses[0].samples
         if len(losses) > 1:
@@ -97,12 +80,7 @@ class Comm:
     def reduce(
         self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
     ) -> list[Tensor]:
-        """Average gradients and losses over the ranks, now or when the optimizer steps.
-
-        Args:
-            optimizer: has accumulated the gradients.
-            micro_batches: this rank's.
-            buffers: the model's; all ranks get rank 0's.
+        """Average gradients and losses over the ranks, and give all ranks rank 0's buffers.
 
         Returns:
             The mean of each loss over the good micro-batches of all ranks, 0-d.
@@ -115,7 +93,7 @@ class Comm:
         return means
 
     def mean_loss(self, losses: Sequence[Loss], finite: Sequence[Tensor]) -> Tensor:
-        """The mean of one loss over the samples of the good micro-batches of all ranks."""
+        """Return the mean of a loss over the samples of all ranks' good micro-batches, 0-d."""
         values = torch.stack([loss.value for loss in losses])
         one = values.new_ones((), dtype=torch.float64)
         counts = torch.stack([(one * loss.samples).detach() for loss in losses])
@@ -127,34 +105,34 @@ class Comm:
         return self.mean(weighted(mean, self.weight(counts.sum())))
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """The largest of all ranks' values >= 0, elementwise; inf where one is inf or nan."""
+        """Return the largest of all ranks' values >= 0, elementwise: inf if one is inf or nan."""
         return magnitude
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over the ranks, on the device."""
+        """Return the mean over the ranks, on the device."""
         return value
 
     def weight(self, count: Tensor) -> Tensor:
-        """This rank's count, 0-d float64, over the mean of all; exactly 1 where they are equal."""
+        """Return this rank's count, 0-d float64, over all ranks' mean: exactly 1 if all agree."""
         return (count / self.mean(count)).float()
 
     def norm(self, of_part: Tensor) -> Tensor:
-        """The 2-norm over all ranks, from the norm of each rank's part; 0-d, on the device."""
+        """Return the 2-norm over all ranks from each rank's, 0-d, on the device."""
         return of_part
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
+        """Sum each tensor over the ranks in place, bit for bit the same on all of them."""
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
-        """The elementwise maximum over all ranks, on the host."""
+        """Return the elementwise maximum over all ranks, on the host."""
         return list(numbers)
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank, on the host."""
+        """Return whether `flag` is true on any rank, on the host."""
         return bool(self.max_of([flag])[0])
 
     def gather_object(self, value: T) -> list[T]:
-        """Return all ranks' values, in rank order, on rank 0; an empty list on the others."""
+        """Return all ranks' values, in rank order, on rank 0, and an empty list on the others."""
         return [value]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -162,7 +140,7 @@ class Comm:
         return value
 
     def broadcast_if_missing(self, value: T | None) -> T | None:
-        """Return the value; if weights are sharded, a rank without one gets another rank's."""
+        """Return the value, or another rank's if weights are sharded and this rank has none."""
         if self.sharding is None or not self.any(value is None):
             return value
         present = [one for one in self.gather_object(value) if one is not None]
@@ -170,12 +148,12 @@ class Comm:
         return other if value is None else value
 
     def part(self, samples: Tensor) -> Tensor:
-        """This rank's share of a global batch [N]: contiguous, sizes that differ by at most 1."""
+        """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
         count = len(samples)
         return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
 
     def synchronize_batchnorm(self, model: nn.Module) -> None:
-        """Let BatchNorm use the statistics of all ranks, in place."""
+        """Make BatchNorm use the statistics of all ranks, in place."""
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model that communicates says a rank is lost."""
@@ -188,7 +166,7 @@ SINGLE_PROCESS = Comm()
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """value * weight; 0 where the weight is 0, because a mean over nothing is nan."""
+    """Return value * weight, or 0 if the weight is 0, because a mean over nothing is nan."""
     return torch.where(weight == 0, 0.0, value * weight)
 
 
@@ -202,43 +180,38 @@ def weigh_(values: list[Tensor], weight: Tensor) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of the tensor."""
+    """Return whether this rank holds only a part of the tensor."""
     kind: Any = sys.modules.get("torch.distributed.tensor")  # Not imported: no DTensors.
     return kind is not None and isinstance(tensor, kind.DTensor)
 
 
-def part_of(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, sharing their memory; an unsharded tensor itself."""
-    if not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor.detach()
-    part: Tensor = sharded.to_local()
+def part_of(tensor: Any) -> Tensor:
+    """Return the rows that this rank holds, sharing their memory: all if it is not sharded."""
+    part: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
     return part
 
 
-def part_for(place: Tensor, values: Tensor) -> Tensor:
-    """The rows of `values` (whole, or sharded like `place`) for this rank's part of `place`."""
-    if is_sharded(values) or not is_sharded(place):
+def part_for(place: Any, values: Tensor) -> Tensor:
+    """Return this rank's rows of `values`, which are whole or sharded like `place`.
+
+    Values of another shape, such as an optimizer's count of steps, are returned unchanged.
+    """
+    if is_sharded(values) or not is_sharded(place) or values.shape != place.shape:
         return part_of(values)
-    sharded: Any = place
-    mesh = sharded.device_mesh
-    rows = rows_of_a_part(len(values), mesh.size())
-    return values[rows * mesh.get_local_rank() :][:rows]
+    rows = rows_of_a_part(len(values), place.device_mesh.size())
+    return values[rows * place.device_mesh.get_local_rank() :][:rows]
 
 
-def sharded_as(place: Tensor, part: Tensor) -> Tensor:
-    """Wrap a rank's part as a tensor sharded like `place`, sharing the part's memory."""
-    if not is_sharded(place):
+def sharded_as(place: Any, part: Tensor) -> Tensor:
+    """Wrap a rank's part of `place` as a tensor sharded like it, sharing the part's memory."""
+    if not is_sharded(place) or part.shape != part_of(place).shape:
         return part
     from torch.distributed.tensor import DTensor
 
-    like: Any = place
-    shape, stride = place.shape, place.stride()
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
+    layout = {"shape": place.shape, "stride": place.stride(), "run_check": False}
+    return DTensor.from_local(part, place.device_mesh, place.placements, **layout)
 
 
 def rows_of_a_part(rows: int, ranks: int) -> int:
-    """How many rows each rank holds; the last ranks may hold fewer."""
+    """Return how many rows each rank holds. The last ranks may hold fewer."""
     return -(-rows // ranks)

@@ -4,15 +4,15 @@
     norm = sqrt(sum g^2) / scale   over all parameters, summed in fp32
 
 Both are read without a copy. The update widens half gradients a few parameters at a time: first to
-fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
-If there are only a few half gradients they become fp32 at once. fp32 ones are changed in place.
+fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0, in fp32 it is exact.
+A few half gradients become fp32 at once. fp32 ones are changed in place.
 
 The gradients of several micro-batches are summed in fp32 and averaged over the good ones,
 
     g = sum_i n_i g_i / sum_i n_i      over the micro-batches i whose gradients are finite
 
-where the loss of micro-batch i is the mean of n_i samples. So a window equals one large batch,
-however it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the device.
+if the loss of micro-batch i is the mean of n_i samples. So a window equals one large batch, however
+it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the device.
 """
 
 import copy
@@ -37,46 +37,38 @@ _FEW = 2**20  # values: 4 MB in fp32
 
 @dataclass(slots=True, eq=False)
 class Gradients:
-    """The gradients of a micro-batch or a step, sparse ones coalesced.
+    """The gradients of a micro-batch or a step, sparse ones coalesced, until they are popped."""
 
-    Attributes:
-        by_master: the ones not popped yet: half gradients still scaled, the others unscaled.
-        values: their dense values in the same memory, without empty ones.
-        half: the float16 and bfloat16 tensors in `values`.
-        scale: what `pop_fp32` divides the half ones by, 0-d on their device; 1.0 if not scaled.
-        amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
-        count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
-        clip_factor: 0-d, what `pop_fp32` multiplies the half ones by; None without clipping.
-        max_value: `pop_fp32` clamps each value to this magnitude; None if it does not.
-        scaler_amax: 0-d float32, the amax for the scaler if it is not `amax`: the largest of any
-            micro-batch, because each has a backward pass in half of its own.
-        dropped: 0-d int64, how many micro-batches of a window of several were left out, else None.
-        no_new: the previous step has consumed the gradients, and there are no new ones.
-    """
-
-    by_master: dict[Tensor, Tensor]
-    values: list[Tensor]
-    half: list[Tensor]
-    scale: Tensor | float
-    amax: Tensor
-    count: Tensor | float = 1
-    clip_factor: Tensor | None = None
-    max_value: float | None = None
+    by_master: dict[Tensor, Tensor]  # Half gradients are still scaled, the others are not.
+    values: list[Tensor]  # their dense values in the same memory, without empty ones
+    half: list[Tensor]  # the float16 and bfloat16 tensors in `values`
+    scale: Tensor | float  # Half ones will be divided by it; 1.0 if they are not scaled.
+    amax: Tensor  # 0-d float32, the largest unscaled magnitude, inf or nan if any is
+    count: Tensor | float = 1  # how many samples the loss is the mean of, >= 0
+    clip_factor: Tensor | None = None  # 0-d, half ones will be multiplied by it
+    max_value: float | None = None  # Each value will be clamped to this magnitude.
+    # 0-d float32, the amax for the scaler if it is another: the largest of any micro-batch, because
+    # each has its own backward pass in half.
     scaler_amax: Tensor | None = None
-    dropped: Tensor | None = None
-    no_new: bool = False
+    dropped: Tensor | None = None  # 0-d int64, micro-batches left out of a window of several
+    no_new: bool = False  # The previous step has consumed the gradients, and none has come since.
 
     def norm(self) -> Tensor:
-        """Return the global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 if empty."""
+        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it."""
+        if not self.values:
+            return torch.zeros_like(self.amax)
         wide = self._wide() if self.half else self.values
         norms = list(torch._foreach_norm(wide)) if wide else []
         if self.half:
-            of_half = iter(_unscale(torch.stack(_norms_of_half(self.half)), self.scale).unbind())
+            if self.half[0].is_cpu:
+                # A copy and its norm take no longer here, and the norm is the one of `amp` mode.
+                scaled = [torch.linalg.vector_norm(value.float()) for value in self.half]
+            else:
+                scaled = list(torch._foreach_norm(self.half, 2, torch.float32))
+            of_half = iter(_unscale(torch.stack(scaled), self.scale).unbind())
             of_wide = iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
-        if not norms:
-            return torch.zeros_like(self.amax)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm.float()
 
@@ -98,7 +90,7 @@ class Gradients:
                 widened.append(gradient)
             popped.append(gradient)
         if widened and self.clip_factor is not None:
-            # One factor clips and unscales; if the scale is a power of two, no bit is lost.
+            # With a scale that is a power of two, unscaling loses no bit.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
@@ -118,12 +110,10 @@ def measure_grads(
     device: torch.device,
     amax: Tensor | None = None,
 ) -> Gradients:
-    """Return gradients, by master, with their amax (None: computed); unscale fp32 ones in place."""
+    """Return gradients, by master, with their amax, and unscale fp32 ones in place."""
     few = sum(map(Tensor.numel, scaled.values())) <= _FEW
-    by_master: dict[Tensor, Tensor] = {}
-    values: list[Tensor] = []
-    half: list[Tensor] = []
-    wide: list[Tensor] = []
+    by_master = dict[Tensor, Tensor]()
+    values, half, wide = list[Tensor](), list[Tensor](), list[Tensor]()
     for master, gradient in scaled.items():
         if gradient.dtype in HALF and (few or gradient.is_sparse):
             gradient = gradient.float()
@@ -167,8 +157,8 @@ def not_finite(magnitude: Tensor) -> Tensor:
 def _amax(
     half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
 ) -> Tensor:
-    """Return the largest magnitude, 0-d float32; different half formats are compared in fp32."""
-    found: list[Tensor] = []
+    """Return the largest magnitude, 0-d float32."""
+    amax: Tensor | None = None
     for values, divisor in ((half, scale), (wide, 1.0)):
         if not values:
             continue
@@ -178,18 +168,10 @@ def _amax(
         else:
             ends = list(torch._foreach_norm(values, torch.inf))
         largest = torch.stack(ends).abs().max().float()
-        found.append(largest / divisor if isinstance(divisor, Tensor) else largest)
-    if not found:
-        return torch.zeros((), device=device)
-    return found[0] if len(found) == 1 else torch.maximum(*found)
-
-
-def _norms_of_half(values: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each, summed in fp32 and in the order of fp32 values."""
-    if not values[0].is_cpu:
-        return list(torch._foreach_norm(values, 2, torch.float32))
-    # On a CPU a copy and its norm take no longer, and the norm is the one of `amp` mode.
-    return [torch.linalg.vector_norm(value.float()) for value in values]
+        if isinstance(divisor, Tensor):
+            largest = largest / divisor
+        amax = largest if amax is None else torch.maximum(amax, largest)
+    return torch.zeros((), device=device) if amax is None else amax
 
 
 def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
@@ -197,19 +179,21 @@ def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
 
 
 class Accumulator:
-    """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
+    """Sums of the gradients of one step's micro-batches, in fp32."""
+
+    filled = False  # whether anything was added
 
     def __init__(self) -> None:
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
-        self._counts: list[Tensor] = []  # 0-d float64; 0 for a dropped micro-batch
+        self._counts: list[Tensor] = []  # 0-d float64, 0 for a dropped micro-batch
         self._unit = torch.ones(())  # n_1, which all weights are relative to
 
     def add(self, gradients: Gradients) -> None:
-        """Add and consume a micro-batch; if its amax is not finite it adds nothing and counts 0."""
-        if self._only is None and not self._counts:
-            self._only = gradients
+        """Add and consume a micro-batch. It counts 0 if its amax is not finite."""
+        if not self.filled:
+            self._only, self.filled = gradients, True
             return
         if self._only is not None:
             self._sum(self._only)
@@ -222,9 +206,9 @@ class Accumulator:
         self._sum(gradients)
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
-        """Return the mean over the good micro-batches of all ranks; amax is inf if there are none.
+        """Return the mean over all ranks' good micro-batches, in the memory of the sums.
 
-        Computed in the memory of the sums. `masters` are in the same order on all ranks.
+        Its amax is inf if there are none. All ranks have `masters` in the same order.
         """
         if self._only is not None and comm.size == 1:  # As it is: nothing is copied.
             only, count, amax = self._only, self._only.count, self._only.amax
@@ -316,15 +300,14 @@ def _try_step(optimizer: Optimizer, master: Tensor) -> None:
     row = torch.zeros_like(master if master.is_sparse else master[:1])
     row.grad = row.clone() if master.is_sparse else row.to_sparse(1)
     group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     state = {}
     for name, value in optimizer.state.get(master, {}).items():
         like = isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse
         state[name] = value[:1].clone() if like else copy.deepcopy(value)
     trial: Any = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        vars(trial)[name] = {} if name.endswith("_hooks") else value
-    trial.param_groups = [{**options, "params": [row]}]
+    vars(trial).update({n: {} if n.endswith("_hooks") else v for n, v in vars(optimizer).items()})
+    trial.param_groups = [copy.deepcopy({**group, "params": []})]
+    trial.param_groups[0]["params"] = [row]
     trial.state = defaultdict(dict, {row: state})
     with warnings.catch_warnings(action="ignore"):  # The step itself will warn.
         # A schedule replaces the `step` of the object, by a function that moves the original.

@@ -5,9 +5,8 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
 
     m <- optimizer(m, fp32(g) / scale),    w <- round_to_half(m)
 
-and weight decay, momentum and second moments act on fp32 values and are fp32. An fp32
-parameter is its own master. A step consumes the gradients, whether it is skipped or not. An update
-goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
+with weight decay, momentum and second moments in fp32. An fp32 parameter is its own master. An
+update goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
 """
 
 import inspect
@@ -35,13 +34,13 @@ from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.masters import Master, Pair, master_class
 from mpframe.core.optimizer import OptimizerWrapper
 from mpframe.core.step_result import StepResult, Verdict, read
-from mpframe.core.tree import HALF, is_waited_for
+from mpframe.core.tree import HALF, is_async
 from mpframe.core.widening import Frozen, frozen_beside, widen_turned, widen_written
 
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
 
-# 16 MB of fp32 gradients, as much as a CPU's cache holds. On an accelerator launches count more.
+# values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
 _SIZE_ON_CPU = 2**22
 _SIZE = 2**26
 
@@ -57,10 +56,10 @@ class MasterWeights(OptimizerWrapper):
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device.
-        masters: fp32 values to start from, by parameter; copied. They may include parameters of
-            groups that are added later. A half parameter without a value here keeps the master
-            that it has; if it has none, its master starts from the half value.
-        keep_masters: False updates the half weights themselves, to study what masters are for; a
+        masters: fp32 values to start from, by parameter. They are copied, and may include
+            parameters of groups that are added later. A half parameter without a value here keeps
+            its master. If it has none, its master starts from the half value.
+        keep_masters: False updates the half weights themselves, to study the effect of masters. A
             subclass of `Master` keeps the fp32 values in another way.
 
     Raises:
@@ -69,13 +68,13 @@ class MasterWeights(OptimizerWrapper):
 
     Attributes:
         optimizer: the wrapped one, the same object.
-        needs_closure: the optimizer evaluates the loss itself, as LBFGS does; `step` raises for it.
-        skips_on_device: the optimizer's kernels skip on the device (torch's fused ones do) and the
-            host would wait for that device, as for any but a CPU. None before the first step, which
-            makes the optimizer's state: a skip on the device would leave that state behind, with
-            arbitrary values in SGD's momentum.
+        needs_closure: the optimizer evaluates the loss itself, as LBFGS does, and `step` raises.
+        skips_on_device: the optimizer's kernels skip (torch's fused ones do), so the host need not
+            wait for the device. None before the first step, which makes the optimizer's state: a
+            skip on the device would leave arbitrary values in SGD's momentum.
         comm: the ranks that step together, each over parameters of the same values. Accumulated
             gradients are averaged over them, and they agree on whether a step is skipped.
+        accumulator: the gradients of the micro-batches since the last step.
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class MasterWeights(OptimizerWrapper):
         self._buckets: list[Bucket] = [[]]
         self._frozen: list[Frozen] = []
         self._steps = 0  # how many have begun
-        self._accumulator: Accumulator | None = None
+        self.accumulator = Accumulator()
         self._means: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
         super().__init__(optimizer, masters or {}, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
-        """Step together with other ranks; see `comm`."""
+        """Step together with other ranks."""
         self.comm = comm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,8 +112,9 @@ class MasterWeights(OptimizerWrapper):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._accumulator = self._means = None
-        self._consumed = False
+        if self.accumulator.filled:
+            self.accumulator = Accumulator()
+        self._means, self._consumed = None, False
 
     @torch.no_grad()
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
@@ -130,11 +130,10 @@ class MasterWeights(OptimizerWrapper):
                 that only `step` finds count 1.
 
         Returns:
-            0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
+            The micro-batch's amax, 0-d fp32: inf or nan if it was dropped, 0 if it counts 0.
         """
         gradients = self.collect_grads(scale, count)
-        self._accumulator = self._accumulator or Accumulator()
-        self._accumulator.add(gradients)
+        self.accumulator.add(gradients)
         return gradients.amax
 
     @torch.no_grad()
@@ -157,21 +156,15 @@ class MasterWeights(OptimizerWrapper):
         gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
         return gradients
 
-    @torch.no_grad()
-    def accumulate_grads(self, gradients: Gradients) -> None:
-        """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
-        self._accumulator = self._accumulator or Accumulator()
-        self._accumulator.add(gradients)
-
-    def keep_means(
+    def set_reduced_grads(
         self, means: Mapping[Tensor, Tensor], amax: Tensor | None, before: Tensor | None
     ) -> None:
         """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
         Args:
-            means: fp32 and unscaled, by parameter; other optimizers' are ignored.
-            amax: 0-d fp32, the largest magnitude on any rank; None: computed.
-            before: 0-d fp32, the amax before averaging, for the scaler; None if there is no scaler.
+            means: fp32 and unscaled, by parameter. Other optimizers' are ignored.
+            amax: 0-d fp32, the largest magnitude on any rank, or None to compute it.
+            before: 0-d fp32, the amax before averaging, if a scaler needs it.
         """
         grads = {master: means[p] for p, master in self._stepped.items() if p in means}
         self._means = measure_grads(grads, 1.0, self._device, amax)
@@ -191,20 +184,19 @@ class MasterWeights(OptimizerWrapper):
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
-        Afterwards every parameter's gradient is None. Without any gradient nothing is updated and
+        It consumes the gradients, also if it skips. Without any gradient nothing is updated and
         amax is 0. After a skip no parameter, master or optimizer state has changed.
 
         Args:
-            scaler: this loss's scaler; None if it is not scaled. May be a closure, as in torch.
+            scaler: this loss's scaler, if it is scaled. May be a closure, as in torch.
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite.
-            max_value: instead clamp each of their values to [-max_value, max_value], > 0 and
-                finite.
-            skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
-            closure: computes the loss and calls backward; called once, before the step.
+            max_value: or clamp each of their values to [-max_value, max_value], > 0 and finite.
+            skip_mask: 0-d bool on the device, True to skip the step whatever its gradients are.
+            closure: computes the loss and calls backward. It is called once, before the step.
 
         Raises:
-            ConfigError: there are no new gradients; a bound is out of its range, or both are given;
-                the optimizer needs a closure (see training/lbfgs.py), or does not take a sparse
+            ConfigError: there are no new gradients, a bound is out of its range, or both are given,
+                or the optimizer needs a closure (see training/lbfgs.py) or does not take a sparse
                 gradient. Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
@@ -237,7 +229,7 @@ class MasterWeights(OptimizerWrapper):
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
 
     def _run_closure(self, scaler: Any, closure: Any) -> tuple[Any, Tensor | None]:
-        """Evaluate a closure before the step; return the scaler and the loss."""
+        """Run a closure, passed as `closure` or in the scaler's place. Return scaler and loss."""
         if self.needs_closure:
             raise ConfigError(
                 f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
@@ -255,16 +247,17 @@ class MasterWeights(OptimizerWrapper):
         grads, device = self._pop_grads(), self._device
         if self._means is not None:
             gradients = self._means
-        elif self._accumulator is not None:
+        elif self.accumulator.filled:
             if grads:
-                self._accumulator.add(measure_grads(grads, scale, device))
-            gradients = self._accumulator.mean(self._stepped.values(), self.comm)
+                self.accumulator.add(measure_grads(grads, scale, device))
+            gradients = self.accumulator.mean(self._stepped.values(), self.comm)
+            self.accumulator = Accumulator()
         else:
             gradients = measure_grads(grads, scale, device)
             gradients.no_new = self._consumed and not grads
             amax = gradients.amax
             gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
-        self._accumulator = self._means = None
+        self._means = None
         for master, gradient in gradients.by_master.items():
             if gradient.is_sparse and master not in self._tried_sparse:
                 check_takes_sparse(self.optimizer, master)
@@ -275,7 +268,7 @@ class MasterWeights(OptimizerWrapper):
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
         """Update the masters and round them into the weights, bucket by bucket, unless `skipped`.
 
-        `verdict` is the same on the host; None only if `skips_on_device`.
+        `verdict` is the same on the host, unless `skips_on_device`.
         """
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
@@ -292,8 +285,9 @@ class MasterWeights(OptimizerWrapper):
         # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            on_device = is_waited_for(self._device) and _takes_found_inf(self.optimizer)
-            self.skips_on_device = on_device
+            takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+            fused = all(group.get("fused") for group in self.optimizer.param_groups)
+            self.skips_on_device = takes_found_inf and fused and is_async(self._device)
 
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:
@@ -338,7 +332,7 @@ def is_closure(scaler: Any) -> bool:
 
 
 def evaluate(closure: Any) -> Tensor | None:
-    """Run a closure once, as torch's optimizers do before they step; return its loss, detached."""
+    """Run a closure as torch's optimizers do before they step, and return its loss, detached."""
     with torch.enable_grad():
         loss = closure()
     return None if loss is None else torch.as_tensor(loss).detach()
@@ -353,7 +347,7 @@ def no_new_gradients() -> ConfigError:
 
 
 def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
-    """Return the pairs in their order, cut where a bucket would have too many values."""
+    """Cut the pairs, in their order, into buckets that do not have too many values."""
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
     buckets: list[dict[type[Master], list[Pair]]] = [{}]
     filled = 0
@@ -367,14 +361,9 @@ def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
 
 
 def _steps_by_parameter(stepped: Optimizer) -> bool:
-    """Return whether a step per bucket equals one step; hooks expect a single step."""
+    """Return whether a step per bucket equals one step. Hooks expect a single step."""
     optimizer: Any = stepped
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
     return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign
-
-
-def _takes_found_inf(optimizer: Optimizer) -> bool:
-    takes = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return takes and all(group.get("fused") for group in optimizer.param_groups)

@@ -1,8 +1,8 @@
 """The fp32 value behind each half weight: its master.
 
-Other code may write the weight behind the optimizer's back (load_state_dict, init, copy_, clamp_,
-.data). The master notices this by the weight's version, or on a CPU by its bits, and takes over the
-written value before the next step. A weight has one master, whichever optimizers hold it.
+Other code may write the weight (load_state_dict, init, copy_, clamp_, .data). The master notices
+this by the weight's version, or on a CPU by its bits, and takes over the written value before the
+next step. A weight has one master, whichever optimizers hold it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -16,18 +16,18 @@ from mpframe.core.comm import part_for, part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import HALF
 
-_SUMMED = 2**14  # words; a copy of fewer costs no more than their sums
-_CHECKED = 2**14  # values; clamping fewer is cheaper than checking them
+_SUMMED = 2**14  # words: a copy of fewer costs no more than their sums
+_CHECKED = 2**14  # values: clamping fewer is cheaper than checking them
 
 Pair = tuple[Tensor, "Master"]  # a half weight and its master
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
 class _Seen:
-    """A half weight as its master last wrote it; until then it matches no weight.
+    """A half weight as its master last wrote it. A new one matches no weight.
 
-    `words` is a view of its bits; it keeps the memory, so no other tensor gets this address.
-    `bits` is a copy of them, or the sums of their rows if `summed`; None: values are not compared.
+    `words` is a view of its bits, which keeps the memory: no other tensor gets this address. `bits`
+    is a copy of them, or the sums of their rows if `summed`. If None, values are not compared.
     """
 
     address, version = -1, -1
@@ -57,9 +57,9 @@ def _sums(words: Tensor) -> Tensor:
 
 
 def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor | bool]:
-    """Copy what other code wrote into weights to their masters; return which values changed.
+    """Copy values that other code wrote into weights to their masters, and return which changed.
 
-    `look`: compare values also where neither a version nor bits can show a write.
+    `look`: compare values even if neither a version nor bits can show a write.
     """
     changed = []
     for weight, master in pairs:
@@ -89,14 +89,11 @@ def mark_known(pairs: Iterable[Pair]) -> None:
 class Master:
     """The fp32 value behind a half weight. A subclass that stores it otherwise overrides all.
 
-    Args:
-        weight: float16 or bfloat16.
-        start: the value to begin with, of the weight's shape and any format; an fp32 tensor
-            becomes `value` itself, not a copy.
+    It begins with `start`, of the weight's shape and any format. An fp32 tensor is not copied.
 
     Attributes:
-        value: fp32, on the weight's device, in the optimizer's groups; always the same tensor.
-        half: the weight's format when the master last wrote it; fp32 if it was widened.
+        value: fp32, on the weight's device, always the same tensor in the optimizer's groups.
+        half: the weight's format when the master last wrote it, or fp32 if it was widened.
         seen: the weight as it was then.
     """
 
@@ -108,7 +105,7 @@ class Master:
         mark_known([(weight, self)])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what was seen, because the copy of a weight has another address.
+        # A copy has not seen the weight, whose copy has another address.
         return {name: value for name, value in vars(self).items() if name != "seen"}
 
     @classmethod
@@ -116,7 +113,7 @@ class Master:
         """Raise ConfigError if weights of this format cannot have such masters."""
 
     def current(self, weight: Tensor) -> Tensor:
-        """Return the fp32 value, with what other code wrote into the weight."""
+        """Return the fp32 value, after a look at the weight."""
         sync_from_weights([(weight, self)])
         return self.value
 
@@ -127,7 +124,7 @@ class Master:
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
-        """Take over the weight's values; return whether any differs from the rounded `value`."""
+        """Take over the weight's values. Return whether any differs from the rounded `value`."""
         half = weight.dtype if weight.dtype in HALF else self.half
         now, rounded = weight.detach(), torch.empty_like(self.value, dtype=half)
         round_into([(rounded, self.value)])
@@ -138,7 +135,7 @@ class Master:
 
     # Both take many weights and masters of this class at once: an update makes few calls.
 
-    materialize = staticmethod(sync_from_weights)  # Makes `value` current, for an update.
+    materialize = staticmethod(sync_from_weights)  # Makes `value` current before an update.
 
     @staticmethod
     def round_to_weights(pairs: Collection[Pair]) -> None:
@@ -161,7 +158,7 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         masters.append(master)
     for half, (weights, masters) in by_format.items():
         torch._foreach_copy_(weights, masters)
-        # The copy rounds values beyond the range to inf; they belong at the range's end. On a CPU
+        # The copy rounds values beyond the range to inf, which belong at the range's end. On a CPU
         # checking a large weight takes a third of the time of clamping it.
         to_clamp = []
         for weight in weights:
@@ -176,7 +173,7 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def master_class(masters: bool | type[Master]) -> type[Master] | None:
-    """Return the class of the masters that an option asks for; None if there are to be none."""
+    """Return the class of masters that an option asks for, if any."""
     return masters if isinstance(masters, type) else Master if masters else None
 
 
@@ -190,7 +187,7 @@ def set_master(weight: Tensor, start: Tensor, kind: type[Master]) -> None:
 
 
 def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
-    """Return a half weight's master; if it has none yet, a new one from the half value."""
+    """Return a half weight's master. A missing one is made from the half value."""
     master = _MASTERS.get(weight)
     if master is None or master.value.device != weight.device:
         master = kind(weight, weight if master is None else master.current(weight))
@@ -210,7 +207,7 @@ def master_behind(weight: Tensor) -> Master | None:
 
 
 def exact_value(weight: Tensor) -> Tensor | None:
-    """Return a copy of a weight's fp32 value, its master's if it is half; None if it has none."""
+    """Return a copy of a weight's fp32 value, if it or its master has one."""
     master = master_behind(weight)
     if master is not None:
         return master.current(weight).detach().clone()
@@ -236,7 +233,7 @@ def rebind_master(weight: Tensor, master: Master) -> None:
 def load_weights(
     model: nn.Module, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> None:
-    """Load a model's parameters and buffers by name; see `MasterWeights.load_masters`."""
+    """Load parameters and buffers by name, as `MasterWeights.load_masters` says."""
     present = {**model.state_dict(), **masters}
     for name in sorted(present.keys() ^ weights.keys()):
         what = "is missing from" if name in present else "is unknown to the model but in"

@@ -2,12 +2,11 @@
 
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
-`supervised(loss)` is for batches of inputs and targets, `model_loss` for models that return their
-own loss, as Hugging Face's do. The step calls an objective through `compute`, which checks the
-result, so that a mistake in it becomes one line.
+`supervised(loss)` is for batches of inputs and targets. The step calls an objective through
+`compute`, which checks the result, so that a mistake in it becomes one line.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,20 +18,20 @@ from mpframe.core.cast import block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
-from mpframe.core.user_code import UserCode, blame, described, name_of
+from mpframe.core.user_code import blame, described, name_of
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What an objective returns for one batch.
+    """The result of an objective for one batch.
 
     Attributes:
-        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
-        outputs: what metrics get, in fp32; None if there is nothing for them.
+        loss: one floating-point number, 0-d, unscaled: the mean over `count` samples or labels.
+        outputs: the metrics' inputs, in fp32, if there are any.
         targets: what a metric compares the outputs with.
         count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
-            tensor >= 0 on the device. Micro-batches, ranks, and the batches of an evaluation are
-            weighed by it. None: the size of the batch's first tensor along dimension 0.
+            tensor >= 0 on the device. Means over micro-batches, ranks and the batches of an
+            evaluation are weighed by it. None: the size of the batch's first tensor.
     """
 
     loss: Tensor
@@ -45,23 +44,19 @@ class Objective(Protocol):
     """Computes the loss of a model on a batch."""
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Forward pass and loss, inside the cast block of the run's precision.
+        """Run the forward pass and the loss, inside the cast block of the run's precision.
 
         Args:
-            model: on its device; the objective calls it, or parts of it, as it likes.
+            model: on its device. The objective calls it, or parts of it, as it likes.
             batch: any pytree of tensors on the same device, as the loader gave it.
         """
 
 
 @dataclass(frozen=True)
 class NamedObjective:
-    """One of a step's losses, and what its backward pass needs.
+    """One of a step's losses, with its scaler and the parameters it trains (None: all).
 
-    Attributes:
-        name: the loss's name; "" if it is the only one.
-        objective: computes it.
-        scaler: scales it.
-        parameters: the ones that get its gradients; None for all.
+    The only loss of a step is named "".
     """
 
     name: str
@@ -79,12 +74,7 @@ def compute(
     batch: Any,
     casts: AbstractContextManager[None] = _NULL_CONTEXT,
 ) -> StepOutput:
-    """Call an objective and check its result; the loss becomes 0-d, in fp32 or wider.
-
-    Args:
-        objective, model, batch: on one device.
-        casts: the cast block that the objective runs in, if this call is not in it already. The
-            checks of the loss stay outside, where reading a tensor's format costs nothing.
+    """Call an objective inside `casts`, and check its result. The loss becomes 0-d, >= fp32.
 
     Raises:
         UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
@@ -102,16 +92,16 @@ def compute(
         )
     loss = output.loss
     if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
-        loss = _one_number(loss, objective)
+        loss = _to_one_number(loss, objective)
     if not loss.requires_grad and torch.is_grad_enabled():
         raise UserCodeError(_explain_no_gradient(objective, model, output))
     if output.count is not None:
-        _require_count(output.count, objective)
+        _check_count(output.count, objective)
     return output if loss is output.loss else replace(output, loss=loss)
 
 
 def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """Return `count`; if None, the size of the batch's first tensor along dimension 0."""
+    """Return `count`, or if None the size of the batch's first tensor along dimension 0."""
     if count is not None:
         return count
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -121,7 +111,7 @@ def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
 
 
 def require_objective(path: str, objective: Any) -> None:
-    """Raise UserCodeError, naming `path`, if this is not an objective; a loss is not one."""
+    """Raise UserCodeError, naming `path`, if this is not an objective. A loss is not one."""
     if isinstance(objective, nn.modules.loss._Loss):
         name = name_of(objective)
         raise UserCodeError(
@@ -135,7 +125,7 @@ def require_objective(path: str, objective: Any) -> None:
         )
 
 
-def _one_number(loss: Any, objective: Objective) -> Tensor:
+def _to_one_number(loss: Any, objective: Objective) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise UserCodeError(
             f"{_source(objective)} gave {described(loss)}; it must give one floating-point number "
@@ -145,7 +135,7 @@ def _one_number(loss: Any, objective: Objective) -> Tensor:
     return wide.reshape(()) if wide.dim() else wide
 
 
-def _require_count(count: Any, objective: Objective) -> None:
+def _check_count(count: Any, objective: Objective) -> None:
     valid = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
     if not valid:
         raise UserCodeError(
@@ -166,7 +156,7 @@ def _explain_no_gradient(objective: Objective, model: nn.Module, output: StepOut
 
 
 def _source(objective: Objective) -> str:
-    """Return what errors call an objective; `supervised` gives the name of its loss."""
+    """Return the name of an objective in errors."""
     return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
 
 
@@ -174,11 +164,11 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Supervised:
-    """Batches are pairs (inputs, targets); the loss is computed in fp32, outside the casts.
+    """The objective of batches (inputs, targets). Its loss is computed in fp32, outside the casts.
 
     Args:
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; outputs are in fp32
-            or wider.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch, of outputs in fp32 or
+            wider.
         option: the option that chose the loss, for error messages.
     """
 
@@ -188,7 +178,7 @@ class Supervised:
 
     @property
     def source(self) -> str:
-        """What errors call this objective."""
+        """The name of this objective in errors."""
         return f"{self._option} {name_of(self.loss)}"
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -218,92 +208,10 @@ class Supervised:
 
 
 def supervised(loss: Loss) -> Supervised:
-    """Return the objective of a loss(outputs, targets), for batches of (inputs, targets).
-
-    Args:
-        loss: gives a 0-d tensor, the mean over the batch, e.g. `nn.CrossEntropyLoss()`.
-    """
+    """Return the objective of a loss such as `nn.CrossEntropyLoss()`."""
     return Supervised(loss)
 
 
 def outside_casts() -> AbstractContextManager[None]:
     """Context manager in which no op is cast, for a loss whose inputs are in fp32 already."""
     return block(None)
-
-
-# In a model's `loss_type`, or if that is None in the name of its class.
-_SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
-
-
-def model_loss(model: nn.Module, batch: Any) -> StepOutput:
-    """Return the loss of `model(**batch)`; metrics get its `logits` in fp32 and the `labels`.
-
-    The model computes its loss inside the casts, so the op lists decide its format (losses and
-    large reductions are fp32 by default).
-
-    It counts the labels other than -100. A causal model predicts the next label, so the first of
-    each row does not count if `model.loss_type`, which transformers sets, is `ForCausalLM` or
-    `ForConditionalGeneration` and the model is no encoder-decoder. `shift_labels` in the batch are
-    counted as they are. Without labels, with labels that are not integers, or for CTC, the batch's
-    samples are counted.
-
-    Args:
-        model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
-            From a mapping without `logits` (a model with several outputs) metrics get everything
-            except the loss.
-        batch: a mapping from the model's argument names to values; or a pair of such a mapping
-            and what metrics get instead of `labels`, which the model does not see.
-
-    Raises:
-        UserCodeError: the batch is no mapping, the model raised or returned no loss.
-    """
-    arguments, targets = _split(batch)
-    with UserCode("model:", model, batch=arguments):
-        result = model(**arguments)
-    loss = _get(result, "loss")
-    if loss is None:
-        raise UserCodeError(
-            f"model: {name_of(model)} gave {described(result)} without a loss; give it its "
-            "labels, or use an objective that computes the loss"
-        )
-    with outside_casts():
-        count = _count_labels(arguments, model)
-        return StepOutput(loss, to_fp32(_outputs(result)), targets, count)
-
-
-def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
-    """Return the model's arguments, and what the metrics compare its outputs with."""
-    if isinstance(batch, Mapping):
-        return batch, batch.get("labels")
-    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], Mapping):
-        return batch[0], batch[1]
-    raise UserCodeError(
-        f"objective: model_loss calls the model with keywords, and the dataset gave "
-        f"{described(batch)}; let it give a dict of the model's arguments"
-    )
-
-
-def _count_labels(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
-    """Return how many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
-    kind = getattr(model, "loss_type", "")
-    if kind is None:  # For a GPT2LMHeadModel, say: transformers takes its causal loss.
-        kind = type(getattr(model, "_orig_mod", model)).__name__
-    shifted = arguments.get("shift_labels")
-    labels = arguments.get("labels") if shifted is None else shifted
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or "CTC" in str(kind):
-        return None
-    to_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if shifted is None and not to_decoder and any(name in str(kind) for name in _SHIFTS_LABELS):
-        labels = labels[..., 1:]
-    return (labels != -100).sum()  # torch ignores these by default
-
-
-def _outputs(result: Any) -> Any:
-    logits = _get(result, "logits")
-    if logits is None and isinstance(result, Mapping):
-        return {name: value for name, value in result.items() if name != "loss"} or None
-    return logits
-
-
-def _get(result: Any, name: str) -> Any:
-    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)

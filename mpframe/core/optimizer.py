@@ -1,12 +1,12 @@
 """A torch optimizer over fp32 masters, as the rest of torch sees it: groups, state, checkpoints.
 
 The optimizer steps one tensor for each parameter: its master if it is half, the rows that this rank
-holds if it is sharded, else the parameter itself. Schedulers see the model's own parameters in the
+holds if it is sharded, else the parameter itself. Schedulers see the model's parameters in the
 groups, and share options and hooks with the wrapped optimizer. `MasterWeights` adds the step.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -33,13 +33,9 @@ _WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
 class OptimizerWrapper(Optimizer):
-    """Makes an optimizer step fp32 masters instead of half parameters.
+    """Makes an optimizer step fp32 masters instead of half parameters: the base of `MasterWeights`.
 
-    Args:
-        optimizer: the one to wrap.
-        starts: fp32 values from before rounding, by half parameter; copied. They may include
-            parameters that no group has yet.
-        kind: the masters' class; None makes every parameter its own master.
+    `kind` is the masters' class. None makes every parameter its own master.
     """
 
     def __init__(
@@ -59,14 +55,14 @@ class OptimizerWrapper(Optimizer):
         self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
         self._masters: dict[Tensor, Master] = {}  # by half parameter
-        self._sharded = False  # whether any parameter is; asked once, not in each step
+        self._sharded = False  # whether any parameter is, found out once and not in each step
         self._device = torch.device("cpu")  # of all parameters
         self._share_with_wrapped()
         self._register_groups()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
-        """The wrapped optimizer's groups; their `params` are the model's own parameters."""
+        """The wrapped optimizer's groups, with the model's parameters as `params`."""
         parameter_of = {stepped: parameter for parameter, stepped in self._stepped.items()}
         return [
             ParamGroup(group, [parameter_of.get(t, t) for t in group["params"]])
@@ -75,7 +71,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state, by the model's own parameters."""
+        """The wrapped optimizer's state, by the model's parameters."""
         parameter_of = {stepped: parameter for parameter, stepped in self._stepped.items()}
         return {parameter_of.get(t, t): state for t, state in self.optimizer.state.items()}
 
@@ -98,7 +94,7 @@ class OptimizerWrapper(Optimizer):
         return self._stepped[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its half parameters get masters."""
+        """Add a group to the wrapped optimizer, and masters of its half parameters."""
         self.optimizer.add_param_group(param_group)
         self._register_groups()
 
@@ -110,14 +106,14 @@ class OptimizerWrapper(Optimizer):
 
     def inner_state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state without masters, which are saved by name."""
-        return self._map_state(_to_sharded, self.optimizer.state_dict())
+        return self._map_state(sharded_as, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; a plain optimizer's, which has no `masters`, leaves them as they are.
+        """Load a state. A plain optimizer's, which has no `masters`, leaves them as they are.
 
         Raises:
-            CheckpointError: the state was made over other parameters; nothing is loaded.
+            CheckpointError: the state was made over other parameters. Nothing is loaded.
         """
         self._register_groups()
         state = dict(state_dict)
@@ -132,7 +128,7 @@ class OptimizerWrapper(Optimizer):
             )
         _check_group_names(state.get("param_groups", ()), self.optimizer.param_groups)
         try:
-            self.optimizer.load_state_dict(self._map_state(_to_part, state))
+            self.optimizer.load_state_dict(self._map_state(part_for, state))
         except ValueError as error:
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"
@@ -160,15 +156,12 @@ class OptimizerWrapper(Optimizer):
         """Load parameters and buffers by name: masters exactly, half weights as their rounding.
 
         Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
+            CheckpointError: a name is missing or unexpected, or a shape differs. Nothing is loaded.
         """
         load_weights(model, self.masters_by_name(model), weights)
 
     def _pop_grads(self) -> dict[Tensor, Tensor]:
-        """Take the gradients, by master, from parameters and masters.
-
-        A gradient that a user's backward pass left at a master is added in fp32.
-        """
+        """Pop the gradients, by master, from parameters and (added in fp32) from masters."""
         popped = {}
         for parameter, master in self._stepped.items():
             gradient, of_master = parameter.grad, None if master is parameter else master.grad
@@ -192,7 +185,7 @@ class OptimizerWrapper(Optimizer):
             self.skips_on_device = None  # The new parameters have no state yet.
 
     def _master_for(self, parameter: Tensor) -> Tensor:
-        """Return what the optimizer steps for a parameter; a new master takes over its state."""
+        """Return the tensor to step for a parameter. A new master takes over its state."""
         if parameter.dtype not in HALF or self._kind is None:
             clear_master(parameter)
             self._sharded |= is_sharded(parameter)
@@ -226,9 +219,7 @@ class OptimizerWrapper(Optimizer):
                     "covers a step, so give each device an optimizer of its own"
                 )
 
-    def _map_state(
-        self, change: Callable[[Tensor, Tensor], Tensor], state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _map_state(self, change: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Return a `state_dict` with the tensors of sharded parameters changed."""
         mapped = dict(state["state"])
         for index, parameter in enumerate(self._stepped):
@@ -237,13 +228,13 @@ class OptimizerWrapper(Optimizer):
         return {**state, "state": mapped}
 
     def _share_with_wrapped(self) -> None:
-        """Share hooks with the wrapped optimizer: they see each step that it takes."""
+        """Share defaults and hooks with the wrapped optimizer."""
         _WRAPPED.add(self.optimizer)
         self.defaults = self.optimizer.defaults
         vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Schedulers replace `step` with a function of their own.
+        # Schedulers replace `step` by another function.
         return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,18 +244,8 @@ class OptimizerWrapper(Optimizer):
             rebind_master(parameter, master)
 
 
-def _to_sharded(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a part's state as a sharded tensor; a value of another shape as it is."""
-    return sharded_as(parameter, value) if value.shape == part_of(parameter).shape else value
-
-
-def _to_part(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return the part of a state that is sharded or whole; a value of another shape as it is."""
-    return part_for(parameter, value) if value.shape == parameter.shape else value
-
-
 class ParamGroup(UserDict[str, Any]):
-    """A wrapped optimizer's group, with the model's own `params` instead of the masters."""
+    """A wrapped optimizer's group, with the model's `params` instead of the masters."""
 
     def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
         self.data = group
@@ -292,7 +273,7 @@ class ParamGroup(UserDict[str, Any]):
 
 
 def _check_group_names(saved: Iterable[Any], groups: Iterable[Any]) -> None:
-    """Raise CheckpointError if the groups of a saved state have other names, or another order.
+    """Raise CheckpointError if the groups of a state have other names or another order.
 
     torch compares only their sizes, and would give one group the settings of another.
     """

@@ -1,15 +1,15 @@
 """The step: one path, whatever the mode, the micro-batches, the scaler and the ranks are.
 
 `StepTrainer.train_step` is the whole of it, in two halves. `accumulate_losses` runs the
-micro-batches forward and backward; `update` steps the optimizer, or skips. If the gradients are not
-finite, nothing has changed at the end but the loss scale: not the weights, the optimizer's state,
-the buffers, the average, the schedule or the step count.
+micro-batches forward and backward. `update` steps the optimizer, or skips. If the gradients are not
+finite, only the loss scale has changed at the end: not the weights, the optimizer's state, the
+buffers, the average, the schedule or the step count.
 
-Other trainers are composed of the two halves: several losses, LBFGS, and `mpframe.Trainer`, which
-adds the loop over epochs. They are in training/.
+Trainers in training/ are composed of the two halves: for several losses, for LBFGS, and
+`mpframe.Trainer`, which adds the loop over epochs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,79 +24,40 @@ from mpframe.core.gradients import check_clipping
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaling, scale_of
 from mpframe.core.objective import NamedObjective, Objective, compute, count_of, require_objective
 from mpframe.core.precision import Precision
-from mpframe.core.step_result import StepResult, either
+from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import blame
 
 
 class StepOptimizer(Protocol):
-    """An optimizer as a trainer sees it: `MasterWeights`, or several that make one step."""
+    """An optimizer as a trainer sees it: `MasterWeights`, which explains these, or several."""
 
     needs_closure: bool
 
     @property
-    def param_groups(self) -> list[Any]:
-        """The groups, as torch's optimizers have them."""
-
+    def param_groups(self) -> list[Any]: ...
     @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that it moves."""
-
-    def set_comm(self, comm: Comm) -> None:
-        """Step together with other ranks."""
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-
-    def accumulate(self, scale: Any, count: Any) -> Tensor:
-        """Take a micro-batch's gradients; return their amax, 0-d, inf or nan if it is dropped."""
-
-    def step(
-        self,
-        scaler: Any,
-        *,
-        max_norm: float | None,
-        max_value: float | None,
-        skip_mask: Tensor | None,
-    ) -> StepResult:
-        """Check, clip, update or skip, and tell the scaler."""
-
-    def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor that the update acts on."""
-
-    def inner_state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizers, without masters."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-
-    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of the model."""
-
-    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers by name."""
+    def parameters(self) -> list[Tensor]: ...
+    def set_comm(self, comm: Comm) -> None: ...
+    def zero_grad(self) -> None: ...
+    def accumulate(self, scale: Any, count: Any) -> Tensor: ...
+    @property
+    def step(self) -> Callable[..., StepResult]: ...
+    def master_of(self, parameter: Tensor) -> Tensor: ...
+    def inner_state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]: ...
+    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The options of a step.
+    """The options of a step; ConfigError if both bounds are given, or one is out of range."""
 
-    Attributes:
-        clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
-            not.
-        clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
-            > 0 and finite; None: do not.
-        compile: compile the forward pass and its casts into one graph.
-        reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
-
-    Raises:
-        ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
-    """
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compile: bool = False
-    reduce: str = "in_backward"
+    clip_norm: float | None = None  #: of all unscaled gradients together, > 0 and finite
+    clip_value: float | None = None  #: instead, of each value of them, > 0 and finite
+    compile: bool = False  #: the forward pass and its casts into one graph
+    reduce: str = "in_backward"  #: when ranks average gradients: this, or "after_backward"
 
     def __post_init__(self) -> None:
         bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
@@ -109,14 +70,14 @@ class StepTrainer:
 
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
-        optimizer: what `precision.prepare` returned; or several, as a `MultiOptimizer`.
+        optimizer: what `precision.prepare` returned, or several as a `MultiOptimizer`.
         objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
-            a micro-batch; `supervised(loss)` for batches of inputs and targets. The loss of a step
-            is the mean over the samples of all its micro-batches and ranks.
-        precision: the dtype mode; fp32 by default.
-        scaler: on the model's device; None: loss not scaled, and overflow still skips the step.
-        algorithms: by name, callbacks that change the training: a schedule, an average of the
-            weights, a rule that skips steps. They are called in this order.
+            a micro-batch. The loss of a step is the mean over the samples of all its micro-batches
+            and ranks.
+        precision: the dtype mode, fp32 by default.
+        scaler: on the model's device. Without one an overflow still skips the step.
+        algorithms: by name and in order, callbacks that change the training: a schedule, an average
+            of the weights, a rule that skips steps.
         plan: how to clip and compile, and when ranks average gradients.
         comm: the ranks that train together, each on its part of every batch.
 
@@ -141,19 +102,19 @@ class StepTrainer:
         self.optimizer.set_comm(self.comm)
         self._buffers, self._micro_buffers = Buffers(self.model), Buffers(self.model)
         self._device = device_of(self.model)
-        # What the objective is called with.
+        # The objective is called with this.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
 
     def train_step(self, *micro_batches: Batch) -> StepResult:
         """Make one optimizer step on one batch, or on the micro-batches of an accumulation window.
 
-        Args:
-            micro_batches: what the objective takes; all are scaled by the same loss scale.
-
-        Returns:
-            What was done; its values stay on the device.
+        They are what the objective takes, and all are scaled by the same loss scale. The values of
+        the result stay on the device.
         """
-        self.comm.begin_step(self.optimizer, len(micro_batches), self.plan.reduce)
+        if not micro_batches:
+            raise ConfigError("train_step: there is no batch; give it one, or several")
+        reduce = self.plan.reduce if len(micro_batches) == 1 else "after_backward"
+        self.comm.begin_step(self.optimizer, reduce)
         losses = self.accumulate_losses(self.optimizer, self.objectives, micro_batches)
         result = self.update(self.optimizer, self.scaler, losses)
         return self.finish_step(replace(result, loss=losses[0]))
@@ -187,7 +148,7 @@ class StepTrainer:
         return self.comm.reduce(optimizer, done, self._buffers)
 
     def forward_backward(self, part: NamedObjective, batch: Batch) -> Loss:
-        """Forward under the casts, loss in fp32 or wider, scaled backward pass."""
+        """Run forward under the casts, the loss in fp32 or wider, and backward from the scale."""
         output = compute(part.objective, self.compiled_model, batch, self.precision.cast())
         scale, count = scale_of(part.scaler), count_of(output.count, batch)
         try:
@@ -200,7 +161,9 @@ class StepTrainer:
         """Step with the gradients that `accumulate_losses` left, or skip and undo the buffers."""
         skip = None
         for algorithm in self.algorithms.values():
-            skip = either(skip, algorithm.before_update(self, losses))
+            mask = algorithm.before_update(self, losses)
+            if mask is not None:
+                skip = mask if skip is None else skip | mask
         try:
             # Check, clip, update or skip, tell the scaler.
             result = optimizer.step(
@@ -215,14 +178,14 @@ class StepTrainer:
         return result
 
     def finish_step(self, result: StepResult) -> StepResult:
-        """Do what follows a step; the host may not know yet whether it was skipped."""
+        """Run all that follows a step. The host may not know yet whether it was skipped."""
         self.precision.sync(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)
         return result
 
     def on_device(self, batch: Batch) -> Batch:
-        """A batch on the model's device."""
+        """Return a batch on the model's device."""
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)

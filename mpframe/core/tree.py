@@ -29,7 +29,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def is_waited_for(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Whether a read from `device` makes the host wait: from all but a CPU."""
     return device.type != "cpu"
 

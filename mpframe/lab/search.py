@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mpframe.core.callback import Batch
 from mpframe.core.handlers import cast_to
-from mpframe.core.loss_scaling.scaler import safe_scale
+from mpframe.training.probe import safe_scale
 from mpframe.training.trainer import Trainer
 
 Pins = Mapping[str, str]

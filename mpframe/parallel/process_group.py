@@ -216,10 +216,10 @@ class ProcessGroup(Comm):
         """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
-    def begin_step(self, optimizer: Any, passes: int, reduce: str) -> None:
-        """Begin a step; its gradients are averaged in its backward pass, if it has only one."""
+    def begin_step(self, optimizer: Any, reduce: str) -> None:
+        """Begin a step; see `Comm.begin_step`."""
         self._reducer = None
-        if reduce == "in_backward" and passes == 1 and self.sharding is None:
+        if reduce == "in_backward" and self.sharding is None:
             if optimizer not in self._reducers:
                 self._reducers[optimizer] = self.in_backward()
             self._optimizer, self._reducer = optimizer, self._reducers[optimizer]
@@ -253,7 +253,7 @@ class ProcessGroup(Comm):
         ((loss,), _) = micro_batches[0]
         means, amax, before, mean = self._reducer.means(loss.value)
         end_broadcast()
-        optimizer.keep_means(means, amax, before)
+        optimizer.set_reduced_grads(means, amax, before)
         self._optimizer = self._reducer = None  # As long as anybody has them, so do connections.
         return [mean]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
-from mpframe.core.callback import Batch, call
+from mpframe.core.callback import Batch, run_callbacks
 from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
@@ -229,7 +229,7 @@ class Evaluator:
             stack.callback(trainer.model.train, trainer.model.training)
             trainer.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
-                call(trainer.callbacks, "on_prediction_step", trainer)
+                run_callbacks(trainer.callbacks, "on_prediction_step", trainer)
                 with InBatch(split, 0, number, loader=loader):
                     sums += self._evaluate_batch(trainer, batch, metrics)
         return metrics.evaluation(sums)

@@ -19,9 +19,9 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
-from mpframe.core.step_result import StepResult, largest
+from mpframe.core.step_result import StepResult
 from mpframe.training.loss_spike import spikes_of
-from mpframe.training.multi_optimizer import MultiOptimizer, joined
+from mpframe.training.multi_optimizer import MultiOptimizer, joined, largest
 from mpframe.training.trainer import Trainer
 
 
@@ -53,8 +53,8 @@ class MultiObjectiveTrainer(Trainer):
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One step of every optimizer on one batch, or on the micro-batches of a window."""
-        passes = len(batches) * len(self.objective)
-        self.comm.begin_step(self.optimizer, passes, self.plan.reduce)
+        single = len(batches) == len(self.objective) == 1
+        self.comm.begin_step(self.optimizer, self.plan.reduce if single else "after_backward")
         take = self._take_turns if self.optimizer.skip == "each" else self._step_together
         return self.finish_step(take(batches))
 

@@ -24,7 +24,7 @@ from mpframe.core.gradients import Gradients, check_clipping, not_finite
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
 from mpframe.core.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
 from mpframe.core.masters import load_weights
-from mpframe.core.step_result import StepResult, Verdict, any_of, joined_verdict, largest, read
+from mpframe.core.step_result import StepResult, Verdict, read
 
 SKIPS = ("all", "each")
 _OfParts = Tensor | float | Mapping[str, Tensor | float]
@@ -106,15 +106,15 @@ class MultiOptimizer:
             if self.skip == "all":  # One part that overflowed drops the micro-batch of all.
                 gradients.scaler_amax = gradients.amax
                 gradients.amax = torch.where(amax < torch.inf, gradients.amax, amax)
-            self.parts[name].accumulate_grads(gradients)
+            self.parts[name].accumulator.add(gradients)
         return amax
 
-    def keep_means(
+    def set_reduced_grads(
         self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
     ) -> None:
         """Set the gradients of a step, averaged over the ranks, by parameter."""
         for part in self.parts.values():
-            part.keep_means(means, None, before)  # Each computes its own amax.
+            part.set_reduced_grads(means, None, before)  # Each computes its own amax.
 
     @torch.no_grad()
     def step(
@@ -215,7 +215,9 @@ class MultiOptimizer:
         """Return which parts skip. A norm beyond fp32's range would clip each gradient to zero."""
         bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
-        return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
+        if self.skip == "all":
+            bad = dict.fromkeys(bad, torch.stack([*bad.values()]).any())
+        return bad
 
     def _clip(
         self,
@@ -243,9 +245,39 @@ def joined(results: Mapping[str, StepResult]) -> StepResult:
         scale=parts[0].scale,
         dropped=largest(dropped) if dropped else None,
         loss=torch.stack(losses).sum() if losses else None,
-        verdict=joined_verdict(results),
+        verdict=_join_verdicts(results),
         parts=dict(results),
     )
+
+
+def largest(magnitudes: list[Tensor]) -> Tensor:
+    """Return the largest of these 0-d magnitudes, nan if one is nan; a single one itself."""
+    return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()
+
+
+def _join_verdicts(parts: Mapping[str, StepResult]) -> Verdict | None:
+    """Return the verdict on a step of several: skipped if all are; None if one is not known."""
+    known = [part.verdict for part in parts.values() if part.verdict is not None]
+    if len(known) < len(parts):
+        return None
+    return Verdict(all(verdict.skipped for verdict in known), max(v.dropped for v in known))
+
+
+def with_verdicts(results: list[StepResult]) -> list[StepResult]:
+    """Return the results with their verdicts; the missing ones are read together."""
+    unread: list[StepResult] = []
+    for result in results:
+        if result.verdict is None:
+            unread += result.each().values()
+    verdicts = iter(read([(part.skipped, part.dropped) for part in unread]) if unread else ())
+    complete = []
+    for result in results:
+        if result.verdict is None:
+            parts = {n: replace(part, verdict=next(verdicts)) for n, part in result.each().items()}
+            several = replace(result, parts=parts, verdict=_join_verdicts(parts))
+            result = parts[""] if result.parts is None else several
+        complete.append(result)
+    return complete
 
 
 def _of(given: Any, name: str) -> Any:

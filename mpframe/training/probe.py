@@ -9,19 +9,37 @@ The gradients of the activations count too: at a scale s they must fit into half
 they are often the larger ones.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.loss_scaling.scaler import largest_power_below
 from mpframe.core.objective import Objective, compute
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import UserCode
+
+
+def wants_probe(scaler: object) -> TypeGuard[Any]:
+    """Return whether `start_from(amax)` is to choose the scaler's first scale."""
+    return bool(getattr(scaler, "wants_probe", False))
+
+
+def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
+    """Return the largest power of two that leaves octaves (>= 0) free above such a gradient.
+
+    None if `amax` is 0, inf or nan.
+    """
+    if not 0.0 < amax < math.inf:
+        return None
+    limit = torch.finfo(half).max / 2.0**octaves
+    return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))
 
 
 def probe_amax(model: nn.Module, objective: Objective, precision: Precision, batch: Any) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpframe.core.callback import Callback, Callbacks, call
+from mpframe.core.callback import Callback, Callbacks, run_callbacks
 from mpframe.data.loading import Loader
 from mpframe.tracking.tracker import Tracker
 
@@ -54,7 +54,7 @@ def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
-            call({name: callback}, "setup", trainer, context)
+            run_callbacks({name: callback}, "setup", trainer, context)
             stack.push(partial(_tear_down, trainer, name, callback))
         yield
 
@@ -68,7 +68,7 @@ def _tear_down(
     trace: object,
 ) -> None:
     try:
-        call({name: callback}, "teardown", trainer, error)
+        run_callbacks({name: callback}, "teardown", trainer, error)
     except Exception as further:
         if error is None:
             raise
@@ -77,7 +77,7 @@ def _tear_down(
 
 def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
     """The state of each callback that has one, by its name."""
-    return call({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
+    return run_callbacks({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
 
 
 def has_state(callback: Callback) -> bool:

@@ -11,17 +11,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpframe.core.callback import Batch, Callbacks, call
+from mpframe.core.callback import Batch, Callbacks, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
-from mpframe.core.loss_scaling.scaler import LossScaler, scalers_by_name, wants_probe
+from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
-from mpframe.core.step_result import StepResult, largest, with_verdicts
+from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import InBatch, name_of, raised
 from mpframe.core.widening import widen_named, widened
 from mpframe.training.extra_state import ExtraState
+from mpframe.training.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
-from mpframe.training.probe import probe_amax
+from mpframe.training.probe import probe_amax, wants_probe
 
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
@@ -62,7 +63,8 @@ class Trainer(StepTrainer):
     @property
     def scalers(self) -> dict[str, LossScaler]:
         """The scalers by the name of their loss; the only one, or a shared one, is named ""."""
-        return scalers_by_name(self.scaler)
+        named = self.scaler if isinstance(self.scaler, Mapping) else {"": self.scaler}
+        return {n: one for n, one in named.items() if one and not isinstance(one, NoScaling)}
 
     def finish_step(self, result: StepResult) -> StepResult:
         """Let all that follows a step follow it, once it is known whether it was skipped."""
@@ -255,8 +257,8 @@ class Trainer(StepTrainer):
             self._call("on_evaluate", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
-        call(self.algorithms, event, self, *values)
-        call(self.callbacks, event, self, *values)
+        run_callbacks(self.algorithms, event, self, *values)
+        run_callbacks(self.callbacks, event, self, *values)
 
 
 def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mpframe.core.objective import StepOutput, model_loss
+from mpframe.core.objective import StepOutput
 from mpframe.data import Accuracy, Task
+from mpframe.training.objectives import model_loss
 
 CLASSES = 3
 

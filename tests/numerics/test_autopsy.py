@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.master_weights import MasterWeights
-from mpframe.core.objective import NamedObjective, StepOutput, model_loss, supervised
+from mpframe.core.objective import NamedObjective, StepOutput, supervised
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.lab.autopsy.diagnosis import Kind, diagnose, underflow_share
@@ -22,6 +22,7 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.training.objectives import model_loss
 
 MODES = [(mode, compute) for mode in ("mixed", "amp") for compute in ("emulated", "native")]
 ROWS = 8

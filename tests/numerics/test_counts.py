@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
-from mpframe.core.objective import StepOutput, compute, count_of, model_loss, supervised
+from mpframe.core.objective import StepOutput, compute, count_of, supervised
 from mpframe.parallel.launch import joined
 from mpframe.run.trainer import shard
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.objectives import model_loss
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 

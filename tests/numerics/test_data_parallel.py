@@ -76,7 +76,7 @@ def trained(name: str, mode: str, on_ranks: bool) -> list[Any]:
                 means, amax, before, loss = ranks.means(loss.detach())
                 assert all(own.grad is None for own in model.parameters())
                 seen += [sorted(names[own] for own in means), amax, before, loss]
-                optimizer.keep_means(means, amax, before)
+                optimizer.set_reduced_grads(means, amax, before)
             else:
                 for half in range(2):
                     rows = slice(half * len(inputs) // 2, (half + 1) * len(inputs) // 2)

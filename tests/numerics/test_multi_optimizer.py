@@ -192,7 +192,7 @@ def test_means_of_all_ranks_skip_all_or_their_part(skip: str, skipped: set[str])
     spoil(optimizer, "head")
     means = {parameter: parameter.grad for parameter in model.parameters()}
     optimizer.zero_grad()
-    optimizer.keep_means(means, torch.tensor(INF), torch.tensor(INF))
+    optimizer.set_reduced_grads(means, torch.tensor(INF), torch.tensor(INF))
     parts = optimizer.step(None).each()
     assert {name for name, part in parts.items() if part.skipped} == skipped
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
-from mpframe.core.objective import model_loss, supervised
+from mpframe.core.objective import supervised
+from mpframe.training.objectives import model_loss
 from mpframe.training.probe import probe_amax
 
 MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]

@@ -15,8 +15,9 @@ from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
 from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
-from mpframe.core.objective import Objective, model_loss, supervised
+from mpframe.core.objective import Objective, supervised
 from mpframe.lab.search import Pins, Search, SearchResult
+from mpframe.training.objectives import model_loss
 
 
 class Hot(nn.Linear):

@@ -175,6 +175,11 @@ def test_what_does_not_go_with_a_closure_is_refused_at_once(
         make_trainer(optimizer=torch.optim.LBFGS, **options)
 
 
+def test_a_step_without_a_batch_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^train_step: there is no batch; give it one"):
+        make_trainer().train_step()
+
+
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_a_step_starts_without_the_gradients_that_others_left(mode: str) -> None:
     """A measurement's backward pass before it enters neither its norm nor its update."""

@@ -9,7 +9,7 @@ from run_context import context
 from torch import nn
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.core.callback import Callback, call
+from mpframe.core.callback import Callback, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.core.objective import supervised
 from mpframe.run.parts import build_callbacks
@@ -111,7 +111,7 @@ def test_setup_goes_forward_and_teardown_backward(tmp_path: Path) -> None:
     said: list[str] = []
     trainer = trainer_with({"a": Told("a", said), "b": Told("b", said)})
     with set_up(trainer, context(tmp_path / "run")):
-        call(trainer.callbacks, "on_save", trainer)
+        run_callbacks(trainer.callbacks, "on_save", trainer)
     assert said == [
         *("setup a in run", "setup b in run", "save a", "save b"),
         *("teardown b None", "teardown a None"),
@@ -156,7 +156,7 @@ def test_only_what_was_set_up_is_torn_down(tmp_path: Path) -> None:
 def test_an_error_in_a_users_callback_is_one_line_with_its_name() -> None:
     callbacks = {"mine": Failing("on_epoch_end")}
     with pytest.raises(UserCodeError) as refused:
-        call(callbacks, "on_epoch_end", None)
+        run_callbacks(callbacks, "on_epoch_end", None)
     assert str(refused.value).startswith(
         "callbacks.mine: Failing raised ConnectionError (no route to the server) at "
     )
@@ -165,7 +165,9 @@ def test_an_error_in_a_users_callback_is_one_line_with_its_name() -> None:
 
 def test_an_error_in_a_callback_of_ours_passes_as_it_is() -> None:
     with pytest.raises(AttributeError, match="_tracker"):
-        call({"curves": build({"_target_": f"{OURS}.Curves", "log_every": 1})}, "on_save", None)
+        run_callbacks(
+            {"curves": build({"_target_": f"{OURS}.Curves", "log_every": 1})}, "on_save", None
+        )
 
 
 OURS = "mpframe.training.callbacks.curves"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpframe.core.loss_scaling.scaler import safe_scale
+from mpframe.training.probe import safe_scale
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from mpframe.core.loss_scaling import Backoff, LogMax
-from mpframe.core.loss_scaling.scaler import (
-    exponent_of,
-    largest_power_below,
-    power_of_two,
-    safe_scale,
-)
+from mpframe.core.loss_scaling.scaler import exponent_of, largest_power_below, power_of_two
+from mpframe.training.probe import safe_scale
 
 ADAPTIVE = pytest.mark.parametrize("kind", [Backoff, LogMax])
 WIDE = {"min_scale": 2.0**-60, "max_scale": 2.0**100}

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from mpframe import OpLists, Precision, Trainer
 from mpframe.core.master_weights import MasterWeights
-from mpframe.core.objective import StepOutput, model_loss
+from mpframe.core.objective import StepOutput
 from mpframe.data import Task
 from mpframe.run.description import usage_of
+from mpframe.training.objectives import model_loss
 
 PAIRS = [(torch.ones(3, 4), torch.tensor(1))] * 2
 TEXTS = [{"input_ids": torch.ones(5).long(), "labels": torch.tensor(0)}] * 2

@@ -2,14 +2,14 @@
 
 A half-precision gradient below 2^-24 (float16) is lost to zero and one above 65504 becomes inf.
 Multiplying the loss by a scale s multiplies every gradient by s, so the backward pass can be moved
-to where the format has room; the optimizer divides by s again, in fp32.
+to where the format has room. The optimizer divides by s again, in fp32.
 
     Static    s never changes
     Backoff   s grows after clean steps and shrinks on overflow: trial and error
     LogMax    s follows from what the gradients were: a model of their largest magnitude
 
-Each is a small state machine on the device, with no optimizer and no model inside. Begin with
-scaler.py; a scaler of your own derives from its `Scaler` (docs/loss_scaling/own.md).
+Each is a small state machine on the device. Begin with scaler.py. Your scaler derives from its
+`Scaler` (docs/loss_scaling/own.md).
 """
 
 from mpframe.core.loss_scaling.backoff import Backoff, auto, none

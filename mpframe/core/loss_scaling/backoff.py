@@ -1,16 +1,13 @@
 """Backoff: trial and error. The scale grows after clean steps and shrinks on overflow.
 
-With g the growth factor, b the backoff factor, N the growth interval, h the hysteresis, and per
-step c = consecutive clean steps, o = overflows since the last growth:
+With g the growth factor, b the backoff factor, N the growth interval, h the hysteresis, c the
+consecutive clean steps, and o the overflows since the last growth:
 
     clean:     c <- c + 1;          if c = N:   s <- min(g s, max),  c <- 0,  o <- 0
     overflow:  c <- 0,  o <- o + 1; if o >= h:  s <- max(b s, min)
 
-The rule of `torch.amp.GradScaler` (h = 1), with Megatron's hysteresis, and with a floor and a
-ceiling: without a floor the scale can reach 0, and dividing by it writes inf into the weights.
-
-`AdaptiveScaler` is what `Backoff` and `LogMax` share: bounds on the scale, and a start that a probe
-can find. `loss_scaling=auto` calls `auto`.
+This is the rule of `torch.amp.GradScaler` (h = 1) with Megatron's hysteresis, a floor and a
+ceiling. Without a floor the scale can reach 0, and dividing by it writes inf into the weights.
 """
 
 import math
@@ -45,7 +42,7 @@ Half = torch.dtype | str
 
 
 def _half_format(value: Half) -> torch.dtype:
-    """Return the 16-bit format that `value` is or names, if a run can use it."""
+    """Return the 16-bit format that `value` is or names, else raise ConfigError."""
     for name, half in HALVES.items():
         if value in (name, half):
             return half
@@ -55,8 +52,7 @@ def _half_format(value: Half) -> torch.dtype:
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
-    Its arguments are explained at `Backoff`. No scaled gradient must pass the largest number of
-    `half`.
+    Its arguments are explained at `Backoff`.
     """
 
     def __init__(
@@ -91,9 +87,8 @@ class AdaptiveScaler(Scaler, ABC):
     def start_from(self, amax: Tensor) -> None:
         """Start again, with the largest safe power of two for the gradients of a probe.
 
-        Args:
-            amax: 0-d float32, the largest |unscaled gradient| of the probe. Zero, inf and nan say
-                nothing: the scale is then 2^16, within the bounds.
+        `amax` is 0-d float32, their largest magnitude, unscaled. If it is 0, inf or nan, the scale
+        is 2^16, within the bounds.
         """
         known = (amax > 0) & (amax < torch.inf)
         exponent = largest_power_below(self._limit / 2, torch.where(known, amax, 1.0))
@@ -103,7 +98,7 @@ class AdaptiveScaler(Scaler, ABC):
 
     @abstractmethod
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
-        """The state of a scaler that has seen nothing and starts at `scale`, on its device."""
+        """Return the state of a scaler that starts at `scale`, on its device."""
 
 
 class Backoff(AdaptiveScaler):
@@ -113,12 +108,12 @@ class Backoff(AdaptiveScaler):
         init_scale: the first scale, or "probe".
         growth_factor: what the scale is multiplied by on growth, > 1.
         backoff_factor: what it is multiplied by on overflow, in (0, 1).
-        growth_interval: consecutive clean steps before growth; the last of them already grows it.
-        hysteresis: the overflow since the last growth (or the start) that first shrinks the scale;
-            every later one does too, until a growth starts the count again. 1 = every overflow.
+        growth_interval: consecutive clean steps, the last of which grows the scale.
+        hysteresis: which overflow since the last growth (or the start) first shrinks the scale, as
+            every later one does until the next growth. 1 = every overflow.
         min_scale: the floor, > 0.
         max_scale: the ceiling.
-        half: the run's 16-bit format, or its name; only the probe needs it.
+        half: the run's 16-bit format, or its name, for the probe.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -147,7 +142,7 @@ class Backoff(AdaptiveScaler):
         return {"scale": scale, "clean_steps": none, "overflows": none}
 
     def update(self, amax: Tensor) -> None:
-        """Grow or shrink. `amax`: 0-d float32, the largest |unscaled gradient|; inf = overflow."""
+        """Grow or shrink, told `amax` as a `LossScaler` is."""
         self.wants_probe = False
         scale, clean_steps, overflows = self.state.values()
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
@@ -166,18 +161,14 @@ class Backoff(AdaptiveScaler):
 
 
 def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:
-    """`Backoff` if anything is stored or computed in float16; else `NoScaling`.
+    """Return `Backoff` if dtype mode and half format use float16, else `NoScaling`.
 
     bfloat16 has the range of fp32, so its gradients need no scale.
-
-    Args:
-        mode: the dtype mode, "fp32", "mixed" or "amp".
-        half: the run's 16-bit format.
     """
     float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()
 
 
 def none() -> NoScaling:
-    """No scaling. A step whose gradients are not finite is skipped all the same."""
+    """Return `NoScaling`."""
     return NoScaling()

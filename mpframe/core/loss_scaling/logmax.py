@@ -19,26 +19,22 @@ from there by d octaves on overflows:
     e <- max(rest - d, min)                     on overflow at most e - 1
                                                 μ moves along, as x would have
 
-Why it is so:
+Why it is so (docs/loss_scaling/logmax.md has the evidence):
 
 - The equations use s a and never a by itself, and s moves by whole octaves: gradients 2^k times as
   large give a scale 2^k times as small, bit for bit.
-- The averages begin as plain averages and turn into moving averages with decays β₁ and β₂. σ is the
-  spread of the errors that μ really made, so it also covers a mean that lags. At first ν
-  observations of σ₀ octaves stand in for it, and they fade: a few samples say nothing about a
-  spread.
-- Real gradients have higher spikes than normal ones, and a step may overflow below T if the
-  backward pass holds something larger than a. The margin learns both. A gradient beyond the room
-  held for it, overflow or not, costs one octave, and 1/p steps without one give it back. So while
-  m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive conformal
-  inference, Gibbs and Candès 2021). Before the J-th observation only the spread is still unknown.
-- An overflow is a censored observation: it says only that the gradient was larger than s could
-  hold. That is enough for the margin. It is not enough for the averages, so they leave it out.
-- One overflow must not lower the scale for long, and many in a row must end soon: the retreats are
-  1, 2, 4, 8 octaves and are taken back in the reverse order.
+- The averages begin as plain ones and turn into moving ones with decays β₁ and β₂. σ is the spread
+  of the errors that μ really made. At first ν observations of σ₀ octaves stand in for it.
+- Real gradients have higher spikes than normal ones, and something larger than a may overflow. A
+  gradient beyond the room held for it costs a margin of one octave, and 1/p steps without one give
+  it back. So while m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive
+  conformal inference, Gibbs and Candès 2021). Before the J-th observation none is judged.
+- An overflow says only that the gradient was larger than s could hold: enough for the margin, and
+  not for the averages. It must not lower the scale for long, and many in a row must end soon: the
+  retreats are 1, 2, 4, 8 octaves and are taken back in the reverse order.
 - `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
   chance (3e-7 per step and side for normal x): the model forgets, and starts from the next
-  gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
+  gradient. Until then an overflow only makes the scale retreat.
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
 """
 
@@ -54,25 +50,17 @@ from torch import Tensor
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, refused
-from mpframe.core.tree import is_waited_for
+from mpframe.core.tree import is_async
 
-PRIOR_STD = 1.0
-"""σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
-PRIOR_WEIGHT = 4.0
-"""ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves of room, below one."""
-JUDGED_AFTER = 10
-"""J. A spread wider than σ₀ shows by then; what lies beyond the room still then is no accident."""
-MAX_MARGIN = 10.0
-"""M in octaves, of the 40 of float16: if many batches hold a nan, no room would ever do."""
-SURPRISE = 2.0
-"""In σ. One normal observation in 44 lies beyond it on one side."""
-RESTART_AFTER = 4
-"""Enough that chance is ruled out, and few enough that a jump costs about this many skips."""
-MAX_RETREAT = 255.0
-"""Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
+PRIOR_STD = 1.0  # σ₀ in octaves: batches differ by less in most training
+PRIOR_WEIGHT = 4.0  # ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves
+JUDGED_AFTER = 10  # J: a spread wider than σ₀ shows by then
+MAX_MARGIN = 10.0  # M, of float16's 40 octaves: if many batches hold a nan, no room would ever do
+SURPRISE = 2.0  # in σ: one normal observation in 44 lies beyond it on one side
+RESTART_AFTER = 4  # beyond chance, and a jump costs about this many skips
+MAX_RETREAT = 255.0  # octaves, after 8 overflows in a row, taken back by 8 clean steps
 
-Number = Any
-"""A float, or a 0-d float64 tensor; a comparison of two gives a bool of the same kind."""
+Number = Any  # a float, or a 0-d float64 tensor; comparing two gives a bool of the same kind
 _State = Mapping[str, Number]
 
 
@@ -86,9 +74,8 @@ def _where(condition: Tensor, value: Tensor | float, other: Tensor) -> Tensor:
     return torch.where(condition, value, other)
 
 
-Arithmetic = SimpleNamespace
-"""The functions that the equations need beside + - * / and comparisons."""
-ON_HOST = Arithmetic(  # of floats
+Arithmetic = SimpleNamespace  # The functions of the equations beside + - * / and comparisons.
+ON_HOST = Arithmetic(  # of floats, which on a CPU take an eighth of the time of tensors
     where=lambda condition, value, other: value if condition else other,
     clamp=lambda value, low, high: min(max(value, low), high),
     sqrt=math.sqrt,
@@ -97,7 +84,7 @@ ON_HOST = Arithmetic(  # of floats
     power_of_two=lambda exponent: math.ldexp(1.0, int(exponent)),
     exponent_of=lambda power: math.frexp(power)[1] - 1,  # frexp's mantissa is in [0.5, 1)
 )
-ON_DEVICE = Arithmetic(  # of 0-d tensors; nothing waits for the device
+ON_DEVICE = Arithmetic(  # of 0-d tensors, without waiting for the device
     where=_where,
     clamp=torch.clamp,
     sqrt=torch.sqrt,
@@ -121,7 +108,7 @@ class LogMax(AdaptiveScaler):
         variance_decay: β₂, in [0, 1): the spread remembers about 1/(1-β₂) steps.
         min_scale: the floor, a power of two.
         max_scale: the ceiling, a power of two.
-        half: the run's 16-bit format, or its name; its largest number is what s a must not pass.
+        half: the run's 16-bit format, or its name. s a must not pass its largest number.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -166,9 +153,9 @@ class LogMax(AdaptiveScaler):
         return self.state["variance"].sqrt()
 
     def update(self, amax: Tensor) -> None:
-        """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
+        """Observe `amax`, given as to any `LossScaler`, and choose the scale."""
         self.wants_probe = False
-        if amax.dim() == 0 and not is_waited_for(amax.device):
+        if amax.dim() == 0 and not is_async(amax.device):
             seen = amax.item()
             if seen != 0:
                 now = {name: value.item() for name, value in self.state.items()}
@@ -201,13 +188,13 @@ class LogMax(AdaptiveScaler):
         return new | self._choose_scale(now["scale"], new, clean, on)
 
     def _reserve(self, state: _State, on: Arithmetic) -> Number:
-        """The octaves above the mean that are held free: z σ + m."""
+        """Return the octaves above the mean that are held free: z σ + m."""
         return self._quantile * on.sqrt(state["variance"]) + state["margin"]
 
     def _moments(
         self, now: _State, surprise: Number, count: Number, clean: Number, on: Arithmetic
     ) -> dict[str, Number]:
-        """Return mean, variance and count after an observation; an overflow changes none."""
+        """Return mean, variance and count after an observation. An overflow changes none."""
         mean, variance = now["mean"], now["variance"]
         mean_gain = on.clamp(1 / (count + 1), self._mean_gain, math.inf)
         variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), self._variance_gain, math.inf)
@@ -243,7 +230,7 @@ def _octaves(argument: str, scale: float) -> int:
 
 
 def _on_cpu(state: _State) -> dict[str, Tensor]:
-    """Floats as 0-d tensors: the scale float32, the others float64."""
+    """Return floats as 0-d tensors: the scale float32, the others float64."""
     others = torch.tensor([*state.values()], dtype=torch.float64).unbind()
     tensors = dict(zip(state, others, strict=True))
     return {**tensors, "scale": torch.tensor(state["scale"], dtype=torch.float32)}

@@ -1,17 +1,14 @@
 """Loss scalers: their protocol, and the two that never change their scale.
 
-`LossScaler` is the protocol: it gives the scale, and learns from the largest gradient of each step.
 `Scaler` is the base of the scalers that come with mpframe. `NoScaling` has the scale 1, so the step
 takes one path whether the loss is scaled or not.
 
-Scales are exact powers of two. `exp2` and `pow` are exact only within a bound that differs between
-devices, and with a scale that is off by one bit every unscaling rounds. So `power_of_two` and
-`exponent_of` write and read the bits.
+Scales are exact powers of two. `exp2` and `pow` may be off by one bit on some devices, and then
+every unscaling rounds. So `power_of_two` and `exponent_of` write and read the bits.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self, TypeGuard
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,12 +19,12 @@ from mpframe.core.ranges import Range, require
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS, _MANTISSA_BITS = 127, 23  # of float32
 SCALES = Range(low=_FLOAT32.tiny, high=_FLOAT32.max)
-"""The range of a loss scale: a normal, finite float32. A subnormal one may be flushed to zero."""
+"""The range of a loss scale: the normal float32. A subnormal one may be flushed to zero."""
 DEFAULT = "leave it out for the default"
 
 
 def number(argument: str, value: object, allowed: Range) -> float:
-    """Return `value`, an argument of a scaler, as a float if it is a number in a range."""
+    """Return an argument of a scaler as a float, or raise ConfigError if it is out of range."""
     return float(require(f"loss_scaling.{argument}", value, allowed, DEFAULT))
 
 
@@ -46,42 +43,31 @@ class LossScaler(Protocol):
         """Tell the scaler the largest |unscaled gradient| of a step.
 
         Args:
-            amax: 0-d float32, >= 0; inf or nan says that the step overflowed.
+            amax: 0-d float32, >= 0. inf or nan says that the step overflowed.
         """
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to `device`, in place; returns self."""
+        """Move the state to `device`, in place, and return self."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the scaler's future: plain tensors and numbers."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` bit for bit; raises CheckpointError for another kind of scaler."""
+        """Continue from `state` bit for bit. Raises CheckpointError for another kind of scaler."""
 
 
 Scaling = LossScaler | Mapping[str, LossScaler] | None
 """One scaler, one for each of several losses by name, or none, which is `NoScaling`."""
 
 
-def wants_probe(scaler: object) -> TypeGuard[Any]:
-    """Whether `start_from(amax)` is to choose its first scale, from gradients before step 1."""
-    return bool(getattr(scaler, "wants_probe", False))
-
-
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
-    """Return the scale; the number 1 if the loss is not scaled, so that no kernel runs."""
+    """Return the scale, or the number 1 if the loss is not scaled, so that no kernel runs."""
     return 1.0 if scaler is None or isinstance(scaler, NoScaling) else scaler.scale
 
 
 def name_of(scaler: LossScaler) -> str:
-    """`static`, `Backoff`, `LogMax`, `none`, or the class of a user's scaler."""
+    """Return `static`, `Backoff`, `LogMax`, `none`, or the class of a user's scaler."""
     return str(getattr(scaler, "kind", type(scaler).__name__))
-
-
-def scalers_by_name(scaling: Scaling) -> dict[str, LossScaler]:
-    """The scalers by the name of their loss, "" if it is the only one or shared; no `NoScaling`."""
-    named = scaling if isinstance(scaling, Mapping) else {"": scaling}
-    return {n: one for n, one in named.items() if one and not isinstance(one, NoScaling)}
 
 
 class Scaler:
@@ -90,19 +76,18 @@ class Scaler:
     So a scale from an earlier step, in a log or in the graph of a loss, keeps its value.
 
     Args:
-        state: the 0-d tensors that decide the scaler's future; `scale` (float32) is one of them.
+        state: the 0-d tensors that decide the scaler's future, among them `scale` (float32).
     """
 
     kind: ClassVar[str]
     """Its name in summaries and saved states: the class's name, unless the class sets another."""
 
     def __init_subclass__(cls) -> None:
-        """Give the class its `kind`."""
         cls.kind = cls.__dict__.get("kind", cls.__name__)
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state = state
-        self.wants_probe = False
+        self.wants_probe = False  # whether `start_from(amax)` is to choose the first scale
 
     @property
     def scale(self) -> Tensor:
@@ -115,19 +100,17 @@ class Scaler:
         return float(self.scale)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to `device`, in place; returns self."""
+        """Move the state to `device`, in place, and return self."""
         self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The kind of scaler, whether it still waits for a probe, and a copy of every tensor."""
+        """Return the kind of scaler, whether it waits for a probe, and a copy of every tensor."""
         tensors = {name: tensor.clone() for name, tensor in self.state.items()}
         return {"kind": self.kind, "wants_probe": self.wants_probe, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` bit for bit, on the device this scaler is on.
-
-        The constructor's arguments are options, not state: they stay as they are.
+        """Continue from `state` bit for bit, on this scaler's device. Its arguments stay.
 
         Raises:
             CheckpointError: `state` is damaged, or was made by another kind of scaler.
@@ -150,7 +133,7 @@ class Scaler:
 
 
 def _damage(name: str, saved: object, present: Tensor) -> str:
-    """The damage of a saved entry of the state; empty if there is none."""
+    """Return what is wrong with a saved entry of the state, if anything is."""
     if not isinstance(saved, Tensor):
         return "is missing"
     if (saved.dtype, saved.shape) != (present.dtype, present.shape):
@@ -177,11 +160,11 @@ class Static(Scaler):
         super().__init__({"scale": torch.tensor(first, dtype=torch.float32)})
 
     def update(self, amax: Tensor) -> None:
-        """Do nothing: the scale is fixed."""
+        """Leave the scale as it is."""
 
 
 class NoScaling(Static):
-    """Leaves the loss as it is, and has no state. An overflow skips the step all the same."""
+    """Leaves the loss as it is, and has no state. An overflow still skips the step."""
 
     kind = "none"
 
@@ -189,36 +172,24 @@ class NoScaling(Static):
         super().__init__(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore a scaler's state, which means nothing here."""
+        """Ignore the state of another scaler."""
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float32, for whole exponents from -126 to 127 in any dtype."""
+    """Return 2^exponent in float32, for whole exponents from -126 to 127 in any dtype."""
     return ((exponent.int() + _BIAS) << _MANTISSA_BITS).view(torch.float32)
 
 
 def exponent_of(power: Tensor) -> Tensor:
-    """e of 2^e, as int32."""
+    """Return e of 2^e, as int32."""
     return torch.frexp(power).exponent - 1  # frexp gives a mantissa in [0.5, 1)
 
 
 def largest_power_below(limit: float, amax: Tensor) -> Tensor:
-    """The largest e with 2^e * amax <= limit, as int32; `amax` is finite and > 0."""
+    """Return the largest e with 2^e * amax <= limit, as int32, for a finite amax > 0."""
     room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
     used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
     return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
-
-
-def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
-    """The largest power of two that leaves octaves (>= 0) free above a gradient of this magnitude.
-
-    None if `amax` is 0, inf or nan.
-    """
-    if not 0.0 < amax < math.inf:
-        return None
-    limit = torch.finfo(half).max / 2.0**octaves
-    return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))

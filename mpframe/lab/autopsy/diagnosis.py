@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 
-from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.op_lists import known_ops
 from mpframe.core.tree import dtype_name
 from mpframe.data.fetching import named_leaves
@@ -40,6 +39,7 @@ from mpframe.lab.autopsy.watch import (
     magnitudes_of,
 )
 from mpframe.lab.product_noise import Noise
+from mpframe.training.probe import safe_scale
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
-from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.storage import op_of
 from mpframe.core.tree import HALF
@@ -45,6 +44,7 @@ from mpframe.lab.optimizer_numbers import rounded_numbers
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.tracking.dtype_map import Row
+from mpframe.training.probe import safe_scale
 
 
 def check_numbers(subject: Subject) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.callback import Batch
-from mpframe.core.loss_scaling.scaler import LossScaler, wants_probe
+from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
@@ -20,7 +20,7 @@ from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.exponents import ExponentHistogram
 from mpframe.lab.hints import PlannedRun
 from mpframe.tracking.dtype_map import Row, dtype_map
-from mpframe.training.probe import probe
+from mpframe.training.probe import probe, wants_probe
 
 
 @dataclass

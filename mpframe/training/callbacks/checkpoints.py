@@ -26,7 +26,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
 from mpframe.checkpoint.writing import Background, save_together
-from mpframe.core.callback import Callback, call
+from mpframe.core.callback import Callback, run_callbacks
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.tracking import record_sizes
@@ -102,7 +102,7 @@ class Checkpoints(Callback):
             return
         trainer.read_verdicts()
         with self._context.throughput.paused():
-            call(trainer.callbacks, "on_save", trainer)
+            run_callbacks(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)

@@ -22,6 +22,7 @@ from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.files.plain_file import read_regular
+from mpframe.training.objectives import model_loss
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:

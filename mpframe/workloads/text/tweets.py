@@ -19,6 +19,7 @@ from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
 from mpframe.data.samples import hold_out, keyed_uniform
 from mpframe.data.task import Task, require_counts
+from mpframe.training.objectives import model_loss
 from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, Times, race, ratio, threads, timed
 from bench.step.parts import watched
 from bench.table import Claim, Table
-from mpframe.core.callback import Callback, call
+from mpframe.core.callback import Callback, run_callbacks
 from mpframe.core.loss_scaling import Backoff, LogMax, Static
 from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
@@ -195,7 +195,7 @@ def _watched(data: Stopwatch, folder: Path, plan: Plan | None = None) -> tuple[T
     context = RunContext(folder, "", "", Tracker(folder), data, throughput, Results())  # type: ignore[arg-type]
     trainer = _trainer("fp32", None, plan)
     trainer.callbacks = callbacks
-    call(callbacks, "setup", trainer, context)
+    run_callbacks(callbacks, "setup", trainer, context)
     return trainer, _passes(trainer, data)
 
 
