@@ -1,16 +1,14 @@
 """The cast: a function mode that runs each op of a block in the format that the policy decides.
 
 PyTorch hands `CastMode` each call that a model makes, before autograd records it. So the casts are
-part of the graph, and the backward pass runs in the formats of the forward pass. The mode finds the
-op's handler, or unwraps a function of torch, so that the ops in it are cast.
+part of the graph, and the backward pass runs in the formats of the forward pass.
 
 A block puts a mode on its thread's stack, so threads share nothing that changes. The innermost
 block decides, even if it casts nothing. Hooks pin a module: its ops run in the pin's format.
 
-A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
-mode turns it off around each op, so torch casts nothing itself. If the model opens a
-`torch.autocast` region, the mode follows it: with `enabled=False` nothing is cast, except that
-mixed formats are widened. With another dtype, half ops run in that dtype.
+A block also turns torch.autocast on, for models that ask about it, and the mode turns it off around
+each op, so torch casts nothing itself. In a `torch.autocast` region of the model, half ops run in
+the region's dtype. With `enabled=False` nothing is cast, except that mixed formats are widened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,18 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from mpframe.core import handlers
 from mpframe.core.emulation import half_values, rounded, used_again
-from mpframe.core.handlers import (
-    HANDS_OFF,
-    Args,
-    Handler,
-    Kwargs,
-    OpHandler,
-    cast_to,
-    choose,
-    formats_of,
-    handlers,
-)
+from mpframe.core.handlers import HANDS_OFF, Args, Handler, Kwargs, OpHandler, cast_to, dtypes_in
 from mpframe.core.masters import master_for
 from mpframe.core.op_lists import PINS
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
@@ -50,12 +39,12 @@ Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast w
 
 
 class Casts:
-    """Policy, handlers and idle modes that the blocks of one precision share.
+    """What the blocks of one precision share.
 
     Attributes:
-        keeps_weights: True if a weight is cast once in a block, not once for each op.
-        autocasts: True if torch.autocast is on in the blocks, for `device_type`.
-        emulated: the half formats that are emulated; an autocast region may choose either.
+        keeps_weights: whether a weight is cast once in a block, not once for each op.
+        autocasts: whether torch.autocast is on in the blocks, for `device_type`.
+        emulated: the half formats that are emulated, as an autocast region may choose either.
     """
 
     def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
@@ -64,14 +53,14 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Prepare the blocks for tensors on `device`, and drop the modes that were made before."""
+        """Prepare the blocks for tensors on `device`."""
         self.device_type = device.type if is_autocast_available(device.type) else "cpu"
         halves = HALVES.items() if self.autocasts else ()
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
         self._idle: list[CastMode] = []
 
     def acquire(self, pins: Pins) -> "CastMode":
-        """Return a mode for a block, an idle one if possible: it has cached handlers of ops."""
+        """Return a mode for a block, if possible one that has found handlers of ops already."""
         try:
             mode = CastMode(self) if is_compiling() else self._idle.pop()
         except IndexError:
@@ -88,18 +77,13 @@ class Casts:
 
 
 class CastMode(TorchFunctionMode):
-    """A function mode that casts the inputs of every op of one block, on one thread.
-
-    Attributes:
-        enabled: False while a block inside this one decides.
-        pins: the pinned modules that are running, the innermost last.
-    """
+    """A function mode that casts the inputs of every op of one block, on one thread."""
 
     def __init__(self, casts: Casts) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
-        self.enabled = True
-        self.pins: list[tuple[str, str, bool]] = []
+        self.enabled = True  # But not while a block inside this one decides.
+        self.pins: list[tuple[str, str, bool]] = []  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
@@ -107,10 +91,8 @@ class CastMode(TorchFunctionMode):
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
         self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
-        self._by_name = handlers(self._run_half) | {
-            "higher order": self._run_higher_order,
-            "data": self._run_data,
-        }
+        self._rules = handlers.RULES | {"half": self._run_half, "data": self._run_data}
+        self._rules["higher order"] = self._run_higher_order
 
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -121,12 +103,12 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._find_handler(*choose(self.policy, func, pin))
+            handler, stays_on = self._find_handler(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):
                 return handler(func, args, kwargs)
         found = self._handlers[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._find_handler(*choose(self.policy, func, pin))
+            found = self._handlers[pin][func] = self._find_handler(func, pin)
         if found[1] or not on:
             return found[0](func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
@@ -150,13 +132,13 @@ class CastMode(TorchFunctionMode):
         self._open_weights.clear()
 
     def push_pin(self, module: str, pin: str) -> None:
-        """Run ops as pinned, until `pop_pin`; only a format pin overrides a region around it."""
+        """Run ops as pinned, until `pop_pin`. Only a format pin overrides a region around it."""
         on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
         self.pins.append((module, pin, on))
         self.follow_pins()
 
     def pop_pin(self, module: str) -> bool:
-        """Undo `push_pin(module, ...)` and all inside it; return whether there was such a pin."""
+        """Undo `push_pin(module, ...)` and all inside it, and return whether there was one."""
         if all(name != module for name, *_ in self.pins):
             return False
         while self.pins.pop()[0] != module:
@@ -169,12 +151,14 @@ class CastMode(TorchFunctionMode):
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
-    def _find_handler(
-        self, name: str, stays_on: bool, op: str, recipe: str | None
-    ) -> tuple[Handler, bool]:
-        handler = self._by_name.get(name) or partial(self._run_unwrapped, name)
+    def _find_handler(self, func: Any, pin: str | None) -> tuple[Handler, bool]:
+        """Return what runs `func` inside a module with this pin, and if torch.autocast stays on."""
+        op, rule, stays_on = handlers.choose(self.policy, func, pin)
+        handler = self._rules.get(rule) or partial(self._run_unwrapped, rule)
+        if self.casts.autocasts:
+            handler = handlers.adapt(handler, op, rule)
         for op_handler in self.casts.op_handlers:
-            custom = op_handler.handler_of(op, recipe)
+            custom = op_handler.handler_of(op, self.policy.recipe_name(pin))
             if custom is not None:
                 return partial(_run_custom, custom, handler), False
         return handler, stays_on
@@ -184,7 +168,7 @@ class CastMode(TorchFunctionMode):
             return getattr(UNWRAPPED, name)(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op that calls functions among its arguments, inside which ops are cast."""
+        """Run an op that calls functions among its arguments, whose ops are cast."""
         # A nested compile region may not close over the mode, so it becomes part of the graph
         # around it. A compiler must see the first change of its mode stack outside the op.
         with self:
@@ -214,14 +198,14 @@ class CastMode(TorchFunctionMode):
 
     def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         self._compute_in(self.half())
-        formats = formats_of(args, kwargs)
+        formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
         result = call_with(self._cast_to_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
     def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Read or set `.data`; drop the weight's cast, because writes through it leave no trace."""
+        """Read or set `.data`, and drop the weight's cast: writes through it leave no trace."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
             if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in HALF:
@@ -231,7 +215,7 @@ class CastMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast_to_half(self, tensor: Tensor) -> Tensor:
-        """Cast `tensor` for a half op; a weight's cast is made once and kept for the block."""
+        """Cast `tensor` for a half op, a weight only once in a block."""
         if tensor.dtype not in self._to_half:
             return tensor
         if is_compiling():
@@ -239,7 +223,7 @@ class CastMode(TorchFunctionMode):
         if self._steps != count_steps():
             self._steps = count_steps()
             self._kept_weights.clear()
-        # With and without a graph there are two casts: one made without it has no gradient.
+        # A cast made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
@@ -282,11 +266,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def count_steps() -> int:
-    """Return how many optimizer steps, or buckets of one, this process has made.
-
-    Fused optimizers write weights without raising their version counters, so every step makes the
-    casts of weights stale.
-    """
+    """Return the number of optimizer steps or buckets: fused ones raise no version counters."""
     return _steps
 
 
@@ -298,44 +278,45 @@ def block(
 
     Args:
         casts: the casts of a precision.
-        pins: the pins at the start. If None, a block directly inside one of the same casts keeps
-            its pins, and any other starts without pins.
+        pins: the pins at the start. If None, they are the pins of a block of the same casts around
+            it, or none.
         autocast: torch.autocast's state at the start, enabled and dtype. If None, it is on.
     """
-    outer = enabled_modes()
-    state: Any = outer[-1].autocast(False) if outer else nullcontext()
+    outer = active_mode()
+    state: Any = nullcontext() if outer is None else outer.autocast(False)
     if casts is not None and casts.autocasts:
         enabled, dtype = autocast or (True, casts.policy.half_dtype)
         state = torch.autocast(casts.device_type, dtype, enabled, cache_enabled=False)
     with state:
-        if pins is None and outer and outer[-1].casts is casts:
+        if pins is None and outer is not None and outer.casts is casts:
             yield
             return
         mode: Any = nullcontext() if casts is None else casts.acquire(pins or ())
-        for disabled in outer:
-            disabled.enabled = False
+        if outer is not None:
+            outer.enabled = False
         try:
             with mode:
                 yield
         finally:
-            for disabled in outer:
-                disabled.enabled = True
+            if outer is not None:
+                outer.enabled = True
             if casts is not None:
                 casts.release(mode)
 
 
-def enabled_modes() -> list[CastMode]:
-    """Return a list of the one mode that casts on this thread; empty if none does."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
+def active_mode() -> CastMode | None:
+    """Return the mode that casts on this thread: all but the innermost block's are disabled."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in stack if isinstance(mode, CastMode) and mode.enabled), None)
 
 
 def casts_here() -> MakeBlock:
     """Return a function that makes a block with this thread's present casts."""
-    for mode in enabled_modes():
-        state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
-        return partial(block, mode.casts, tuple(mode.pins), state)
-    return partial(block, None)
+    mode = active_mode()
+    if mode is None:
+        return partial(block, None)
+    state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
+    return partial(block, mode.casts, tuple(mode.pins), state)
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
@@ -369,4 +350,5 @@ def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> A
 
 def _find_mode(policy: Policy) -> CastMode | None:
     """Return the mode that casts on this thread, if it casts by `policy`."""
-    return next((mode for mode in enabled_modes() if mode.policy == policy), None)
+    mode = active_mode()
+    return mode if mode is not None and mode.policy == policy else None

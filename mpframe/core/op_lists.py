@@ -41,11 +41,10 @@ def known_ops() -> frozenset[str]:
     In-place forms (`exp_`) are not among them: they would write into a cast copy.
     """
     functions = (f for group in get_overridable_functions().values() for f in group)
-    named = {getattr(function, "__name__", "") for function in functions}
     sparse = torch._C._sparse  # type: ignore[attr-defined]
     modules = (torch._C._VariableFunctions, torch._C._nn, sparse)
-    builtin = {name for module in modules for name in dir(module)}
-    names = named | builtin | _ALIASES.keys()
+    names = {getattr(function, "__name__", "") for function in functions} | _ALIASES.keys()
+    names.update(*map(dir, modules))
     return frozenset(name for name in names if name and name[:2] != "__" and name[-1] != "_")
 
 
@@ -63,7 +62,7 @@ def canonical(name: str) -> str:
 
 
 def op_name(function: Any) -> str:
-    """Return the name of the op that `function` runs; empty if it has none."""
+    """Return the name of the op that `function` runs, or an empty one."""
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):
@@ -88,8 +87,8 @@ class OpLists:
         allow: ops that run in half.
         deny: ops that run in fp32.
         infer: ops that run in the widest format of their inputs.
-        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe's name; the last
-            match wins. They are not checked here.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe's name. They
+            are not checked here. The last match wins.
 
     Raises:
         ConfigError: an op is unknown or in two lists.
@@ -129,7 +128,7 @@ class OpLists:
     def from_mapping(cls, node: Mapping[str, Any]) -> Self:
         """Make lists from a mapping with any of `allow`, `deny`, `infer`, `move` and `modules`."""
         allow, deny, infer = (node.get(name) or frozenset() for name in LISTS)
-        lists = cls(allow, deny, infer, modules=node.get("modules") or {})
+        lists = cls(allow, deny, infer, node.get("modules") or {})
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
@@ -144,13 +143,10 @@ class OpLists:
                 raise ConfigError(
                     f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
                 )
-        destinations = {canonical(op): destination for op, destination in move.items()}
-        moved = {
-            name: getattr(self, name) - destinations.keys()
-            | {op for op, destination in destinations.items() if destination == name}
-            for name in LISTS
-        }
-        return replace(self, **moved)
+        lists = {op: name for name in LISTS for op in getattr(self, name)}
+        lists |= {canonical(op): destination for op, destination in move.items()}
+        allow, deny, infer = ({op for op in lists if lists[op] == name} for name in LISTS)
+        return replace(self, allow=allow, deny=deny, infer=infer)
 
     def list_of(self, op: str) -> str:
         """Return which list holds `op`, in any spelling: `allow`, `deny`, `infer` or `none`."""
@@ -159,7 +155,7 @@ class OpLists:
 
     @property
     def empty(self) -> bool:
-        """True if no op is listed at all (`ops=none`)."""
+        """Whether no op is listed at all, as in `ops=none`."""
         return not (self.allow or self.deny or self.infer)
 
 

@@ -27,7 +27,7 @@ class Range:
     words: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """True if `value` is allowed; None (an option that is switched off) always is."""
+        """Return whether `value` is allowed, as None always is: an option switched off."""
         if value is None or value in self.words:
             return True
         if self.choices:
@@ -51,11 +51,8 @@ class Range:
 
     def _ends(self) -> list[str]:
         signs = {">": self.above, ">=": self.low, "<=": self.high, "<": self.below}
-        return [
-            f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
-            for sign, end in signs.items()
-            if end is not None
-        ]
+        ends = {sign: end for sign, end in signs.items() if end is not None}
+        return [f"{s} {e}" if isinstance(e, int) else f"{s} {e:.10g}" for s, e in ends.items()]
 
 
 POSITIVE = Range(above=0.0)
@@ -66,7 +63,7 @@ FRACTION = Range(low=0.0, high=1.0)
 def require(
     option: str, value: object, allowed: Range, way_out: str = "", kind: str = "a number"
 ) -> float:
-    """Return `value` if it is a finite number in a range; a bool is not a number.
+    """Return `value` if it is a finite number in a range, and not a bool.
 
     Raises:
         ConfigError: `option=value: must be {kind} {allowed}; {way_out}`.
@@ -80,7 +77,7 @@ def require(
 def require_whole(
     option: str, value: object, least: int = 1, most: int | None = None, way_out: str = ""
 ) -> int:
-    """Return `value` if it is a whole number from `least` to `most`; otherwise as `require`."""
+    """Return `value` if it is a whole number from `least` to `most`, or raise as `require`."""
     allowed = Range(low=least, high=most)
     if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
         raise refused(option, value, f"a whole number {allowed}", way_out)
@@ -88,5 +85,5 @@ def require_whole(
 
 
 def refused(option: str, value: object, allowed: str, way_out: str = "") -> ConfigError:
-    """The error for a `value` that is not `allowed`."""
+    """Return the error for a `value` that is not `allowed`."""
     return ConfigError(f"{option}={value}: must be {allowed}" + (f"; {way_out}" if way_out else ""))
