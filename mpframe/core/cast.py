@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.core import handlers
 from mpframe.core.emulation import half_values, rounded, used_again
-from mpframe.core.handlers import HANDS_OFF, Args, Handler, Kwargs, OpHandler, cast_to, dtypes_in
+from mpframe.core.handlers import HANDS_OFF, Args, Handler, Kwargs, OpHandler, Rule, dtypes_in
 from mpframe.core.masters import master_for
 from mpframe.core.op_lists import PINS
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
@@ -39,12 +39,13 @@ Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast w
 
 
 class Casts:
-    """What the blocks of one precision share.
+    """A policy, and the rules of its ops, which the blocks of one precision share.
 
     Attributes:
         keeps_weights: whether a weight is cast once in a block, not once for each op.
         autocasts: whether torch.autocast is on in the blocks, for `device_type`.
         emulated: the half formats that are emulated, as an autocast region may choose either.
+        found: for each pin, what `find_rule` returned for each function.
     """
 
     def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
@@ -57,42 +58,36 @@ class Casts:
         self.device_type = device.type if is_autocast_available(device.type) else "cpu"
         halves = HALVES.items() if self.autocasts else ()
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
-        self._idle: list[CastMode] = []
+        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
+        self.found: dict[str | None, dict[Any, tuple[Rule, bool]]] = {pin: {} for pin in pins}
 
-    def acquire(self, pins: Pins) -> "CastMode":
-        """Return a mode for a block, if possible one that has found handlers of ops already."""
-        try:
-            mode = CastMode(self) if is_compiling() else self._idle.pop()
-        except IndexError:
-            mode = CastMode(self)
-        mode.pins = list(pins)
-        mode.follow_pins()
-        return mode
-
-    def release(self, mode: "CastMode") -> None:
-        """Keep `mode` for another block, without the casts of weights."""
-        if not is_compiling():
-            mode.clear()
-            self._idle.append(mode)
+    def find_rule(self, func: Any, pin: str | None) -> tuple[Rule, bool]:
+        """Return what runs `func` inside a module with this pin, and if torch.autocast stays on."""
+        op, name, stays_on = handlers.choose(self.policy, func, pin)
+        run = _RULES.get(name) or partial(_run_unwrapped, name)
+        if self.autocasts:
+            run = handlers.adapt(run, op, name)
+        for op_handler in self.op_handlers:
+            custom = op_handler.handler_of(op, self.policy.recipe_name(pin))
+            if custom is not None:
+                return partial(_run_custom, custom, run), False
+        return run, stays_on
 
 
 class CastMode(TorchFunctionMode):
     """A function mode that casts the inputs of every op of one block, on one thread."""
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: Casts, pins: Pins) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
         self.enabled = True  # But not while a block inside this one decides.
-        self.pins: list[tuple[str, str, bool]] = []  # of the modules that run, innermost last
+        self.pins = list(pins)  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
-        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
-        self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
-        self._rules = handlers.RULES | {"half": self._run_half, "data": self._run_data}
-        self._rules["higher order"] = self._run_higher_order
+        self.follow_pins()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -103,17 +98,17 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._find_handler(func, pin)
+            run, stays_on = self.casts.find_rule(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):
-                return handler(func, args, kwargs)
-        found = self._handlers[pin].get(func)
+                return run(self, func, args, kwargs)
+        found = self.casts.found[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._find_handler(func, pin)
+            found = self.casts.found[pin][func] = self.casts.find_rule(func, pin)
         if found[1] or not on:
-            return found[0](func, args, kwargs)
+            return found[0](self, func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
         try:
-            return found[0](func, args, kwargs)
+            return found[0](self, func, args, kwargs)
         finally:
             set_autocast_enabled(self._device_type, True)
 
@@ -125,11 +120,6 @@ class CastMode(TorchFunctionMode):
         """Return the half format here: the run's, or the one of a torch.autocast region."""
         no_region = self._pin_if[0] == "half"  # torch.autocast is off: its dtype means nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
-
-    def clear(self) -> None:
-        """Drop the casts of weights: the block has ended."""
-        self._kept_weights.clear()
-        self._open_weights.clear()
 
     def push_pin(self, module: str, pin: str) -> None:
         """Run ops as pinned, until `pop_pin`. Only a format pin overrides a region around it."""
@@ -151,23 +141,7 @@ class CastMode(TorchFunctionMode):
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
-    def _find_handler(self, func: Any, pin: str | None) -> tuple[Handler, bool]:
-        """Return what runs `func` inside a module with this pin, and if torch.autocast stays on."""
-        op, rule, stays_on = handlers.choose(self.policy, func, pin)
-        handler = self._rules.get(rule) or partial(self._run_unwrapped, rule)
-        if self.casts.autocasts:
-            handler = handlers.adapt(handler, op, rule)
-        for op_handler in self.casts.op_handlers:
-            custom = op_handler.handler_of(op, self.policy.recipe_name(pin))
-            if custom is not None:
-                return partial(_run_custom, custom, handler), False
-        return handler, stays_on
-
-    def _run_unwrapped(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        with self:
-            return getattr(UNWRAPPED, name)(*args, **kwargs)
-
-    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op that calls functions among its arguments, whose ops are cast."""
         # A nested compile region may not close over the mode, so it becomes part of the graph
         # around it. A compiler must see the first change of its mode stack outside the op.
@@ -196,7 +170,7 @@ class CastMode(TorchFunctionMode):
         self._to_half = castable if self._emulates else castable - {half}
         self._kept_weights.clear()
 
-    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         self._compute_in(self.half())
         formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
@@ -204,7 +178,7 @@ class CastMode(TorchFunctionMode):
         result = call_with(self._cast_to_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
-    def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Read or set `.data`, and drop the weight's cast: writes through it leave no trace."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
@@ -245,9 +219,18 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _run_custom(custom: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+_RULES = handlers.RULES | {"half": CastMode.run_half, "data": CastMode.run_data}
+_RULES["higher order"] = CastMode.run_higher_order
+
+
+def _run_unwrapped(name: str, mode: CastMode, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    with mode:
+        return getattr(UNWRAPPED, name)(*args, **kwargs)
+
+
+def _run_custom(custom: Handler, run: Rule, mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     result = custom(func, args, kwargs)
-    return handler(func, args, kwargs) if result is NotImplemented else result
+    return run(mode, func, args, kwargs) if result is NotImplemented else result
 
 
 def _is_weight(tensor: Tensor) -> bool:
@@ -291,7 +274,7 @@ def block(
         if pins is None and outer is not None and outer.casts is casts:
             yield
             return
-        mode: Any = nullcontext() if casts is None else casts.acquire(pins or ())
+        mode: Any = nullcontext() if casts is None else CastMode(casts, pins or ())
         if outer is not None:
             outer.enabled = False
         try:
@@ -300,8 +283,6 @@ def block(
         finally:
             if outer is not None:
                 outer.enabled = True
-            if casts is not None:
-                casts.release(mode)
 
 
 def active_mode() -> CastMode | None:
@@ -338,14 +319,14 @@ def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs:
     mode.push_pin(name, pin)
     if pin not in PINS:
         return None
-    return cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
+    return handlers.cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
 
 
 def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> Any:
     mode = _find_mode(policy)
     popped = mode is not None and mode.pop_pin(name)
     # Without lists no op casts its inputs, and the next module expects half.
-    return cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
+    return handlers.cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
 
 
 def _find_mode(policy: Policy) -> CastMode | None:

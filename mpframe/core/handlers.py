@@ -34,6 +34,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Any, Args, Kwargs], Any]
 """Runs the function that was called on its arguments, of which none is cast yet."""
+Rule = Callable[[Any, Any, Args, Kwargs], Any]
+"""The same for the cast mode, which comes first."""
 Readers = Iterable[tuple[str, str | None]]
 """The ops that read a layer's weights, each with the pin of the module that it runs in."""
 
@@ -125,15 +127,15 @@ def _choose_unlisted(func: Any) -> str | None:
 choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def adapt(handler: Handler, op: str, rule: str) -> Handler:
-    """Return the handler of a rule with what `op` needs besides."""
+def adapt(run: Rule, op: str, rule: str) -> Rule:
+    """Return what runs a rule, with what `op` needs besides."""
     if rule == "widest input" and op in WITHOUT_HALF_KERNEL:
         return _run_widest_rounded
     if rule == "half" and op in FAULTY:
-        return partial(_avoid_fault, handler, op)
+        return partial(_avoid_fault, run, op)
     if rule in ("half", "fp32") and op in WITH_STATISTICS:
-        return partial(_cast_data_only, handler)
-    return partial(_hold_numbers, handler) if op in WRITES_A_NUMBER else handler
+        return partial(_cast_data_only, run)
+    return partial(_hold_numbers, run) if op in WRITES_A_NUMBER else run
 
 
 def cast_to(node: Any, dtype: torch.dtype) -> Any:
@@ -154,15 +156,15 @@ def dtypes_in(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
     return found if kwargs.get("out") is None else {*found, None}
 
 
-def _cast_data_only(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Show `handler` the first argument only: the op writes statistics into the others."""
+def _cast_data_only(run: Rule, mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Show `run` the first argument only: the op writes statistics into the others."""
     if not args:
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    return handler(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
+    return run(mode, lambda data: func(data, *args[1:], **kwargs), args[:1], {})
 
 
-def _hold_numbers(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _hold_numbers(run: Rule, mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Clamp the numbers in a call to the format that its tensors are cast to."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -171,31 +173,31 @@ def _hold_numbers(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> An
         named = {name: _hold(value, dtype) for name, value in kwargs.items()}
         return func(*(_hold(value, dtype) for value in args), **named)
 
-    return handler(call, args, kwargs)
+    return run(mode, call, args, kwargs)
 
 
-def _avoid_fault(handler: Handler, op: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _avoid_fault(run: Rule, op: str, mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run calls that torch's half kernel gets wrong in fp32, with one rounding."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
-        return run(func, args, kwargs)
+        inner = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
+        return inner(mode, func, args, kwargs)
 
-    return handler(call, args, kwargs)
+    return run(mode, call, args, kwargs)
 
 
-def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_as_is(_: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
 
-def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_fp32(_: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     formats = dtypes_in(args, kwargs)
     if formats.isdisjoint(HALF) or not formats.isdisjoint(HANDS_OFF):
         return func(*args, **kwargs)
     return call_with(to_fp32, func, args, kwargs)
 
 
-def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_widest(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Widen half inputs if another input is fp32, or the other half format.
 
     A 0-d tensor beside larger ones counts as a Python number, as in PyTorch's promotion.
@@ -206,22 +208,22 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
     operands = [tensor for tensor in tensors if tensor.dim()] or tensors
     if len({tensor.dtype for tensor in operands}) < 2:
         return func(*args, **kwargs)
-    return _run_fp32(func, args, kwargs)
+    return _run_fp32(mode, func, args, kwargs)
 
 
-def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_widest_rounded(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Do as `_run_widest`, but if all inputs are half, run in fp32 on a CPU, with one rounding."""
     operands = list(tensors_in((args, kwargs)))
     halves = {tensor.dtype for tensor in operands if tensor.dtype in HALF}
     if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
-        return _run_widest(func, args, kwargs)
+        return _run_widest(mode, func, args, kwargs)
     if operands[0].device.type != "cpu":
         return func(*args, **kwargs)
     half = halves.pop()
-    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(func, args, kwargs))
+    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(mode, func, args, kwargs))
 
 
-def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_into(_: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cast every source to the format of the first argument, which is written."""
     target, sources = args[0], (args[1:], kwargs)
     if target.dtype not in CASTABLE or dtypes_in(*sources) <= {target.dtype}:
@@ -230,11 +232,11 @@ def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(target, *rest, **named)
 
 
-def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_item(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `x[key] = value`: the value is cast to what `x` can hold."""
     target, key, value = args
-    value = _hold(value, target.dtype)
-    return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
+    sources = target, _hold(value, target.dtype)
+    return _run_into(mode, lambda target, value: func(target, key, value), sources, kwargs)
 
 
 def _hold(value: Any, dtype: torch.dtype | None) -> Any:
@@ -249,11 +251,11 @@ def _hold(value: Any, dtype: torch.dtype | None) -> Any:
     return value
 
 
-RULES: dict[str, Handler] = {
+RULES: dict[str, Rule] = {
     "fp32": _run_fp32,
     "widest input": _run_widest,
     AS_IS: _run_as_is,
     "into": _run_into,
     "item": _run_item,
 }
-"""The handlers of all rules except half, which the cast mode runs."""
+"""All rules except half, which needs the cast mode."""

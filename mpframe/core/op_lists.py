@@ -36,10 +36,7 @@ _ALIASES = dict(pair.split("=") for pair in _SPELLINGS.split())
 
 @cache
 def known_ops() -> frozenset[str]:
-    """Return every name, in any spelling, that an op list may hold.
-
-    In-place forms (`exp_`) are not among them: they would write into a cast copy.
-    """
+    """Return the names that a list may hold: no in-place forms, as they would write into a cast."""
     functions = (f for group in get_overridable_functions().values() for f in group)
     sparse = torch._C._sparse  # type: ignore[attr-defined]
     modules = (torch._C._VariableFunctions, torch._C._nn, sparse)
@@ -117,11 +114,7 @@ class OpLists:
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
-        """Return the shipped lists `conf/ops/<name>.yaml`.
-
-        Raises:
-            ConfigError: there is no such file.
-        """
+        """Return the shipped lists `conf/ops/<name>.yaml`. ConfigError if there is no such file."""
         return cls.from_mapping(_read(name))
 
     @classmethod
@@ -132,7 +125,7 @@ class OpLists:
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
-        """Return a copy in which each op of `move` is in the list it names (`none`: in no list).
+        """Return a copy in which each op of `move` is in the list it names, or in no list (`none`).
 
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
@@ -145,7 +138,7 @@ class OpLists:
                 )
         lists = {op: name for name in LISTS for op in getattr(self, name)}
         lists |= {canonical(op): destination for op, destination in move.items()}
-        allow, deny, infer = ({op for op in lists if lists[op] == name} for name in LISTS)
+        allow, deny, infer = (frozenset(op for op in lists if lists[op] == n) for n in LISTS)
         return replace(self, allow=allow, deny=deny, infer=infer)
 
     def list_of(self, op: str) -> str:
@@ -174,10 +167,7 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Return a shipped file's sections, each as a mapping of its items, `- op` or `op: list`.
-
-    The engine imports no YAML reader, and these files need no more than this.
-    """
+    """Return a shipped file's sections of `- op` or `op: list`, without importing a YAML reader."""
     sections: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition("#")[0].strip(" -").partition(":")
@@ -198,17 +188,15 @@ def _check_known(path: str, ops: Iterable[str]) -> None:
 
 def _explain_unknown(op: str) -> str:
     library = op.rpartition(".")[0]
-    registered = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
-    its_ops = {n.replace("::", ".") for n in registered if n.startswith(f"{library}::")}
-    known = sorted(its_ops) if library else known_ops()
-    if not known:
+    registered = {n.partition(".")[0] for n in torch._C._dispatch_get_all_op_names()}
+    theirs = sorted(n.replace("::", ".") for n in registered if n.startswith(f"{library}::"))
+    if library and not theirs:
         return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
-    hint = nearest(op, known)
+    hint = nearest(op, theirs if library else known_ops())
     return f"not an op of {library or 'PyTorch'}" + (f"; {hint}" if hint else "")
 
 
 @cache
 def _shipped() -> frozenset[str]:
     """Return the ops in the shipped lists, which are allowed even if this torch lacks them."""
-    default = _read("default")
-    return frozenset(canonical(op) for name in LISTS for op in default[name])
+    return frozenset(canonical(op) for name in LISTS for op in _read("default")[name])

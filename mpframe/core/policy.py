@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,8 +47,7 @@ class Policy:
     Args:
         mode, half, ops, compute: as for `Precision`.
         products: the name of a recipe, or `none`.
-        recipes: recipes by the names that `products` and pins use. The policy reads only their
-            `half`, the patterns of the modules that stay in half.
+        recipes: recipes by name. The policy reads only the patterns of modules in their `half`.
 
     Raises:
         ConfigError: a mode, half or compute that does not exist.
@@ -121,8 +121,7 @@ class Policy:
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
         """Return whether `pattern` names the module or one that contains it."""
-        parts = module.split(".")
-        owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        owners = accumulate(module.split("."), "{}.{}".format)
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def check_patterns(self, model: nn.Module) -> None:

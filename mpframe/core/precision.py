@@ -32,18 +32,7 @@ from mpframe.core.trace import WeightUses, materialize, trace
 from mpframe.core.tree import device_of
 from mpframe.core.widening import watch
 
-
-def _find_no_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
-    missing = ", ".join(sorted(policy.recipe_names - policy.recipes.keys()))
-    if missing:
-        raise ConfigError(
-            f"dtype.products or ops.modules: {missing}: recipes are in mpframe.lowbit; import it "
-            "first. Other words for a module are fp32, half and none"
-        )
-    return policy, OpHandler()
-
-
-find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] = _find_no_recipes
+find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
 """Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""
 
 
@@ -87,6 +76,12 @@ class Precision:
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
         self.op_handlers = tuple(op_handlers)
         if self.policy.recipe_names or recipes:
+            if find_recipes is None:
+                names = ", ".join(sorted(self.policy.recipe_names))
+                raise ConfigError(
+                    f"dtype.products or ops.modules: {names}: recipes are in mpframe.lowbit; "
+                    "import it first. Other words for a module are fp32, half and none"
+                )
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
         if mode == "mixed" and isinstance(master_weights, type):

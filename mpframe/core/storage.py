@@ -52,8 +52,8 @@ def _find_op(cls: type) -> str | None:
         return "pad"
     name = cls.__name__.lower().strip("_")
     spellings = (name, name.removesuffix("loss"), re.sub(r"\dd$", "", name))
-    found = (_index_ops().get(spelling) for spelling in spellings)
-    return _EXCEPTIONS.get(cls.__name__) or next((op for op in found if op), None)
+    found = filter(None, map(_index_ops().get, spellings))
+    return _EXCEPTIONS.get(cls.__name__) or next(found, None)
 
 
 @cache

@@ -33,7 +33,7 @@ from mpframe.core.tree import tensors_in
 # Ops that return their first argument's values in a new tensor.
 _MOVE_NAMES = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"
 _MOVES = frozenset(_MOVE_NAMES.split())
-# Calls that read no values, only attributes; `zeros_like`, `new_zeros`, ... read none either.
+# Calls that read attributes only, as `zeros_like`, `new_zeros` and their like do.
 _NO_READS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 

@@ -4,7 +4,7 @@
         outputs = model(inputs)
 
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
-    at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
+    at net.py:12, given inputs uint8 [64, 8] of 0 to 255
 
 mpframe's errors pass unchanged. A SystemExit in a layer is an error like any other.
 """
