@@ -1,16 +1,14 @@
 """The cast: a function mode that runs each op of a block in the format that the policy decides.
 
 PyTorch hands `CastMode` each call that a model makes, before autograd records it. So the casts are
-part of the graph, and the backward pass runs in the formats of the forward pass. The mode finds the
-op's handler, or unwraps a function of torch, so that the ops in it are cast.
+part of the graph, and the backward pass runs in the formats of the forward pass.
 
 A block puts a mode on its thread's stack, so threads share nothing that changes. The innermost
 block decides, even if it casts nothing. Hooks pin a module: its ops run in the pin's format.
 
-A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
-mode turns it off around each op, so torch casts nothing itself. If the model opens a
-`torch.autocast` region, the mode follows it: with `enabled=False` nothing is cast, except that
-mixed formats are widened. With another dtype, half ops run in that dtype.
+A block also turns torch.autocast on, for models that ask about it, and the mode turns it off around
+each op, so torch casts nothing itself. In a `torch.autocast` region of the model, half ops run in
+the region's dtype. With `enabled=False` nothing is cast, except that mixed formats are widened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,18 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from mpframe.core import handlers
 from mpframe.core.emulation import half_values, rounded, used_again
-from mpframe.core.handlers import (
-    HANDS_OFF,
-    Args,
-    Handler,
-    Kwargs,
-    OpHandler,
-    cast_to,
-    choose,
-    formats_of,
-    handlers,
-)
+from mpframe.core.handlers import HANDS_OFF, Args, Handler, Kwargs, OpHandler, Rule, dtypes_in
 from mpframe.core.masters import master_for
 from mpframe.core.op_lists import PINS
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
@@ -50,12 +39,13 @@ Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast w
 
 
 class Casts:
-    """Policy, handlers and idle modes that the blocks of one precision share.
+    """A policy, and the rules of its ops, which the blocks of one precision share.
 
     Attributes:
-        keeps_weights: True if a weight is cast once in a block, not once for each op.
-        autocasts: True if torch.autocast is on in the blocks, for `device_type`.
-        emulated: the half formats that are emulated; an autocast region may choose either.
+        keeps_weights: whether a weight is cast once in a block, not once for each op.
+        autocasts: whether torch.autocast is on in the blocks, for `device_type`.
+        emulated: the half formats that are emulated, as an autocast region may choose either.
+        found: for each pin, what `find_rule` returned for each function.
     """
 
     def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
@@ -64,74 +54,59 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Prepare the blocks for tensors on `device`, and drop the modes that were made before."""
+        """Prepare the blocks for tensors on `device`."""
         self.device_type = device.type if is_autocast_available(device.type) else "cpu"
         halves = HALVES.items() if self.autocasts else ()
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
-        self._idle: list[CastMode] = []
+        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
+        self.found: dict[str | None, dict[Any, tuple[Rule, bool]]] = {pin: {} for pin in pins}
 
-    def acquire(self, pins: Pins) -> "CastMode":
-        """Return a mode for a block, an idle one if possible: it has cached handlers of ops."""
-        try:
-            mode = CastMode(self) if is_compiling() else self._idle.pop()
-        except IndexError:
-            mode = CastMode(self)
-        mode.pins = list(pins)
-        mode.follow_pins()
-        return mode
-
-    def release(self, mode: "CastMode") -> None:
-        """Keep `mode` for another block, without the casts of weights."""
-        if not is_compiling():
-            mode.clear()
-            self._idle.append(mode)
+    def find_rule(self, func: Any, pin: str | None) -> tuple[Rule, bool]:
+        """Return what runs `func` inside a module with this pin, and if torch.autocast stays on."""
+        op, name, stays_on = handlers.choose(self.policy, func, pin)
+        run = _RULES.get(name) or partial(_run_unwrapped, name)
+        if self.autocasts:
+            run = handlers.adapt(run, op, name)
+        for op_handler in self.op_handlers:
+            custom = op_handler.handler_of(op, self.policy.recipe_name(pin))
+            if custom is not None:
+                return partial(_run_custom, custom, run), False
+        return run, stays_on
 
 
 class CastMode(TorchFunctionMode):
-    """A function mode that casts the inputs of every op of one block, on one thread.
+    """A function mode that casts the inputs of every op of one block, on one thread."""
 
-    Attributes:
-        enabled: False while a block inside this one decides.
-        pins: the pinned modules that are running, the innermost last.
-    """
-
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: Casts, pins: Pins) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
-        self.enabled = True
-        self.pins: list[tuple[str, str, bool]] = []
+        self.enabled = True  # But not while a block inside this one decides.
+        self.pins = list(pins)  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
-        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
-        self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
-        self._by_name = handlers(self._run_half) | {
-            "higher order": self._run_higher_order,
-            "data": self._run_data,
-        }
+        self.follow_pins()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._find_handler(*choose(self.policy, func, pin))
+            run, stays_on = self.casts.find_rule(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):
-                return handler(func, args, kwargs)
-        found = self._handlers[pin].get(func)
+                return run(self, func, args, kwargs)
+        found = self.casts.found[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._find_handler(*choose(self.policy, func, pin))
+            found = self.casts.found[pin][func] = self.casts.find_rule(func, pin)
         if found[1] or not on:
-            return found[0](func, args, kwargs)
+            return found[0](self, func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
         try:
-            return found[0](func, args, kwargs)
+            return found[0](self, func, args, kwargs)
         finally:
             set_autocast_enabled(self._device_type, True)
 
@@ -144,19 +119,14 @@ class CastMode(TorchFunctionMode):
         no_region = self._pin_if[0] == "half"  # torch.autocast is off: its dtype means nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
-    def clear(self) -> None:
-        """Drop the casts of weights: the block has ended."""
-        self._kept_weights.clear()
-        self._open_weights.clear()
-
     def push_pin(self, module: str, pin: str) -> None:
-        """Run ops as pinned, until `pop_pin`; only a format pin overrides a region around it."""
+        """Run ops as pinned, until `pop_pin`. Only a format pin overrides a region around it."""
         on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
         self.pins.append((module, pin, on))
         self.follow_pins()
 
     def pop_pin(self, module: str) -> bool:
-        """Undo `push_pin(module, ...)` and all inside it; return whether there was such a pin."""
+        """Undo `push_pin(module, ...)` and all inside it, and return whether there was one."""
         if all(name != module for name, *_ in self.pins):
             return False
         while self.pins.pop()[0] != module:
@@ -169,22 +139,8 @@ class CastMode(TorchFunctionMode):
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
-    def _find_handler(
-        self, name: str, stays_on: bool, op: str, recipe: str | None
-    ) -> tuple[Handler, bool]:
-        handler = self._by_name.get(name) or partial(self._run_unwrapped, name)
-        for op_handler in self.casts.op_handlers:
-            custom = op_handler.handler_of(op, recipe)
-            if custom is not None:
-                return partial(_run_custom, custom, handler), False
-        return handler, stays_on
-
-    def _run_unwrapped(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        with self:
-            return getattr(UNWRAPPED, name)(*args, **kwargs)
-
-    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op that calls functions among its arguments, inside which ops are cast."""
+    def run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an op that calls functions among its arguments, whose ops are cast."""
         # A nested compile region may not close over the mode, so it becomes part of the graph
         # around it. A compiler must see the first change of its mode stack outside the op.
         with self:
@@ -212,16 +168,16 @@ class CastMode(TorchFunctionMode):
         self._to_half = castable if self._emulates else castable - {half}
         self._kept_weights.clear()
 
-    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         self._compute_in(self.half())
-        formats = formats_of(args, kwargs)
+        formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
         result = call_with(self._cast_to_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
-    def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Read or set `.data`; drop the weight's cast, because writes through it leave no trace."""
+    def run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Read or set `.data`, and drop the weight's cast: writes through it leave no trace."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
             if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in HALF:
@@ -231,7 +187,7 @@ class CastMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast_to_half(self, tensor: Tensor) -> Tensor:
-        """Cast `tensor` for a half op; a weight's cast is made once and kept for the block."""
+        """Cast `tensor` for a half op, a weight only once in a block."""
         if tensor.dtype not in self._to_half:
             return tensor
         if is_compiling():
@@ -239,7 +195,7 @@ class CastMode(TorchFunctionMode):
         if self._steps != count_steps():
             self._steps = count_steps()
             self._kept_weights.clear()
-        # With and without a graph there are two casts: one made without it has no gradient.
+        # A cast made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
@@ -261,9 +217,18 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _run_custom(custom: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+_RULES = handlers.RULES | {"half": CastMode.run_half, "data": CastMode.run_data}
+_RULES["higher order"] = CastMode.run_higher_order
+
+
+def _run_unwrapped(name: str, mode: CastMode, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    with mode:
+        return getattr(UNWRAPPED, name)(*args, **kwargs)
+
+
+def _run_custom(custom: Handler, run: Rule, mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     result = custom(func, args, kwargs)
-    return handler(func, args, kwargs) if result is NotImplemented else result
+    return run(mode, func, args, kwargs) if result is NotImplemented else result
 
 
 def _is_weight(tensor: Tensor) -> bool:
@@ -282,11 +247,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def count_steps() -> int:
-    """Return how many optimizer steps, or buckets of one, this process has made.
-
-    Fused optimizers write weights without raising their version counters, so every step makes the
-    casts of weights stale.
-    """
+    """Count optimizer steps, or buckets of one, because fused ones raise no version counters."""
     return _steps
 
 
@@ -298,44 +259,43 @@ def block(
 
     Args:
         casts: the casts of a precision.
-        pins: the pins at the start. If None, a block directly inside one of the same casts keeps
-            its pins, and any other starts without pins.
+        pins: the pins at the start. If None, they are the pins of a block of the same casts around
+            it, or none.
         autocast: torch.autocast's state at the start, enabled and dtype. If None, it is on.
     """
-    outer = enabled_modes()
-    state: Any = outer[-1].autocast(False) if outer else nullcontext()
+    outer = active_mode()
+    state: Any = nullcontext() if outer is None else outer.autocast(False)
     if casts is not None and casts.autocasts:
         enabled, dtype = autocast or (True, casts.policy.half_dtype)
         state = torch.autocast(casts.device_type, dtype, enabled, cache_enabled=False)
     with state:
-        if pins is None and outer and outer[-1].casts is casts:
+        if pins is None and outer is not None and outer.casts is casts:
             yield
             return
-        mode: Any = nullcontext() if casts is None else casts.acquire(pins or ())
-        for disabled in outer:
-            disabled.enabled = False
+        mode: Any = nullcontext() if casts is None else CastMode(casts, pins or ())
+        if outer is not None:
+            outer.enabled = False
         try:
             with mode:
                 yield
         finally:
-            for disabled in outer:
-                disabled.enabled = True
-            if casts is not None:
-                casts.release(mode)
+            if outer is not None:
+                outer.enabled = True
 
 
-def enabled_modes() -> list[CastMode]:
-    """Return a list of the one mode that casts on this thread; empty if none does."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
+def active_mode() -> CastMode | None:
+    """Return the mode that casts on this thread: all but the innermost block's are disabled."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in stack if isinstance(mode, CastMode) and mode.enabled), None)
 
 
 def casts_here() -> MakeBlock:
     """Return a function that makes a block with this thread's present casts."""
-    for mode in enabled_modes():
-        state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
-        return partial(block, mode.casts, tuple(mode.pins), state)
-    return partial(block, None)
+    mode = active_mode()
+    if mode is None:
+        return partial(block, None)
+    state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
+    return partial(block, mode.casts, tuple(mode.pins), state)
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
@@ -357,16 +317,16 @@ def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs:
     mode.push_pin(name, pin)
     if pin not in PINS:
         return None
-    return cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
+    return handlers.cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
 
 
 def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> Any:
     mode = _find_mode(policy)
     popped = mode is not None and mode.pop_pin(name)
     # Without lists no op casts its inputs, and the next module expects half.
-    return cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
+    return handlers.cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
 
 
 def _find_mode(policy: Policy) -> CastMode | None:
-    """Return the mode that casts on this thread, if it casts by `policy`."""
-    return next((mode for mode in enabled_modes() if mode.policy == policy), None)
+    mode = active_mode()
+    return mode if mode is not None and mode.policy == policy else None

@@ -4,10 +4,10 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 
     y = round_to_half(op(fp32(x_half), fp32(w_half)))
 
-Here inputs are rounded to half and widened (`half_values`), the op runs in fp32, and its result is
-rounded (`rounded`). Autograd differentiates each step: the incoming gradient is half, the op's
-gradients are fp32, and each is rounded once. A GPU adds the gradients of a weight's uses in half,
-so here too each use rounds its gradient before they are added (`used_again`).
+`half_values` prepares an input and `rounded` the result, and the op runs in fp32 between them.
+Autograd differentiates each step: the incoming gradient is half, the op's gradients are fp32, and
+each is rounded once. A GPU adds the gradients of a weight's uses in half, so each use rounds its
+gradient before they are added (`used_again`).
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
 
 
 def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
-    """Round a float32 result once to `half`; return other formats as they are."""
+    """Round a float32 result once to `half`, and return any other format as it is."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
 
 
@@ -45,11 +45,11 @@ def is_faulty(
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
-    settings = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, **named}
-    settings |= zip(FAULTY[op].split(), rest, strict=False)
-    settings["padding"] = 0 if isinstance(settings["padding"], str) else settings["padding"]
-    names = ("stride", "padding", "output_padding", "dilation")
-    numbers = [each_axis(settings[name], weight.dim() - 2) for name in names]
+    defaults = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+    given = named | dict(zip(FAULTY[op].split(), rest, strict=False))
+    if isinstance(given.get("padding"), str):
+        del given["padding"]
+    numbers = [each_axis(given.get(n, value), weight.dim() - 2) for n, value in defaults.items()]
     sizes = zip(input.shape[2 - weight.dim() :], weight.shape[2:], *numbers, strict=True)
     if "transpose" in op:
         return any(-p % s > (n - 1) * s - 2 * p + more for n, _, s, p, more, _ in sizes)
@@ -57,32 +57,33 @@ def is_faulty(
 
 
 def each_axis(value: Any, count: int) -> list[int]:
-    """Return a convolution's setting for each axis; a single one holds for all axes."""
+    """Return a convolution's setting for each of `count` axes, for which one number may do."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values
 
 
 def used_again(half: Tensor, operand: Tensor) -> Tensor:
-    """Return `operand`, the fp32 values of `half`, for one more use; its gradient is rounded."""
+    """Return `operand`, the fp32 values of `half`, for a use that rounds its own gradient."""
     if operand is half or not operand.requires_grad:
         return operand
     return _FurtherUse.apply(half, operand)  # type: ignore[no-any-return]
 
 
+def _keep_format(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
 class _FurtherUse(torch.autograd.Function):
     generate_vmap_rule = True
+    setup_context = staticmethod(_keep_format)
 
     @staticmethod
     def forward(half: Tensor, operand: Tensor) -> Tensor:
         return operand.view_as(operand)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.half = inputs[0].dtype
-
-    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.half), None
+        return gradient.to(ctx.dtype), None
 
     @staticmethod
     def jvp(ctx: Any, half: Tensor, operand: Tensor) -> Tensor:
@@ -99,10 +100,9 @@ def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("mpframe::convert", mutates_args=())
 def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, which the compiler cannot look into.
+    """Convert by an op that Inductor, which drops casts to half and back, cannot look into.
 
-    Inductor drops a pair of casts to half and back, because the result without it is more exact;
-    here the rounding is the point. A custom op must not return its input, so this copies.
+    A custom op must not return its input, so it copies.
     """
     return tensor.to(dtype, copy=True)
 
@@ -112,12 +112,8 @@ def _(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-def _remember_format(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
-
-
 def _convert_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return _convert(gradient, ctx.dtype), None
 
 
-_opaque_convert.register_autograd(_convert_gradient, setup_context=_remember_format)
+_opaque_convert.register_autograd(_convert_gradient, setup_context=_keep_format)

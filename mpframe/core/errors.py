@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 _NEAR = 0.5  # The least likeness of a name that is suggested.
 _AS_NEAR = 0.85  # The same, as a share of the nearest name's likeness.
-_LONGEST = 1000  # characters; comparing takes their number squared
+_LONGEST = 1000  # In characters. Comparing takes their number squared.
 _PART = 0.75  # The likeness of a name that contains the word, about as for a typing error.
 
 
@@ -22,14 +22,14 @@ class ConfigError(MpframeError):
 
 
 class DataError(MpframeError):
-    """Data is missing, malformed, too small, or holds NaN or inf."""
+    """Data is missing, malformed or insufficient, or holds NaN or inf."""
 
 
 class UserCodeError(MpframeError):
     """A user's dataset, model, loss, metric or optimizer raised, or returned something unusable."""
 
     row: tuple[int, int] | None = None
-    """The index of the sample to blame, and the batch's size; None if unknown."""
+    """The index of the sample to blame, and the batch's size, if they are known."""
 
 
 class CheckpointError(MpframeError):
@@ -41,30 +41,29 @@ class DivergedError(MpframeError):
 
 
 class LostRankError(MpframeError):
-    """Another rank of the run has ended or does not answer; the text begins with its number."""
+    """Another rank, whose number begins the text, has ended or does not answer."""
 
 
 class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loop, not an error
-    """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell."""
+    """A signal stopped the run. It ends with 128 + the signal's number, as in a shell."""
 
     def __init__(self, received: signal.Signals, advice: str = "") -> None:
         super().__init__(f"stopped by {received.name}" + (f"; {advice}" if advice else ""))
-        self.received = received
-        self.exit_code = 128 + received
+        self.received, self.exit_code = received, 128 + received
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause with up to `count` of the nearest known names, e.g. `nearest: matmul`, or ""."""
+    """Return a clause with the nearest known names, e.g. `nearest: matmul`, or an empty one."""
     if len(name) > _LONGEST:
         return ""
-    alike = {other: _likeness(name.lower(), other.lower()) for other in known}
+    alike = {other: _compare(name.lower(), other.lower()) for other in known}
     least = max(_NEAR, _AS_NEAR * max(alike.values(), default=0.0))
     ranked = sorted(alike, key=lambda other: -alike[other])
     near = [other for other in ranked if alike[other] >= least][:count]
     return "nearest: " + ", ".join(near) if near else ""
 
 
-def _likeness(name: str, other: str) -> float:
+def _compare(name: str, other: str) -> float:
     """Return how alike two names are, 0 to 1, without the sections that both begin with."""
     names, others = name.split("."), other.split(".")
     while names and others and names[0] == others[0]:
@@ -74,9 +73,9 @@ def _likeness(name: str, other: str) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, and the second if the first ends in a colon.
+    """Return the first line of an error's text, or the name of its class if there is no text.
 
-    For an error without text, the name of its class.
+    The second line follows if the first ends in a colon.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__

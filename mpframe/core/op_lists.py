@@ -36,16 +36,12 @@ _ALIASES = dict(pair.split("=") for pair in _SPELLINGS.split())
 
 @cache
 def known_ops() -> frozenset[str]:
-    """Return every name, in any spelling, that an op list may hold.
-
-    In-place forms (`exp_`) are not among them: they would write into a cast copy.
-    """
+    """Return the names that a list may hold: no in-place forms, as they would write into a cast."""
     functions = (f for group in get_overridable_functions().values() for f in group)
-    named = {getattr(function, "__name__", "") for function in functions}
     sparse = torch._C._sparse  # type: ignore[attr-defined]
     modules = (torch._C._VariableFunctions, torch._C._nn, sparse)
-    builtin = {name for module in modules for name in dir(module)}
-    names = named | builtin | _ALIASES.keys()
+    names = {getattr(function, "__name__", "") for function in functions} | _ALIASES.keys()
+    names.update(*map(dir, modules))
     return frozenset(name for name in names if name and name[:2] != "__" and name[-1] != "_")
 
 
@@ -63,7 +59,7 @@ def canonical(name: str) -> str:
 
 
 def op_name(function: Any) -> str:
-    """Return the name of the op that `function` runs; empty if it has none."""
+    """Return the name of the op that `function` runs, or an empty one."""
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):
@@ -88,8 +84,8 @@ class OpLists:
         allow: ops that run in half.
         deny: ops that run in fp32.
         infer: ops that run in the widest format of their inputs.
-        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe's name; the last
-            match wins. They are not checked here.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe's name. They
+            are not checked here. The last match wins.
 
     Raises:
         ConfigError: an op is unknown or in two lists.
@@ -118,22 +114,18 @@ class OpLists:
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
-        """Return the shipped lists `conf/ops/<name>.yaml`.
-
-        Raises:
-            ConfigError: there is no such file.
-        """
+        """Return the shipped lists `conf/ops/<name>.yaml`. ConfigError if there is no such file."""
         return cls.from_mapping(_read(name))
 
     @classmethod
     def from_mapping(cls, node: Mapping[str, Any]) -> Self:
         """Make lists from a mapping with any of `allow`, `deny`, `infer`, `move` and `modules`."""
         allow, deny, infer = (node.get(name) or frozenset() for name in LISTS)
-        lists = cls(allow, deny, infer, modules=node.get("modules") or {})
+        lists = cls(allow, deny, infer, node.get("modules") or {})
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
-        """Return a copy in which each op of `move` is in the list it names (`none`: in no list).
+        """Return a copy in which each op of `move` is in the list it names, or in no list (`none`).
 
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
@@ -144,13 +136,10 @@ class OpLists:
                 raise ConfigError(
                     f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
                 )
-        destinations = {canonical(op): destination for op, destination in move.items()}
-        moved = {
-            name: getattr(self, name) - destinations.keys()
-            | {op for op, destination in destinations.items() if destination == name}
-            for name in LISTS
-        }
-        return replace(self, **moved)
+        lists = {op: name for name in LISTS for op in getattr(self, name)}
+        lists |= {canonical(op): destination for op, destination in move.items()}
+        allow, deny, infer = (frozenset(op for op in lists if lists[op] == n) for n in LISTS)
+        return replace(self, allow=allow, deny=deny, infer=infer)
 
     def list_of(self, op: str) -> str:
         """Return which list holds `op`, in any spelling: `allow`, `deny`, `infer` or `none`."""
@@ -159,7 +148,7 @@ class OpLists:
 
     @property
     def empty(self) -> bool:
-        """True if no op is listed at all (`ops=none`)."""
+        """Whether no op is listed at all, as in `ops=none`."""
         return not (self.allow or self.deny or self.infer)
 
 
@@ -178,10 +167,7 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Return a shipped file's sections, each as a mapping of its items, `- op` or `op: list`.
-
-    The engine imports no YAML reader, and these files need no more than this.
-    """
+    """Return a shipped file's sections of `- op` or `op: list`, without importing a YAML reader."""
     sections: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition("#")[0].strip(" -").partition(":")
@@ -202,17 +188,15 @@ def _check_known(path: str, ops: Iterable[str]) -> None:
 
 def _explain_unknown(op: str) -> str:
     library = op.rpartition(".")[0]
-    registered = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
-    its_ops = {n.replace("::", ".") for n in registered if n.startswith(f"{library}::")}
-    known = sorted(its_ops) if library else known_ops()
-    if not known:
+    registered = {n.partition(".")[0] for n in torch._C._dispatch_get_all_op_names()}
+    theirs = sorted(n.replace("::", ".") for n in registered if n.startswith(f"{library}::"))
+    if library and not theirs:
         return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
-    hint = nearest(op, known)
+    hint = nearest(op, theirs if library else known_ops())
     return f"not an op of {library or 'PyTorch'}" + (f"; {hint}" if hint else "")
 
 
 @cache
 def _shipped() -> frozenset[str]:
     """Return the ops in the shipped lists, which are allowed even if this torch lacks them."""
-    default = _read("default")
-    return frozenset(canonical(op) for name in LISTS for op in default[name])
+    return frozenset(canonical(op) for name in LISTS for op in _read("default")[name])

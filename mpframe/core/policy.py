@@ -1,20 +1,19 @@
-"""The precision policy: a frozen value that decides every format; `cast.py` applies it.
-
-It gives a `Compute` for an op, and a pin for a module. It holds no tensor, so it can be printed,
-compared and kept.
+"""The precision policy: a frozen value that decides the format of each op and each weight.
 
     mode    weights stored as               ops
     fp32    fp32                            nothing is cast
     amp     fp32                            cast at run time by the lists
     mixed   half if its ops are half ops    cast at run time by the lists
 
-A pin puts a module and everything inside it in one format, whatever the lists say.
+A pin puts a module and everything inside it in one format, whatever the lists say. `cast.py`
+applies the policy.
 """
 
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.op_lists import LISTS, PINS, OpLists
 from mpframe.core.tree import HALVES
 
-MODES = ("fp32", "mixed", "amp")
-COMPUTES = ("auto", "native", "emulated")
 NO_PRODUCTS = "none"  # In place of a recipe: matrix products and convolutions stay in half.
 UNCAST = "autocast off"  # In place of a pin, in a region where the model turns torch.autocast off.
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
@@ -50,8 +47,7 @@ class Policy:
     Args:
         mode, half, ops, compute: as for `Precision`.
         products: the name of a recipe, or `none`.
-        recipes: recipes by the names that `products` and pins use. The policy reads only their
-            `half`, the patterns of the modules that stay in half.
+        recipes: by name. The policy reads only `half`, the patterns of modules that stay in half.
 
     Raises:
         ConfigError: a mode, half or compute that does not exist.
@@ -65,7 +61,8 @@ class Policy:
     recipes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, allowed in {"mode": MODES, "half": tuple(HALVES), "compute": COMPUTES}.items():
+        modes, computes = ("fp32", "mixed", "amp"), ("auto", "native", "emulated")
+        for name, allowed in {"mode": modes, "half": tuple(HALVES), "compute": computes}.items():
             value = getattr(self, name)
             if value not in allowed:
                 hint = nearest(str(value), allowed)
@@ -74,14 +71,14 @@ class Policy:
 
     @property
     def casts(self) -> bool:
-        """False if no op is ever cast, so that no op has to be intercepted."""
+        """Whether any op is cast, so that ops have to be intercepted."""
         if self.mode == "fp32":
             return self.products != NO_PRODUCTS
         return not (self.ops.empty and not self.ops.modules)
 
     @property
     def stores_by_op(self) -> bool:
-        """True if a weight's format depends on the ops that read it."""
+        """Whether a weight's format depends on the ops that read it."""
         return self.mode == "mixed" and not self.ops.empty
 
     @property
@@ -95,7 +92,7 @@ class Policy:
         return {self.products, *self.ops.modules.values()} - {*PINS, NO_PRODUCTS}
 
     def compute_of(self, op: str, pin: str | None = None) -> Compute:
-        """Return the format `op` computes in, inside a module with this pin (None: no pin)."""
+        """Return the format `op` computes in, inside a module with this pin, if any."""
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
         if pin == UNCAST and compute is not Compute.PYTORCH:
             return Compute.WIDEST
@@ -108,13 +105,9 @@ class Policy:
         name = self.products if pin is None else pin
         return name if name in self.recipes else None
 
-    def recipe_of(self, pin: str | None = None) -> Any:
-        """Return the recipe itself, or None if products are not quantised."""
-        return self.recipes.get(self.products if pin is None else pin)
-
     def pin_of(self, module: str) -> tuple[str, str] | None:
-        """Return the last pattern that matches a module's qualified name, and its pin; or None."""
-        recipe = self.recipe_of()
+        """Return the last pattern that matches a module's qualified name, if any, and its pin."""
+        recipe = self.recipes.get(self.products)
         half_pins = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
         pins = [*half_pins.items(), *self.ops.modules.items()]
         matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
@@ -128,8 +121,7 @@ class Policy:
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
         """Return whether `pattern` names the module or one that contains it."""
-        parts = module.split(".")
-        owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        owners = accumulate(module.split("."), "{}.{}".format)
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def check_patterns(self, model: nn.Module) -> None:

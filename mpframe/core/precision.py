@@ -6,7 +6,7 @@
         loss = loss_fn(model(inputs), targets)
 
 `prepare` stores the weights as the mode says and puts fp32 masters in the optimizer. In a `cast`
-block ops run by the lists. policy.py decides the formats, cast.py applies them.
+block ops run by the lists.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,25 +27,13 @@ from mpframe.core.masters import Master, master_class, set_master
 from mpframe.core.op_lists import OpLists
 from mpframe.core.policy import Policy
 from mpframe.core.storage import store
-from mpframe.core.torch_functions import follow_backward_passes, release
+from mpframe.core.torch_functions import follow_backward_passes, stop_following
 from mpframe.core.trace import WeightUses, materialize, trace
 from mpframe.core.tree import device_of
 from mpframe.core.widening import watch
 
-
-def _find_no_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
-    missing = ", ".join(sorted(policy.recipe_names - policy.recipes.keys()))
-    if missing:
-        raise ConfigError(
-            f"dtype.products or ops.modules: {missing}: recipes are in mpframe.lowbit; import it "
-            "first. Other words for a module are fp32, half and none"
-        )
-    return policy, OpHandler()
-
-
-find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] = _find_no_recipes
-"""Adds to a policy the recipes that it names, and returns the handler that runs them. Importing
-`mpframe.lowbit` puts its function here."""
+find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
+"""Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""
 
 
 class Precision:
@@ -54,7 +42,7 @@ class Precision:
     Args:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
         half: `float16` or `bfloat16`, the 16-bit format of the run.
-        ops: the op lists and module pins; the shipped default lists if None.
+        ops: the op lists and module pins. If None, the shipped default lists.
         compute: how half ops run on a CPU: by `native` kernels, `emulated` (half inputs, fp32
             accumulation, one rounding), or `auto` (native if the CPU can). It also holds for
             products below 16 bits, for which `auto` is native only on GPUs.
@@ -63,7 +51,7 @@ class Precision:
         products: the recipe that computes matrix products and convolutions below 16 bits, a name or
             a `Recipe`, or `none` to keep them in half. `import mpframe.lowbit` first.
         recipes: your recipes, by the names that `products` and pins use.
-        op_handlers: run ops in another way; they are asked before the lists.
+        op_handlers: run ops in another way. They are asked before the lists.
 
     Raises:
         ConfigError: a value is none of the ones named here.
@@ -88,6 +76,12 @@ class Precision:
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
         self.op_handlers = tuple(op_handlers)
         if self.policy.recipe_names or recipes:
+            if find_recipes is None:
+                names = ", ".join(sorted(self.policy.recipe_names))
+                raise ConfigError(
+                    f"dtype.products or ops.modules: {names}: recipes are in mpframe.lowbit; "
+                    "import it first. Other words for a module are fp32, half and none"
+                )
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
         if mode == "mixed" and isinstance(master_weights, type):
@@ -106,25 +100,25 @@ class Precision:
         *,
         keep_frozen: bool = True,
     ) -> tuple[nn.Module, MasterWeights]:
-        """Store the weights as the mode says and wrap the optimizer; both are changed in place.
+        """Store the weights as the mode says and wrap the optimizer, both in place.
 
-        Call it for each optimizer of a model. A weight has one master, which they share. Fp32
-        values that no optimizer has taken yet are kept for later ones and for later groups.
+        Call it for each optimizer of a model. They share a weight's master, and fp32 values are
+        kept for later optimizers and groups.
 
         Args:
             model: on its device, in fp32, before the first step. If a weight is already
                 half, its master starts from the half value.
             optimizer: over the model's parameters.
-            example: an input of the model for `trace`; if None, the model is not traced.
-            keep_frozen: False drops the fp32 values of weights that need no gradient, which saves
-                4 bytes each; if such a weight is trained later, it starts from its half value.
+            example: an input of the model for `trace`, or None for no trace.
+            keep_frozen: False drops the fp32 values of weights that need no gradient. It saves 4
+                bytes each, but such a weight, if it is trained later, starts from its half value.
 
         Returns:
             The same model, and the wrapped optimizer, with masters from before rounding.
 
         Raises:
-            ConfigError: a parameter is complex, or lazy and there is no example; a pin names no
-                module; or `compute` is native and the model's device lacks a product of a recipe.
+            ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
+                module. Or `compute` is native and the device lacks a product of a recipe.
         """
         self.policy.check_patterns(model)
         if example is not None and model not in self._uses:
@@ -142,8 +136,8 @@ class Precision:
         """Run the model once, to store in half every weight that only half ops read.
 
         Without a trace the classes of torch.nn tell which weights these are, and weights of other
-        classes stay fp32. The results of several calls are merged. Lazy layers get their shapes
-        and first values; the rest of the model and the random generators are not changed.
+        classes stay fp32. Several calls add up. Lazy layers get their shapes and first values. The
+        rest of the model and the random generators are not changed.
 
         Args:
             model: on its device, before or after it is prepared.
@@ -158,13 +152,13 @@ class Precision:
             self._uses[model] = self.uses(model) | uses
 
     def uses(self, model: nn.Module) -> WeightUses:
-        """Return the ops that read each weight in the trace; empty if the model was not traced."""
+        """Return the ops that read each weight in the model's traces, if there were any."""
         return self._uses.get(model, WeightUses())
 
     def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any]) -> None:
-        """Carry a trace over to a model whose weights were then sharded; call before `prepare`.
+        """Carry a trace over to the sharded parameters that replaced the traced ones.
 
-        `sharded` maps each parameter that was traced to the one that replaced it.
+        Call it before `prepare`.
         """
         if self._casts is not None:
             self._casts.keeps_weights = False  # Kept casts would outlive the gathered weights.
@@ -173,10 +167,10 @@ class Precision:
         self._uses[model] = WeightUses(by_weight, uses.called)
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hook the model so that this precision's blocks see its pins; no weight is touched.
+        """Hook the model so that this precision's blocks see its pins, and return the hooks.
 
         `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
-        was trained in. A second call does nothing. The returned hooks can be removed.
+        was trained in. A second call does nothing.
 
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.
@@ -197,8 +191,7 @@ class Precision:
     def cast(self) -> AbstractContextManager[None]:
         """Return a block that runs its ops by the lists, and casts each weight at most once.
 
-        Blocks nest: the innermost decides, even an fp32 one, which casts nothing. A block acts only
-        in the thread that enters it.
+        The innermost block decides, even an fp32 one, and only in the thread that enters it.
         """
         if self._casts is not None:
             follow_backward_passes(self._casts, casts_here)
@@ -206,7 +199,7 @@ class Precision:
 
     def release(self) -> None:
         """Undo what this precision's blocks replaced in torch, as garbage collection also does."""
-        release(id(self._casts))
+        stop_following(id(self._casts))
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
@@ -218,7 +211,7 @@ class Precision:
             self.load_state_dict(before)
 
     def sync(self, comm: Comm) -> None:
-        """Synchronise what handlers measured in this step; every rank must call it."""
+        """Synchronise what handlers measured in this step. Every rank must call it."""
         for handler in self.op_handlers:
             handler.sync(comm)
 

@@ -1,11 +1,14 @@
 """The values that an option may have, and the checks that a number is one of them."""
 
 import math
+import operator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from mpframe.core.errors import ConfigError
+
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Range:
     words: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """True if `value` is allowed; None (an option that is switched off) always is."""
+        """Return whether `value` is allowed, as None always is: an option switched off."""
         if value is None or value in self.words:
             return True
         if self.choices:
@@ -36,26 +39,21 @@ class Range:
             return not self._ends()
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
-        return (isinstance(value, int) or math.isfinite(value)) and (
-            (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
+        finite = isinstance(value, int) or math.isfinite(value)
+        return finite and all(_COMPARE[sign](value, end) for sign, end in self._ends().items())
 
     def __str__(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        ends = self._ends()
+        ends = [
+            f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
+            for sign, end in self._ends().items()
+        ]
         return " or ".join([" and ".join(ends), *self.words]) if ends else ""
 
-    def _ends(self) -> list[str]:
+    def _ends(self) -> dict[str, float]:
         signs = {">": self.above, ">=": self.low, "<=": self.high, "<": self.below}
-        return [
-            f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
-            for sign, end in signs.items()
-            if end is not None
-        ]
+        return {sign: end for sign, end in signs.items() if end is not None}
 
 
 POSITIVE = Range(above=0.0)
@@ -66,7 +64,7 @@ FRACTION = Range(low=0.0, high=1.0)
 def require(
     option: str, value: object, allowed: Range, way_out: str = "", kind: str = "a number"
 ) -> float:
-    """Return `value` if it is a finite number in a range; a bool is not a number.
+    """Return `value` if it is a finite number in a range, and not a bool.
 
     Raises:
         ConfigError: `option=value: must be {kind} {allowed}; {way_out}`.
@@ -80,7 +78,7 @@ def require(
 def require_whole(
     option: str, value: object, least: int = 1, most: int | None = None, way_out: str = ""
 ) -> int:
-    """Return `value` if it is a whole number from `least` to `most`; otherwise as `require`."""
+    """Return `value` if it is a whole number from `least` to `most`, or raise as `require`."""
     allowed = Range(low=least, high=most)
     if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
         raise refused(option, value, f"a whole number {allowed}", way_out)
@@ -88,5 +86,5 @@ def require_whole(
 
 
 def refused(option: str, value: object, allowed: str, way_out: str = "") -> ConfigError:
-    """The error for a `value` that is not `allowed`."""
+    """Return the error for a `value` that is not `allowed`."""
     return ConfigError(f"{option}={value}: must be {allowed}" + (f"; {way_out}" if way_out else ""))

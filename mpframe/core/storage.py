@@ -25,6 +25,7 @@ from mpframe.core.policy import CASTABLE, Policy
 from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import HALF
 
+Formats = dict[nn.Parameter, torch.dtype]
 _EXCEPTIONS = {  # Classes that are not named after their op.
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
@@ -52,8 +53,8 @@ def _find_op(cls: type) -> str | None:
         return "pad"
     name = cls.__name__.lower().strip("_")
     spellings = (name, name.removesuffix("loss"), re.sub(r"\dd$", "", name))
-    found = (_index_ops().get(spelling) for spelling in spellings)
-    return _EXCEPTIONS.get(cls.__name__) or next((op for op in found if op), None)
+    found = filter(None, map(_index_ops().get, spellings))
+    return _EXCEPTIONS.get(cls.__name__) or next(found, None)
 
 
 @cache
@@ -63,11 +64,9 @@ def _index_ops() -> dict[str, str]:
     return {op.replace("_", ""): canonical(op) for op in public}
 
 
-def formats_of(
-    model: nn.Module, policy: Policy, uses: WeightUses
-) -> dict[nn.Parameter, torch.dtype]:
-    """Return the format each parameter is stored in; one that is never cast keeps its format."""
-    formats: dict[nn.Parameter, torch.dtype] = {}
+def formats_of(model: nn.Module, policy: Policy, uses: WeightUses) -> Formats:
+    """Return the format each parameter is stored in, its present one if it is never cast."""
+    formats: Formats = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
@@ -80,7 +79,7 @@ def formats_of(
 def wanted_by(
     name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
 ) -> torch.dtype:
-    """Return the format `module` wants for a parameter; `uses`: the ops that read it, if traced."""
+    """Return the format `module` wants for a parameter, which these ops read if it was traced."""
     op, pin = op_of(module), policy.format_pin_of(name)
     if pin is not None:
         half = pin[1] == "half"
@@ -95,10 +94,10 @@ def wanted_by(
 
 @torch.no_grad()
 def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Tensor]:
-    """Convert every weight to its format, in place.
+    """Convert every weight to its format, in place, from its master if it has one.
 
-    Values beyond the half range are clamped to it. A half weight that has a master is converted
-    from the master. A weight that is sharded among ranks keeps its format.
+    Values beyond the half range are clamped to it. A weight that is sharded among ranks keeps its
+    format.
 
     Returns:
         For each weight that was rounded, its fp32 value from before the rounding.
@@ -111,7 +110,11 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Te
     for parameter, dtype in formats_of(model, policy, uses).items():
         if parameter.dtype != dtype and not is_sharded(parameter):
             exact = exact_value(parameter)
-            _store_as(parameter, dtype, parameter.data.float() if exact is None else exact)
+            limit = torch.finfo(dtype).max
+            values = parameter.data.float() if exact is None else exact
+            parameter.data = values.clamp(-limit, limit).to(dtype)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(dtype)
             if exact is not None and dtype in HALF:
                 before[parameter] = exact
     for name, module in model.named_modules():
@@ -119,13 +122,6 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Te
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return before
-
-
-def _store_as(parameter: nn.Parameter, dtype: torch.dtype, values: Tensor) -> None:
-    limit = torch.finfo(dtype).max
-    parameter.data = values.clamp(-limit, limit).to(dtype)
-    if parameter.grad is not None:
-        parameter.grad = parameter.grad.to(dtype)
 
 
 def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> None:

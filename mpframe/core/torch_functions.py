@@ -4,10 +4,10 @@ PyTorch shows a function mode only the outermost call: `F.multi_head_attention_f
 although a dozen ops run inside. Such a function begins by asking `has_torch_function(...)`, and
 passes itself to the mode if the answer is yes. `unwrap` makes a copy that always gets a no.
 
-Python code that runs in the backward pass gets the casts of its forward pass, which may have ended
-by then, or run on another thread. So the casts are saved in the objects that PyTorch makes for the
-backward pass: the frame of a checkpoint, and the node of a custom autograd.Function, in which
-reentrant checkpoints and reversible layers recompute.
+Python code in the backward pass gets the casts of its forward pass, which may have ended by then,
+or run on another thread. So the casts are saved in the objects that PyTorch makes for the backward
+pass: the frame of a checkpoint, and the node of a custom autograd.Function, in which reentrant
+checkpoints and reversible layers recompute.
 
 `_REPLACED` lists the functions that are replaced, from the first block that casts until the last
 precision with such a block is gone. Some run ops that no mode sees, and that torch would cast
@@ -42,7 +42,7 @@ UNWRAPPED = SimpleNamespace()
 
 @functools.cache
 def unwrap(function: Any) -> str | None:
-    """Unwrap a function of torch; return its name in `UNWRAPPED`, or None if it runs as it is."""
+    """Unwrap a function of torch, if it needs that, and return its name in `UNWRAPPED`."""
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, FunctionType) and inner.__module__ == "torch._tensor":
         unwrapped = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
@@ -64,9 +64,8 @@ def _asks(function: FunctionType) -> bool:
 
 
 def _copy_with_answer(function: FunctionType) -> FunctionType:
-    names, code = _answer_no(function.__module__), function.__code__
-    defaults, closure = function.__defaults__, function.__closure__
-    unwrapped = FunctionType(code, names, function.__name__, defaults, closure)
+    inside = function.__name__, function.__defaults__, function.__closure__
+    unwrapped = FunctionType(function.__code__, _answer_no(function.__module__), *inside)
     unwrapped.__kwdefaults__ = function.__kwdefaults__
     return unwrapped
 
@@ -89,14 +88,14 @@ _casts_here: Callable[[], MakeBlock]
 
 
 def follow_backward_passes(user: object, casts_here: Callable[[], MakeBlock]) -> None:
-    """Run backward passes under the casts of their blocks, until `release(id(user))`.
+    """Run backward passes under the casts of their blocks, until `stop_following(id(user))`.
 
     `casts_here()` returns a function that makes a block with this thread's present casts.
     """
     global _casts_here
     if is_compiling() or id(user) in _users:
         return
-    weakref.finalize(user, release, id(user)).atexit = False
+    weakref.finalize(user, stop_following, id(user)).atexit = False
     with _lock:
         _casts_here = casts_here
         for owner, name, run in () if _users else _REPLACED:
@@ -105,8 +104,8 @@ def follow_backward_passes(user: object, casts_here: Callable[[], MakeBlock]) ->
         _users.add(id(user))
 
 
-def release(user: int) -> None:
-    """Forget the user with this id; after the last one, restore what was replaced in torch."""
+def stop_following(user: int) -> None:
+    """Forget the user with this id, and after the last one restore what was replaced in torch."""
     with _lock:
         _users.discard(user)
         while _originals and not _users:

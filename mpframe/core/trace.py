@@ -2,17 +2,17 @@
 
 A weight that only half ops read may be stored in half: the ops get the same numbers whether it is
 rounded once, when it is stored, or at each read. A module's class does not say which ops these are.
-An expert layer multiplies slices of one large weight. A layer with weight standardisation subtracts
-a mean from its weight before it convolves.
+An expert layer multiplies slices of one large weight, and weight standardisation subtracts a mean
+before the convolution.
 
-An op that only moves values does not count as a reader. The view, copy or concatenation of a
-rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
+An op that only moves values does not count as a reader, because a rounded weight's view, copy or
+concatenation is the same as a rounded one. The ops that read the result count.
 """
 
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -33,24 +33,21 @@ from mpframe.core.tree import tensors_in
 # Ops that return their first argument's values in a new tensor.
 _MOVE_NAMES = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"
 _MOVES = frozenset(_MOVE_NAMES.split())
-# Calls that read no values, only attributes; `zeros_like`, `new_zeros`, ... read none either.
+# Calls that read attributes only, as `zeros_like`, `new_zeros` and their like do.
 _NO_READS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Use:
-    """An op that reads a weight.
-
-    Attributes:
-        op: its name in the lists, or empty; `uncast ...` beside complex or double inputs.
-        within: the modules that were running, the outermost first.
-    """
+    """An op that reads a weight."""
 
     op: str
+    """Its name in the lists, if any, or `uncast ...` beside complex or double inputs."""
     within: tuple[str, ...]
+    """The modules that were running, the outermost first."""
 
     def pin(self, policy: Policy) -> str | None:
-        """Return the pin of the innermost pinned module, or None."""
+        """Return the pin of the innermost module that has one."""
         pins = (policy.pin_of(module) for module in reversed(self.within))
         return next((pin[1] for pin in pins if pin is not None), None)
 
@@ -63,49 +60,38 @@ class Use:
         return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightUses:
-    """The ops that read each weight, as a forward pass showed them.
+    """The ops that read each weight, and the names of the modules that were called, in a trace."""
 
-    Attributes:
-        by_weight: the ops of each weight; a weight that no op reads is left out.
-        called: names of the modules that were called; empty if nothing was traced.
-    """
-
-    by_weight: Mapping[nn.Parameter, frozenset[Use]] = field(default_factory=dict)
-    called: frozenset[str] = frozenset()
+    by_weight: dict[nn.Parameter, set[Use]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
 
     def __or__(self, other: "WeightUses") -> "WeightUses":
         weights = self.by_weight.keys() | other.by_weight.keys()
-        merged = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
+        merged = {weight: {*self.of([weight]), *other.of([weight])} for weight in weights}
         return WeightUses(merged, self.called | other.called)
 
     def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
         """Return the ops that read any of these weights, in the order of their names."""
-        uses = {use for weight in weights for use in self.by_weight.get(weight, ())}
-        return sorted(uses, key=lambda use: (use.op, use.within))
+        return sorted({use for weight in weights for use in self.by_weight.get(weight, ())})
 
 
 def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
-    """Run the model once, uncompiled, and return what reads its weights; restore its state.
+    """Run the model once, uncompiled, and return what reads its weights. Its state is restored.
 
-    Args:
-        example: as `Precision.trace` takes it.
-        casts: a `cast` block: it unwraps functions of torch, so that the ops inside are seen.
+    The `cast` block unwraps functions of torch, so that the ops inside are seen.
     """
     recorder, eager = _UseRecorder(model), nullcontext()
-    if "torch._dynamo" in sys.modules:  # If not, nothing is compiled; the import takes seconds.
+    if "torch._dynamo" in sys.modules:  # The import takes seconds.
         eager = torch.compiler.set_stance("force_eager")
     with preserve_state(model), eager, recorder.calls(model), recorder, casts:
         _call(model, example)
-    return recorder.uses()
+    return recorder.uses
 
 
 def materialize(model: nn.Module, example: Any) -> None:
-    """Call the model once to give lazy layers, if it has any, their shapes and first values.
-
-    Buffers and plain attributes of the other modules stay as they are.
-    """
+    """Give lazy layers their shapes and first values. The buffers of other modules stay."""
     if not any(map(is_lazy, model.parameters())):
         return
     training = [module for module in model.modules() if module.training]
@@ -129,52 +115,40 @@ def _call(model: nn.Module, example: Any) -> None:
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager that runs `model` and then restores its parameters, its buffers, the plain
-    attributes of its modules and the random generators."""
+    attributes of its modules and the random generators of Python, NumPy and torch."""
     kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
-    with State.of(model), _preserve_random_state():
-        try:
-            yield
-        finally:
-            # They stay where they are in memory, because a trace knows a weight by its address.
-            for parameter, data, values in kept:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                if not torch.equal(data, values):
-                    data.copy_(values)
-
-
-@contextmanager
-def _preserve_random_state() -> Iterator[None]:
-    """Context manager that restores the random generators of Python, NumPy and torch."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     numpy: Any = sys.modules.get("numpy")  # If nobody imported it, nothing draws from it.
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
+    with ExitStack() as stack:
+        stack.enter_context(State.of(model))
+        stack.callback(random.setstate, random.getstate())
         if numpy:
-            numpy.random.set_state(numpy_state)
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
+        stack.callback(_restore_parameters, kept)
+        yield
+
+
+def _restore_parameters(kept: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+    # They stay where they are in memory, because a trace knows a weight by its address.
+    for parameter, data, values in kept:
+        if parameter.data_ptr() != data.data_ptr():
+            parameter.data = data
+        if not torch.equal(data, values):
+            data.copy_(values)
 
 
 class _UseRecorder(TorchFunctionMode):
-    """A function mode that notes every op that gets a weight, which it knows by its address."""
+    """A function mode that notes every op that gets a weight, known by its address."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.uses = WeightUses()
         self._weights: dict[int, set[nn.Parameter]] = {}  # by address
-        self._uses: dict[nn.Parameter, set[Use]] = {}
-        self._called: set[str] = set()
         self._within: list[str] = []
         self._copies: list[Tensor] = []  # Kept, so that their memory is not reused.
         for parameter in model.parameters():
             self._weights.setdefault(_address(parameter), set()).add(parameter)
         self._weights.pop(0, None)  # Without an address they cannot be told apart.
-
-    def uses(self) -> WeightUses:
-        by_weight = {weight: frozenset(uses) for weight, uses in self._uses.items()}
-        return WeightUses(by_weight, frozenset(self._called))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -187,21 +161,17 @@ class _UseRecorder(TorchFunctionMode):
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:
         """Context manager that follows which modules are being called."""
-        hooks = []
-        for name, module in model.named_modules():
-            if isinstance(module, ScriptModule):  # It takes no hooks, so it counts as called.
-                self._called.add(name)
-            else:
-                hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
-                hooks.append(module.register_forward_hook(self._leave))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if isinstance(module, ScriptModule):  # It takes no hooks, so it counts as called.
+                    self.uses.called.add(name)
+                    continue
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.enter_context(module.register_forward_hook(self._leave))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _enter(self, name: str, *_: Any) -> None:
-        self._called.add(name)
+        self.uses.called.add(name)
         self._within.append(name)
 
     def _leave(self, *_: Any) -> None:
@@ -223,11 +193,11 @@ class _UseRecorder(TorchFunctionMode):
         uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(inputs))
         use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
-            self._uses.setdefault(weight, set()).add(use)
+            self.uses.by_weight.setdefault(weight, set()).add(use)
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the tensor's memory begins, the same for all its views; 0 if it has none."""
+    """Return where the memory of a tensor and its views begins, or 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Sparse, or wrapped by a transform.

@@ -20,22 +20,22 @@ _SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A format's name in options, e.g. `float16`."""
+    """Return a format's name in options, e.g. `float16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter; the CPU for a model without one."""
+    """Return the device of a model's first parameter, or the CPU if it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def is_async(device: torch.device) -> bool:
-    """Whether a read from `device` makes the host wait: from all but a CPU."""
+    """Return whether a read from `device` makes the host wait, as all but a CPU's do."""
     return device.type != "cpu"
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:
-    """Every tensor in `node`, depth first."""
+    """Yield every tensor in `node`, depth first."""
     if isinstance(node, Tensor):
         yield node
     else:
@@ -44,7 +44,7 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `node` with its path, such as `[1].boxes`, depth first."""
+    """Yield every tensor in `node` with its path, such as `[1].boxes`, depth first."""
     if isinstance(node, Tensor):
         yield name, node
     elif isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
@@ -57,26 +57,19 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def to_fp32(node: Any) -> Any:
     """Return `node` with every half tensor in fp32."""
-    if isinstance(node, Tensor):  # Inlined: this runs in every step.
+    if isinstance(node, Tensor):
         return node.float() if node.dtype in HALF else node
-    return map_tensors(widened, node)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """A half tensor in fp32; any other tensor unchanged."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return map_tensors(to_fp32, node)
 
 
 def is_simple(node: Any) -> bool:
-    """Whether `node` is a number or a word, or a tuple or list of them: a quick test."""
+    """Return whether `node` is a number or a word, or a tuple or list of them: a quick test."""
     kind = type(node)
-    return kind in _SIMPLE or (
-        (kind is tuple or kind is list) and _SIMPLE.issuperset(map(type, node))
-    )
+    return kind in _SIMPLE or (kind in (tuple, list) and _SIMPLE.issuperset(map(type, node)))
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
-    """`node` with each tensor replaced by `change(tensor)`; containers keep their kind."""
+    """Return `node` with each tensor replaced by `change(tensor)`, in containers of their kind."""
     if isinstance(node, Tensor):
         return change(node)
     if is_simple(node):
@@ -96,18 +89,18 @@ def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: 
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
-    """The items of a named tuple, a dict or a dataclass by name; empty for anything else."""
+    """Return the items of a named tuple, a dict or a dataclass by name, or an empty dict."""
     if isinstance(node, tuple):
         return dict(zip(getattr(node, "_fields", ()), node, strict=False))
     if _is_dict(node):
         return dict(node)
-    if _is_dataclass(node):
+    if hasattr(type(node), "__dataclass_fields__"):  # An instance, not a class.
         return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     return {}
 
 
 def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
-    """A copy of a named tuple, a dict or a dataclass with these `fields`."""
+    """Return a copy of a named tuple, a dict or a dataclass with these `fields`."""
     if type(node) is dict:
         return fields
     if hasattr(node, "_fields"):
@@ -123,10 +116,5 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 def _is_dict(node: Any) -> bool:
     # An abstract class takes four times as long to ask, so numbers and words are not asked.
-    return isinstance(node, dict) or (
-        not isinstance(node, _NUMBERS_AND_WORDS) and isinstance(node, UserDict)
-    )
-
-
-def _is_dataclass(node: Any) -> bool:
-    return hasattr(type(node), "__dataclass_fields__")  # of an instance, not of a class
+    simple = isinstance(node, _NUMBERS_AND_WORDS)
+    return isinstance(node, dict) or (not simple and isinstance(node, UserDict))

@@ -4,7 +4,7 @@
         outputs = model(inputs)
 
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
-    at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
+    at net.py:12, given inputs uint8 [64, 8] of 0 to 255
 
 mpframe's errors pass unchanged. A SystemExit in a layer is an error like any other.
 """
@@ -31,7 +31,7 @@ class UserCode:
 
     Args:
         option: the option that chose it, e.g. `model` or `dataset: the loss`.
-        code: the object or function that is called; its arguments are `given`.
+        code: the object or function that is called, with the arguments `given`.
     """
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
@@ -45,9 +45,9 @@ class UserCode:
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
-    """Raise the present error again, in an `except` clause; a user's as a `UserCodeError`.
+    """Raise the present error again, in an `except` clause, as `UserCode` does.
 
-    It takes `UserCode`'s arguments. The step calls it directly: without an error it costs nothing.
+    The step calls it directly, because without an error it costs nothing.
     """
     error = sys.exception()
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
@@ -64,7 +64,7 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
 
 
 def _advice(error: BaseException, label: re.Match[str] | None, given: dict[str, Any]) -> str:
-    """What the user can do, if the arguments show it."""
+    """Return a way out that the arguments show, or else how to see the traceback."""
     outputs = given.get("outputs")
     if "inputs" in given and "dtype" in str(error):
         formats = "float32 for most layers and int64 for an embedding"
@@ -82,33 +82,8 @@ def _advice(error: BaseException, label: re.Match[str] | None, given: dict[str, 
     return "HYDRA_FULL_ERROR=1 shows the traceback"
 
 
-class InBatch:
-    """Context manager in which an error in a user's code names the batch.
-
-    Args:
-        split: `training` or `validation`.
-        epoch, number: of the first batch.
-        count: how many batches a step has.
-        loader: its `batch_ids`, if it has any, are the samples' indices.
-    """
-
-    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
-        self._place, self._loader = (split, epoch, number, count), loader
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserCodeError):
-            split, epoch, number, count = self._place
-            last = f" to {number + count - 1}" if count > 1 else ""
-            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
-                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
-                last = f", sample {ids[row]}" if len(ids) == rows else ""
-            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
-
-
 def name_of(code: Any) -> str:
-    """The name of a function or class, or of an object's class."""
+    """Return the name of a function or class, or of an object's class."""
     if isinstance(code, functools.partial):
         return name_of(code.func)
     code = getattr(code, "_orig_mod", code)  # what was compiled
@@ -116,7 +91,7 @@ def name_of(code: Any) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An error as a clause: its class, the first line of its text, and the file and line."""
+    """Return an error as a clause: its class, its first line, and where it was raised."""
     text = first_line(error).rstrip(".") if str(error).strip() else ""
     text = text if len(text) <= 200 else f"{text[:200]}..."
     packages = (torch, sys.modules.get("hydra"), importlib, sys.modules["mpframe"])
@@ -129,7 +104,7 @@ def raised(error: BaseException) -> str:
 
 
 def described(value: Any) -> str:
-    """A value in a few words: a tensor's format, shape and, for whole numbers, its range."""
+    """Describe a value in words: a tensor by its format, shape and, if of integers, its range."""
     if isinstance(value, Tensor):
         low, high = _range(value)
         ends = f" of {low} to {high}" if low <= high else ""
@@ -145,9 +120,8 @@ def described(value: Any) -> str:
 
 
 def _range(value: Any) -> tuple[int, int]:
-    """The ends of a tensor of whole numbers; (0, -1) for any other value."""
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
-        return 0, -1
-    with suppress(RuntimeError):  # It is empty; or an accelerator does not answer after a failure.
-        return int(value.min()), int(value.max())
+    """Return the ends of a tensor of whole numbers, or (0, -1) for any other value."""
+    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+        with suppress(RuntimeError):  # An empty tensor, or an accelerator that has failed.
+            return int(value.min()), int(value.max())
     return 0, -1

@@ -1,7 +1,7 @@
 """Half weights that go back to fp32, because code other than an optimizer's step writes them.
 
-Momentum teachers and moving averages change so little after each step that half would lose the
-change. So these are stored in fp32:
+Half would lose the small changes of momentum teachers and moving averages. So these are stored in
+fp32:
 
     a frozen weight that is written    as soon as its model's optimizer notices it
     a deep copy of a model             at once, with the values of the masters
@@ -32,7 +32,7 @@ _FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by any we
 
 
 def watch(model: nn.Module, *, widens: bool) -> None:
-    """Remember a prepared model's weights; `widens`: its weights may go back to fp32."""
+    """Remember a prepared model's weights, which may go back to fp32 if `widens`."""
     _NAMES.update({weight: name for name, weight in model.named_parameters()})
     if widens:
         weights = list(model.parameters())
@@ -46,8 +46,7 @@ def watch(model: nn.Module, *, widens: bool) -> None:
 
 def frozen_beside(weights: Iterable[Tensor]) -> list[Frozen]:
     """Return the frozen weights of each model that has one of `weights` and may widen them."""
-    known = {id(frozen): frozen for frozen in map(_FROZEN.get, weights) if frozen}
-    return list(known.values())
+    return list({id(frozen): frozen for frozen in map(_FROZEN.get, weights) if frozen}.values())
 
 
 @torch.no_grad()
@@ -84,13 +83,13 @@ def _find_frozen(model: nn.Module) -> dict[str, Tensor]:
     return {n: w for n, w in model.named_parameters() if w in _FROZEN.get(w, ())}
 
 
-def widened(model: nn.Module) -> list[str]:
+def widened_names(model: nn.Module) -> list[str]:
     """Return the names of the frozen weights that are stored in fp32 since they were written."""
     return [name for name, weight in _find_frozen(model).items() if weight.dtype not in HALF]
 
 
 def widen_named(model: nn.Module, names: Collection[str]) -> None:
-    """Store in fp32 the weights that `widened` named when a checkpoint was made."""
+    """Store in fp32 the weights that `widened_names` returned when a checkpoint was made."""
     for name, weight in _find_frozen(model).items():
         if name in names and weight.dtype in HALF:
             widen(weight)
@@ -135,7 +134,7 @@ class _CopyHook:
 
 
 def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
-    """Run torch's `AveragedModel.update_parameters` on masters; a half average gets the weight."""
+    """Run torch's `AveragedModel.update_parameters` on masters, or for half averages on weights."""
     pairs = zip(averaged.parameters(), model.parameters(), strict=False)
     with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
         update(averaged, model)

@@ -34,7 +34,7 @@ def products_of(
     pinned = pin[1] if pin else None
     ops = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
     calls = [*((op, pinned) for op in ops if op), *readers]
-    recipes = ((op, policy.recipe_of(pin)) for op, pin in calls)
+    recipes = ((op, policy.recipes.get(policy.recipe_name(pin) or "")) for op, pin in calls)
     by, recipe = next((r for r in recipes if r[1] and quantises(r[1], r[0], policy)), ("", None))
     if recipe is not None:
         native = _say_native(recipe, by, module, policy)

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 
 from mpframe.core.emulation import each_axis, half_values, rounded
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import HANDS_OFF, Args, Kwargs, formats_of
+from mpframe.core.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
 from mpframe.core.policy import CASTABLE, Policy
 from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
@@ -358,7 +358,7 @@ class ProductOp:
         return Call(self.quantizer, operands[0 if first else -1], first)
 
     def _takes(self, args: Args, kwargs: Kwargs) -> bool:
-        formats = formats_of(args, kwargs)
+        formats = dtypes_in(args, kwargs)
         castable = formats & CASTABLE if self.half else formats & {torch.float32}
         wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *HALF})
         if not castable or wrong or (self._run is einsum and not is_product(*args)):

@@ -25,7 +25,7 @@ from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.tree import device_of, map_tensors
-from mpframe.core.user_code import InBatch, UserCode, described, name_of
+from mpframe.core.user_code import UserCode, described, name_of
 
 if TYPE_CHECKING:
     from mpframe.training.trainer import Loader, Trainer
@@ -252,6 +252,31 @@ class Evaluator:
         batch, model = trainer.on_device(batch), trainer.compiled_model
         with trainer.precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]
+
+
+class InBatch:
+    """Context manager in which an error in a user's code names the batch.
+
+    Args:
+        split: `training` or `validation`.
+        epoch, number: of the first batch.
+        count: how many batches a step has.
+        loader: if it has `batch_ids`, they are the indices of the samples.
+    """
+
+    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
+        self._place, self._loader = (split, epoch, number, count), loader
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserCodeError):
+            split, epoch, number, count = self._place
+            last = f" to {number + count - 1}" if count > 1 else ""
+            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
+                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
+                last = f", sample {ids[row]}" if len(ids) == rows else ""
+            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
 
 
 _TIMES_THE_CHANGE = 8.0

@@ -17,8 +17,9 @@ from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
-from mpframe.core.user_code import InBatch, name_of, raised
-from mpframe.core.widening import widen_named, widened
+from mpframe.core.user_code import name_of, raised
+from mpframe.core.widening import widen_named, widened_names
+from mpframe.training.evaluation import InBatch
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
@@ -167,7 +168,7 @@ class Trainer(StepTrainer):
         state = {
             "weights": self.weights(),
             "extra_state": self.extra_state.state_dict(),
-            "widened": widened(self.model),
+            "widened": widened_names(self.model),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
             "scaler": states_of(self.scalers),
             "precision": str(self.precision),

@@ -13,7 +13,7 @@ from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError
-from mpframe.core.objective import Objective, Supervised, model_loss
+from mpframe.core.objective import Objective, Supervised
 from mpframe.run.parts import build_task, to_device
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary

@@ -28,7 +28,7 @@ def functions() -> Replaced:
 def before() -> Replaced:
     """The functions as they are when no precision is there."""
     for user in tuple(torch_functions._users):  # Those of other tests, which still live.
-        torch_functions.release(user)
+        torch_functions.stop_following(user)
     return functions()
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import model_loss
 from mpframe.data.samples import hold_out, keyed_uniform
 from mpframe.data.task import Task, require_counts
 from mpframe.training.objectives import model_loss
