@@ -6,6 +6,7 @@ divided is refused by name.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -228,18 +229,8 @@ def _refuse_compiled(config: Config) -> None:
 
 
 def build_plan(config: Config) -> Plan:
-    """Return how long to train and how often to validate."""
-    options = config.trainer
-    return Plan(
-        epochs=options.epochs,
-        max_steps=options.max_steps,
-        accumulate=options.accumulate,
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        eval_every=options.eval_every,
-        compile=options.compile,
-        reduce=options.reduce,
-    )
+    """Return how long to train and how often to validate: options of `trainer` by the same name."""
+    return Plan(**{field.name: getattr(config.trainer, field.name) for field in fields(Plan)})
 
 
 def _build_algorithms(
