@@ -235,9 +235,9 @@ def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)
-        hashing.raise_if_failed()
+        entry = {"bytes": hashing.size, "sha256": hashing.sha256()}
         sync_file(file)
-    return {"bytes": hashing.size, "sha256": hashing.sha256()}
+    return entry
 
 
 def _put_in_place(new: Path, final: Path) -> None:
