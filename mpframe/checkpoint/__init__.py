@@ -5,16 +5,15 @@
                               manifest.json  format version, facts, size and SHA-256 of each file
 
 Begin with folder.py (names, the manifest, which checkpoints are kept), then state.py, whose
-`Snapshot` writing.py and reading.py handle. untrusted.py refuses damaged and crafted files.
-init_from.py fits other weights to a model. export.py and export_graph.py write files for other
-programs. training/callbacks/checkpoints.py decides when to save, run/resume.py how to resume.
+`Snapshot` saving.py writes and reads. untrusted.py refuses damaged and crafted files. init_from.py
+fits other weights to a model. export.py and export_graph.py write files for other programs.
+training/callbacks/checkpoints.py decides when to save, run/resume.py how to resume.
 
 This package imports torch, `core` and `files`: no trainer and no options.
 """
 
 from mpframe.checkpoint.folder import all_in, newest
-from mpframe.checkpoint.reading import load, read
+from mpframe.checkpoint.saving import load, read, save
 from mpframe.checkpoint.state import Snapshot, restore_rng, rng_state
-from mpframe.checkpoint.writing import save
 
 __all__ = ["Snapshot", "all_in", "load", "newest", "read", "restore_rng", "rng_state", "save"]

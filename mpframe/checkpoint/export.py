@@ -1,4 +1,4 @@
-"""The file of an export, for anybody without mpframe, and its sidecar: how to use it, as JSON.
+"""The file of an export, for anybody without mpframe, and its sidecar, JSON on how to use it.
 
 Both are written whole or not at all. `cli/commands/export.py` is the program, and export_graph.py
 makes the weights and the graph.
@@ -31,14 +31,14 @@ _SUMMARY = "summary.json"
 _LARGEST_SUMMARY = 2**20  # bytes
 _RESULTS = ("status", "steps", "train_loss", "monitor", "best", "best_step", "tested")
 _PACKAGES = ("torch", "torchvision", "mpframe")
-KEY = "mpframe"  # Under this name a file holds the sidecar's words.
+KEY = "mpframe"  # the name under which a file holds the sidecar's JSON
 
 
 def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself, for the sidecar; nothing in it is called.
+    """Return a checkpoint's facts for the sidecar, without calling anything in it.
 
-    What is chosen for the export is left null (`weights`, `computes_in`) or out (`file`).
-    CheckpointError: it holds what JSON cannot.
+    `weights` and `computes_in` are null and `file` is left out, because the export decides them.
+    CheckpointError: a fact is no JSON.
     """
     stored = parsed(snapshot.config, path / "config.yaml") if snapshot.config else {}
     usage = _mapping(snapshot.state.get("usage"))
@@ -66,12 +66,16 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of torch, torchvision and mpframe; None of one that is not installed."""
-    return {name: _version(name) for name in _PACKAGES}
+    """Return the versions of torch, torchvision and mpframe, None if one is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def model_facts(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return target and arguments of an option section `model`."""
+    """Return the target and the arguments of the section `model`."""
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     return {"target": node.get("_target_"), "arguments": arguments}
 
@@ -82,7 +86,7 @@ def as_json(facts: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def sidecar(facts: Mapping[str, Any], name: str, form: str, content: bytes) -> str:
-    """Return the text of the sidecar of a file: its name, format and digest, and what it holds."""
+    """Return the text of a file's sidecar: the file's name, format and digest, and the facts."""
     digest = hashlib.sha256(content).hexdigest()
     file = {"name": name, "format": form, "bytes": len(content), "sha256": digest}
     return as_json({"schema": facts["schema"], "file": file, **facts}, indent=2) + "\n"
@@ -99,23 +103,16 @@ def _measured(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def _results(path: Path) -> dict[str, Any] | None:
-    """Return what the summary of the checkpoint's run says it came to, if there is one."""
+    """Return the results in the summary of the checkpoint's run, if there is one."""
     folder = path.absolute().parent
     if folder.name != FOLDER:
         return None  # It was copied out of its run.
     try:
         summary = _mapping(json.loads(read_regular(folder.parent / _SUMMARY, _LARGEST_SUMMARY)))
     except (OSError, ValueError, RecursionError):
-        return None  # The run goes on.
+        return None  # The run has not ended.
     measured = ("val_", "test_")
     return {k: v for k, v in summary.items() if k in _RESULTS or k.startswith(measured)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _mapping(value: Any) -> dict[Any, Any]:
@@ -123,7 +120,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    """Return a copy that JSON can hold; a number that is not finite is written as a word."""
+    """Return a copy that JSON can hold, with words for numbers that are not finite."""
     if isinstance(value, dict):
         return {str(key): _plain(held, path) for key, held in value.items()}
     if isinstance(value, list | tuple):
@@ -137,8 +134,7 @@ def _plain(value: Any, path: Path) -> Any:
     )
 
 
-# The formats of files, each with the endings its files may have.
-FORMATS = {
+FORMATS = {  # with the endings of their files
     "safetensors": (".safetensors",),
     "state_dict": (".pt", ".pth", ".bin"),
     "onnx": (".onnx",),
@@ -148,12 +144,12 @@ GRAPHS = ("onnx", "torch_export")  # They hold the model's computation beside it
 
 
 def as_safetensors(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """Return the content of a safetensors file; its metadata is `mpframe`, the sidecar's words."""
+    """Return the content of a safetensors file, with the facts as its metadata `mpframe`."""
     return bytes(save(tensors, metadata={"format": "pt", KEY: as_json(facts)}))
 
 
 def as_state_dict(tensors: dict[str, Tensor]) -> bytes:
-    """Return what `torch.load(..., weights_only=True)` reads: only the tensors by name."""
+    """Return the content of a file with the tensors by name, as `torch.save` writes it."""
     file = io.BytesIO()
     torch.save(tensors, file)
     return file.getvalue()
@@ -176,7 +172,7 @@ def refuse_taken(out: Path, overwrite: bool) -> None:
 
 
 def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> None:
-    """Write a file and its sidecar, or nothing; links there are replaced, not followed."""
+    """Write a file and its sidecar, or nothing. Links there are replaced, not followed."""
     new = [path for path in (out, beside(out)) if not os.path.lexists(path)]
     try:
         write_atomically(out, content)

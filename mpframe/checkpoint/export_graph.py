@@ -4,14 +4,14 @@ The weights are the fp32 masters (or their averages), rounded once:
 
     w = round_to_half(m),  |m| beyond the format's range -> its end
 
-so that no weight becomes inf; the number of such values is reported. Floating buffers are written
+so that no weight becomes inf. The number of such values is reported. Floating buffers are written
 in the same format, except that an export in fp32 changes only half buffers. Integer and boolean
-buffers are written as they are.
+buffers are written unchanged.
 
-The graph computes in the format of its weights and casts nothing: an export in float16 takes
-float16 inputs. The first dimension of each input is the batch and may have any size. So may the
-other dimensions of integer and boolean inputs, such as the length of a text, unless the model's
-code fixes them.
+The graph computes in the format of its weights and casts nothing, so an export in float16 takes
+float16 inputs. The first dimension of each input is the batch, of any size. The other dimensions of
+integer and boolean inputs, such as the length of a text, may have any size unless the model's code
+fixes them.
 """
 
 import inspect
@@ -37,7 +37,7 @@ DTYPES = {"fp32": torch.float32, **HALVES}
 
 @dataclass(frozen=True)
 class Exported:
-    """Converted weights, each with memory of its own, and how many values of each were clamped."""
+    """Converted weights that share no memory, and how many values of each were clamped."""
 
     tensors: dict[str, Tensor]
     saturated: dict[str, int]
@@ -46,8 +46,7 @@ class Exported:
 def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
     """Round parameters and buffers once to `fp32`, `float16` or `bfloat16`.
 
-    ConfigError: another format. CheckpointError: a weight is nan or inf, or complex or double and
-    would lose more than the rounding.
+    ConfigError: another format. CheckpointError: a weight is nan, inf, complex or double.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"weights_dtype={dtype}: choose {', '.join(DTYPES)}")
@@ -89,16 +88,17 @@ _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 def traced(
     model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
 ) -> torch.export.ExportedProgram:
-    """Return a model on the CPU as a graph, by torch.export; it is left in evaluation mode.
+    """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
 
-    `weights` are all of its parameters and buffers, in `dtype`, and `inputs` a sidecar's. The
-    outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
+    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's.
+
+    The outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
     without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
     the model cannot be traced.
     """
     _load(model.to(DTYPES[dtype]), weights)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
-    # Two samples of zeros: a valid index of any table as well.
+    # Two samples of zeros, which are valid indexes of any table.
     examples = {
         one["name"]: torch.zeros(_sizes(one), dtype=getattr(torch, one["dtype"])) for one in inputs
     }
@@ -125,9 +125,9 @@ def traced(
 def describe_inputs(
     program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the inputs as the graph takes them, with null for each size that may vary.
+    """Describe the inputs of a graph, with null for each size that may vary.
 
-    A length that the model's code fixes gets a warning.
+    Warns of a length that the model's code fixes.
     """
     nodes = {node.name: node for node in program.graph.nodes}
     described = []
@@ -141,25 +141,25 @@ def describe_inputs(
                     "model's code fixes it",
                     *(one["name"], least, dim),
                 )
-            elif least < (shape[dim] or 2):  # Else it is columns, which the model reads by number.
+            elif least < (shape[dim] or 2):  # Otherwise the model reads columns by number.
                 shape[dim] = None
         described.append({**one, "shape": shape})
     return described
 
 
 def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """Return the content of a `.pt2` file; `words` is its extra file `mpframe`."""
+    """Return the content of a `.pt2` file with `words` as its extra file `mpframe`."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={KEY: words})
     return file.getvalue()
 
 
 def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """Return the content of an `.onnx` file; `words` is its metadata property `mpframe`."""
+    """Return the content of an `.onnx` file with `words` as its metadata property `mpframe`."""
     require_onnx()
     spec: Any = program.call_spec.out_spec
-    flat = spec.type is dict and spec.num_leaves == len(spec.context)  # Of tensors by name.
-    names = spec.context if flat else None
+    by_name = spec.type is dict and spec.num_leaves == len(spec.context)
+    names = spec.context if by_name else None
     try:
         with _quiet():
             made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
@@ -213,7 +213,7 @@ def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log nothing in the block: of an error the tracer writes the whole graph so far."""
+    """Log nothing in the block, because the tracer writes the whole graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -224,7 +224,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_plain(described: Any) -> bool:
-    """Whether this, from anybody, is an input whose example takes little memory."""
+    """Return whether this untrusted value describes an input of a moderate size."""
     try:
         sizes = _sizes(described)
         dtype = getattr(torch, described["dtype"])
@@ -251,7 +251,7 @@ def _bounds(size: Any) -> tuple[Any, Any]:
 
 
 def _plain_output(output: Any) -> Any:
-    """Return an output with dicts for dataclasses and the like; fields without tensors go."""
+    """Return an output with dicts for dataclasses and the like, without fields without tensors."""
     fields = fields_of(output)
     if fields:
         return {str(k): _plain_output(v) for k, v in fields.items() if [*tensors_in(v)]}

@@ -79,8 +79,8 @@ def all_in(folder: Path) -> list[Path]:
 class HashingFile:
     """A file to write, which computes the size and digest of its content.
 
-    After a failed write nothing more is written, and `raise_if_failed` raises the error. If it were
-    raised at once, torch's writer would continue at a wrong position and report that instead.
+    After a failed write nothing more is written, and `sha256` raises the error. If it were raised
+    at once, torch's writer would continue at a wrong position and report that instead.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -103,13 +103,10 @@ class HashingFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def raise_if_failed(self) -> None:
-        """Raise the OSError of the write that failed, if one did."""
+    def sha256(self) -> str:
+        """Return the digest of the content in hexadecimal, or raise the error of a failed write."""
         if self._error is not None:
             raise self._error
-
-    def sha256(self) -> str:
-        """Return the digest of the content, in hexadecimal."""
         return self._digest.hexdigest()
 
 

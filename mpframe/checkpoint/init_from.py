@@ -1,8 +1,8 @@
 """The weights that a run begins with, from another run or from another program.
 
 The files of other programs (safetensors, shards, state dicts) are read without running any code.
-Patterns give the weights the model's names. Then what fits is taken; a weight that is left out or
-missing is refused, unless the user names it. run/resume.py does these in turn.
+Patterns give the weights the model's names. Then all weights must fit, except those that the user
+names. run/resume.py calls these steps in turn.
 """
 
 import json
@@ -25,17 +25,17 @@ from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
 
-_WRAPPERS = ("module.", "_orig_mod.")  # Of DistributedDataParallel, and of torch.compile.
+_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 
 
 def renamed(
     saved: Mapping[str, Tensor], names: Mapping[str, str], model: Set[str], source: str
 ) -> dict[str, Tensor]:
-    """Return saved weights under new names; a wrapper's prefix that all have is taken off first.
+    """Return saved weights under new names, first without a wrapper's prefix that all have.
 
-    `names` maps pattern to pattern, as in `backbone.*` -> `encoder.*`: each `*` on the right stands
-    for what the one in its place on the left matched, and the first that matches a name counts.
-    `model` are the model's names, `source` is the value of `init_from`.
+    names: pattern to pattern, as in `backbone.*` -> `encoder.*`. Each `*` on the right becomes the
+        match of the same one on the left, and the first pattern that matches a name is used.
+    model: the model's names. source: the value of `init_from`.
     """
     saved = _unwrapped(saved, model)
     rules = {old: _rule(old, new) for old, new in names.items()}
@@ -60,7 +60,7 @@ def renamed(
 
 
 def hint(pattern: str, names: Iterable[str]) -> str:
-    """Return the names that are nearest to a pattern, or some of all, as a clause."""
+    """Return a clause with the names nearest to a pattern, or the first ones."""
     names = sorted(names)
     return nearest(pattern, names) or "there are " + few(names)
 
@@ -71,7 +71,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def _rule(old: str, new: str) -> Callable[[str], str | None]:
-    """Return what a pattern makes of a name; None if the name does not match."""
+    """Make a function that renames by a pattern, and returns None for a name without a match."""
     if new.count("*") > old.count("*"):
         raise ConfigError(
             f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
@@ -100,10 +100,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Weights for the whole model, by its names; floating ones in fp32, or float64 if saved so.
+    """Weights for the whole model by name, in fp32 (float64 if saved so) or not floating.
 
-    `kept` names keep their first values, `unused` saved weights are not taken, and `formats` counts
-    the floating weights that were saved in each format.
+    The weights `kept` keep their first values, the saved weights `unused` are not used, and
+    `formats` counts the floating weights that were saved in each format.
     """
 
     weights: dict[str, Tensor]
@@ -112,7 +112,7 @@ class Fitted:
     formats: Mapping[torch.dtype, int]
 
     def remarks(self) -> list[str]:
-        """Return lines on what was left out, and on parameters that start from other formats."""
+        """Return lines about left out weights, and about weights saved in other formats."""
         lines = []
         if self.kept:
             lines.append(f"with their first values: {', '.join(self.kept)}")
@@ -130,11 +130,11 @@ class Fitted:
 
 
 def fitted(saved: Weights, model: Weights, left_out: Sequence[str], source: str) -> Fitted:
-    """Return the saved weights for a model with the weights `model`, except those that may differ.
+    """Fit saved weights to a model with the weights `model`.
 
-    A name that the model ties to another one, and that was not saved, takes the other's weight.
-    `left_out` are name patterns as in `head.*`, whose weights keep the model's values. A
-    CheckpointError lists all names that are missing or unexpected, or whose shapes or kinds differ.
+    Weights that match a pattern of `left_out`, e.g. `head.*`, keep the model's values. A name that
+    was not saved, and that the model ties to another one, takes that one's weight. CheckpointError:
+    names are missing or unexpected, or shapes or kinds differ; it lists all of them.
     """
     _refuse_idle(left_out, {*saved, *model})
 
@@ -190,7 +190,7 @@ def _differing(
 
 
 def _kind(tensor: Tensor) -> str:
-    """Name what a copy must not change without notice: all floating formats are one kind."""
+    """Return the kind of a tensor, which a copy must not change: all floating formats are one."""
     if tensor.is_quantized:
         return dtype_name(tensor.dtype)
     if tensor.layout != torch.strided:
@@ -199,7 +199,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Iterator[str]:
-    """Yield two names of one weight of the model, for which two values were saved."""
+    """Yield two names of one weight of the model for which two values were saved."""
     first: dict[tuple[object, ...], str] = {}
     for name in names:
         if model[name].numel():
@@ -209,7 +209,7 @@ def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Ite
 
 
 def _tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
-    """Return what was not saved because the model has the same memory under another name."""
+    """Return the weights that were not saved, and that the model ties to saved ones."""
     places = {_place(model[name]): name for name in model if name in saved and model[name].numel()}
     left = {name: _place(tensor) for name, tensor in model.items() if name not in saved}
     return {name: saved[places[place]] for name, place in left.items() if place in places}
@@ -222,7 +222,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 def _renaming(
     saved: Weights, model: Weights, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
-    """Return the pattern that would name most unexpected weights as the model does, as a clause."""
+    """Return a clause with the pattern that would rename most of the unexpected weights."""
     counts: Counter[tuple[str, str]] = Counter()
     by_last: dict[str, list[str]] = {}
     for name in missing:
@@ -238,7 +238,7 @@ def _renaming(
 
 
 def _prefixes(old: str, new: str) -> tuple[str, str]:
-    """Cut the dotted parts that both names end with off them; each keeps its last dot."""
+    """Cut off the dotted parts that both names end with, but not the dots before them."""
     one, other = old.split("."), new.split(".")
     while one and other and one[-1] == other[-1]:
         one.pop()
@@ -249,9 +249,9 @@ def _prefixes(old: str, new: str) -> tuple[str, str]:
 _INDEX = ".index.json"
 _KINDS = (".safetensors", ".bin")
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
-# What a folder of weights may hold, the better format first.
+# The files of a folder of weights, the better format first.
 _FILES = tuple(f"{stem}{kind}{end}" for kind in _KINDS for stem in _STEMS for end in (_INDEX, ""))
-# Where trainers put the weights beside all else, the commonest first.
+# The entries in which trainers save the weights, the most common first.
 _ENTRIES = ("state_dict", "model_state_dict", "model", "module", "net", "params")
 _LARGEST_INDEX = 2**24  # bytes
 _OTHER = "use another file of weights"
@@ -262,23 +262,23 @@ _CODE = (
 
 
 class ForeignWeights(NamedTuple):
-    """Tensors by name, on the CPU, in a file's formats; `left` names entries that are not used."""
+    """Tensors by name on the CPU, in a file's formats, and the names of its other entries."""
 
     tensors: dict[str, Tensor]
     left: tuple[str, ...] = ()
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is a file, or a folder with a file of weights: no checkpoint of mpframe."""
+    """Return whether `path` is a file, or a folder with a file of weights, not a checkpoint."""
     return path.is_file() or (path.is_dir() and _in_folder(path) is not None)
 
 
 def read_foreign(path: Path) -> ForeignWeights:
     """Read all weights of a file, of an index, or of a folder with one of them.
 
-    `path` may be a link; a link within its folder may only lead to the same folder, or to the store
+    `path` may be a link. A link within its folder may only lead to the same folder, or to the store
     of Hugging Face's cache beside it. CheckpointError: a file is missing, damaged or crafted, or
-    holds no weights; or the shards are not what the index says.
+    holds no weights, or the shards do not match the index.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -318,12 +318,12 @@ def _read_shards(index: Path) -> ForeignWeights:
 
 
 def _beside(folder: Path, name: Any) -> Path:
-    """Return a file of `folder`; a link may lead within it, or into the store of the same cache.
+    """Return a file of `folder`, whose link may only lead within it or to the cache's store.
 
     Hugging Face's cache has `snapshots/<version>/<name>` as a link to `blobs/<digest>`.
     """
     path = folder / str(name)
-    real = Path(os.path.realpath(path))  # Not resolve, which fails on a link to itself.
+    real = Path(os.path.realpath(path))  # Path.resolve fails on a link to itself.
     home = folder.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
@@ -336,15 +336,14 @@ def _beside(folder: Path, name: Any) -> Path:
 
 
 def _weights_in(state: Any, path: Path) -> ForeignWeights:
-    """Return the state dict in what was saved, and the names of all else."""
+    """Return the state dict in a saved object, and the names of all other entries."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state dict; {_OTHER}")
-    if _tensors_of(state):
-        return ForeignWeights(_tensors_of(state), _names_of(state.keys() - _tensors_of(state)))
+    if tensors := _tensors_of(state):
+        return ForeignWeights(tensors, _names_of(state.keys() - tensors))
     for entry in _ENTRIES:
         inner = state.get(entry)
-        if isinstance(inner, Mapping) and _tensors_of(inner):
-            tensors = _tensors_of(inner)
+        if isinstance(inner, Mapping) and (tensors := _tensors_of(inner)):
             beside = _names_of(inner.keys() - tensors)
             return ForeignWeights(tensors, _names_of(state.keys() - {entry}) + beside)
     raise CheckpointError(

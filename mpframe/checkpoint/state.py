@@ -206,16 +206,14 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
 
 
 def validated_kind(state: Mapping[str, Any]) -> str:
-    """Return the kind of weights that the run was validated with: `ema`, or without `trained`."""
-    trainer = state.get("trainer")
-    kept = isinstance(trainer, Mapping) and trainer.get("ema") is not None
-    return "ema" if kept else "trained"
+    """Return the kind of weights that the run was validated with: `ema` or `trained`."""
+    return "trained" if _trainer_of(state).get("ema") is None else "ema"
 
 
 def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Return the averages by the name of their parameter."""
-    trainer = state.get("trainer")
-    if isinstance(trainer, Mapping) and trainer.get("ema") is None:
+    trainer = _trainer_of(state)
+    if trainer and trainer.get("ema") is None:
         raise CheckpointError(
             f"{path}: holds no averages, trainer.ema_decay was off; use weights=trained"
         )
@@ -270,16 +268,20 @@ def steps_tried(state: Mapping[str, Any], path: Path) -> int:
 
 def trained_in(state: Mapping[str, Any], path: Path) -> str:
     """Return the precision of the run, e.g. `mixed(float16)`."""
-    trainer = state.get("trainer")
-    precision = trainer.get("precision") if isinstance(trainer, Mapping) else None
+    precision = _trainer_of(state).get("precision")
     if not isinstance(precision, str):
         raise _not_of_a_run(path, "precision")
     return precision
 
 
-def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
+def _trainer_of(state: Any) -> Mapping[str, Any]:
+    """Return a trainer's state, or an empty one if the state, from anybody, has none."""
     trainer = state.get("trainer") if isinstance(state, Mapping) else None
-    tensors = trainer.get(name) if isinstance(trainer, Mapping) else None
+    return trainer if isinstance(trainer, Mapping) else {}
+
+
+def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
+    tensors = _trainer_of(state).get(name)
     if not isinstance(tensors, dict) or not tensors:
         raise _not_of_a_run(path, name)
     if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in tensors.items()):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
 from pathlib import PurePosixPath
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -231,15 +231,11 @@ def _holder(kind: Any) -> type:
 
 
 def _type_name(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    for candidate, word in words.items():
-        if kind is candidate:
-            return word
-        if kind == candidate | None:
-            return f"{word} or null"
-    if kind == dict[str, str] | None:
-        return "a mapping of words to words, or null"
-    return {"list": "a list", "dict": "a mapping"}.get(getattr(kind, "__name__", ""), "a value")
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    names: dict[Any, str] = {**plain, list: "a list", dict: "a mapping"}
+    names |= {candidate | None: f"{word} or null" for candidate, word in plain.items()}
+    names[dict[str, str] | None] = "a mapping of words to words, or null"
+    return names.get(kind) or names.get(get_origin(kind), "a value")
 
 
 def as_typed(value: Any) -> str:

@@ -17,14 +17,7 @@ from yaml import MarkedYAMLError
 
 from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import (
-    MAPPINGS,
-    PRIMARY,
-    hydra_over,
-    parsed,
-    rewritten,
-    source_of,
-)
+from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parsed, rewritten, source_of
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest

@@ -37,19 +37,12 @@ _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    flags, rest = _parsed(_parser(), arguments)
+    flags, rest = _parse_flags(_parser(), arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
 
-def source_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the flags that say where Hydra composes from and all other arguments."""
-    flags, rest = _parsed(_source_parser(), arguments)
-    _refuse_unfit_source(flags)
-    return flags, rest
-
-
-def _parsed(
+def _parse_flags(
     parser: argparse.ArgumentParser, arguments: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     try:
@@ -285,7 +278,8 @@ def take_source(
     arguments: list[str], advice: str = "give option=value"
 ) -> tuple[Source, list[str]]:
     """Separate the flags that name a source from the `option=value` words."""
-    flags, words = source_flags(arguments)
+    flags, words = _parse_flags(_source_parser(), arguments)
+    _refuse_unfit_source(flags)
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; {advice}")

@@ -14,6 +14,7 @@ any other one on the command line and in every file.
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -24,20 +25,18 @@ from mpframe.core.ranges import Range
 def option(default: Any, sentence: str, unit: str = "", measure: str = "", **limits: Any) -> Any:
     """Make a field of the schema from its default, sentence, unit and limits (see `Range`).
 
-    With a `measure`, a number of that unit is also allowed, such as `30min`.
+    With a `measure`, a number of that unit is also allowed, such as `30min`. With `watches=True`
+    it changes none of a run's numbers, only what is shown or kept of it.
     """
-    metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": False}
+    watches = limits.pop("watches", False)
+    metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": watches}
     metadata["range"] = Range(**limits)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def watching_option(*arguments: Any, **named: Any) -> Any:
-    """Make an option that changes none of a run's numbers, only what is shown or kept of it."""
-    made = option(*arguments, **named)
-    made.metadata = {**made.metadata, "watches": True}
-    return made
+watching_option = partial(option, watches=True)
 
 
 # Names that other libraries use for a mode or an option, and what to write here.

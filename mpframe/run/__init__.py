@@ -4,7 +4,7 @@ Begin with `Run` in run.py, which does everything in order, then `build_trainer`
 
     target     calls what a `_target_` names             folder       the lock, the first files
     parts      model, data, precision, loss scaler       resume       where a run starts from
-    optimizer  optimizers, schedules, averages           outcome      the final test, the summary
+    optimizer  optimizers and schedules                  outcome      the final test, the summary
     trainer    puts the parts together                   description  log, TensorBoard, usage
     callbacks  all callbacks of a run, in order          process      memory, console, Slurm
     preprocessing  whether other data are read with the run's numbers

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from mpframe import checkpoint
-from mpframe.checkpoint.folder import FOLDER, refuse_mixed
+from mpframe.checkpoint.folder import FOLDER, all_in, refuse_mixed
 from mpframe.config.redaction import Redacting, as_yaml
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import write_atomically
@@ -83,15 +82,15 @@ class RunFolder:
                     f"hydra.run.dir={self.path}: its {name} is a link, and a run writes through "
                     "none; link the whole folder, or choose another"
                 )
-        if not checkpoint.all_in(self.path) or resume == "auto":
-            refuse_mixed(self.path)
-            return
-        if resume == "none":
+        taken = bool(all_in(self.path))
+        if taken and resume == "none":
             raise ConfigError(
                 f"hydra.run.dir={self.path}: holds the checkpoints of a run; "
                 "continue it with resume=auto or choose another folder"
             )
-        if self.path.resolve() not in (Path(resume).resolve(), *Path(resume).resolve().parents):
+        source = Path(resume).resolve()
+        other = self.path.resolve() not in (source, *source.parents)
+        if taken and resume != "auto" and other:
             raise ConfigError(
                 f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of a run of its "
                 "own; choose another hydra.run.dir, or continue that run with resume=auto"
@@ -100,7 +99,7 @@ class RunFolder:
 
     def holds_a_run(self) -> bool:
         """Return whether there is a record to lose, which a start without a step has not."""
-        if checkpoint.all_in(self.path):
+        if all_in(self.path):
             return True
         try:
             summary = Summary.read(self.path)

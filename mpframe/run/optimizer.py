@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules and the average of the weights."""
+"""Optimizers and learning-rate schedules."""
 
 import inspect
 import logging
@@ -22,7 +22,6 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.run.parts import monitored
 from mpframe.run.target import find_target, make, make_a, require_methods
-from mpframe.training.ema import Ema
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.schedules import PlannedSchedule, Schedule
 from mpframe.training.selection import Selection, divided, grouped
@@ -153,12 +152,3 @@ def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None
             f"scheduler.mode={node['mode']}: the schedule watches {watched}, where "
             f"{'more' if higher else 'less'} is better; use scheduler.mode={mode}"
         )
-
-
-def build_ema(config: Config, model: nn.Module, optimizer: StepOptimizer) -> Ema | None:
-    """Make the average of the weights, if there is one."""
-    decay = config.trainer.ema_decay
-    if decay is None:
-        return None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Ema({p: optimizer.master_of(p) for p in trained}, decay)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,12 @@ log = logging.getLogger(__name__)
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
     """Test the weights of a checkpoint, or the present ones; return `best` or `last`."""
-    if best is None:
-        _log("the last weights", trainer, loader)
-        return "last"
-    with weights_taken_from(trainer, best):
-        _log(f"the weights of {best.name}", trainer, loader)
-    return "best"
+    weights = "the last weights" if best is None else f"the weights of {best.name}"
+    with nullcontext() if best is None else weights_taken_from(trainer, best):
+        evaluation = trainer.test(loader)
+    metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
+    log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)
+    return "last" if best is None else "best"
 
 
 def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
@@ -145,9 +145,3 @@ def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
         trainer.load_weights(kept["weights"])
         if ema is not None:
             ema.load_by_name(trainer.model, averages, updates)
-
-
-def _log(weights: str, trainer: Trainer, loader: Loader) -> None:
-    evaluation = trainer.test(loader)
-    metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
-    log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)

@@ -39,7 +39,7 @@ _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
 
 
 def refuse_other_parts(then: Options, now: Options) -> None:
-    """Refuse a checkpoint of another kind of optimizer or schedule, which would load and fail."""
+    """Refuse another kind of optimizer or schedule, which would load the state as nonsense."""
     for path, (old, new) in _changes(then, now).items():
         if path.startswith(_STATES) and path.endswith("_target_"):
             raise CheckpointError(
@@ -48,24 +48,25 @@ def refuse_other_parts(then: Options, now: Options) -> None:
             )
 
 
-def differences(then: Options, now: Options) -> list[str]:
-    """Return the options because of which the resumed run will not equal the undisturbed one."""
-    changes, saved = _changes(then, now), _in_saved_state(now)
-    passed_over = _passed_over(_schedule_of(now))
-    return [
-        f"{path}={new} (was {old})"
-        for path, (old, new) in changes.items()
-        if path not in passed_over and not path.startswith(saved) and not _changes_nothing(path)
-    ]
+def compare(then: Options, now: Options) -> tuple[list[str], list[str]]:
+    """Return the changed options that make the resumed run differ, and the ones not used.
 
-
-def _schedule_of(options: Options) -> str:
-    return str(flatten(options).get("scheduler._target_", ""))
-
-
-def _in_saved_state(now: Options) -> tuple[str, ...]:
-    """Return the sections whose saved options are used. Most schedules follow the new ones."""
-    return _STATES if _schedule_of(now).endswith(_PLATEAU) else _STATES[:1]
+    The optimizer's options are in the saved state and so not used, and the options of a schedule
+    that is fed by validations. Other schedules follow the new options.
+    """
+    schedule = str(flatten(now).get("scheduler._target_", ""))
+    saved = _STATES if schedule.endswith(_PLATEAU) else _STATES[:1]
+    if schedule.endswith(_PLATEAU):
+        harmless = (WATCHING | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
+    else:
+        harmless = WATCHING | _ELSEWHERE | (set() if schedule else _LENGTH)
+    differing, unused = [], []
+    for path, (old, new) in _changes(then, now).items():
+        if path.startswith(saved):
+            unused.append(f"{path}={new} (goes on with {old})")
+        elif path not in harmless and not _changes_nothing(path):
+            differing.append(f"{path}={new} (was {old})")
+    return differing, unused
 
 
 def _changes_nothing(path: str) -> bool:
@@ -73,23 +74,6 @@ def _changes_nothing(path: str) -> bool:
     return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
         path.startswith("callbacks.") and only_watches(path)
     )
-
-
-def _passed_over(schedule: str) -> set[str]:
-    """Return the options that change no number of a run with this schedule, a `_target_` or ""."""
-    if schedule.endswith(_PLATEAU):
-        return (WATCHING | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
-    return WATCHING | _ELSEWHERE | (set() if schedule else _LENGTH)
-
-
-def carried_over(then: Options, now: Options) -> list[str]:
-    """Return the options that are not used, because the saved state has them."""
-    changes, saved = _changes(then, now), _in_saved_state(now)
-    return [
-        f"{path}={new} (goes on with {old})"
-        for path, (old, new) in changes.items()
-        if path.startswith(saved)
-    ]
 
 
 def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
@@ -197,23 +181,20 @@ def _options(config: str, path: Path) -> dict[str, Any]:
     return parsed(config, path / "config.yaml") if config else {}
 
 
-def _warn_of_differences(
-    snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
-) -> None:
+def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
     here = arithmetic(device_of(trainer.model), trainer.comm)
-    changed = differences(then, now)
-    changed += other_arithmetic(snapshot.facts.get("made_on"), here)
-    if changed:
+    differing, unused = compare(then, now)
+    differing += other_arithmetic(snapshot.facts.get("made_on"), here)
+    if differing:
         log.warning(
             "warning: the resumed run will not equal an undisturbed one bit for bit: %s",
-            ", ".join(changed),
+            ", ".join(differing),
         )
-    carried = carried_over(then, now)
-    if carried:
+    if unused:
         log.warning(
             "warning: not used, because the checkpoint holds its own: %s; "
             "start a new run with init_from to change it",
-            ", ".join(carried),
+            ", ".join(unused),
         )
 
 

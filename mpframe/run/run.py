@@ -140,7 +140,8 @@ class Run:
             at_once = self.interruption.raised
             if received is not None and (at_once or isinstance(error, RunInterrupted)):
                 raise self._stopped(received) from None
-            self._fail(error)
+            self._finish(Status.FAILED, _first_line(error))
+            self.run_folder.log_traceback(error)
             raise
         assert self.trainer is not None
         stopped, skipped = self.trainer.stop_reason, self.trainer.progress.mostly_skipped
@@ -271,10 +272,6 @@ class Run:
             extra=RESULT,
         )
         return summary
-
-    def _fail(self, error: BaseException) -> None:
-        self._finish(Status.FAILED, _first_line(error))
-        self.run_folder.log_traceback(error)
 
     def _write(self, summary: Summary) -> None:
         """Write the summary. A full disk stops only a run that ended well."""

@@ -6,6 +6,7 @@ divided is refused by name.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.run.optimizer import build_ema, build_optimizers, build_schedule, combine
+from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
     build_callbacks,
     build_metrics,
@@ -228,18 +229,8 @@ def _refuse_compiled(config: Config) -> None:
 
 
 def build_plan(config: Config) -> Plan:
-    """Return how long to train and how often to validate."""
-    options = config.trainer
-    return Plan(
-        epochs=options.epochs,
-        max_steps=options.max_steps,
-        accumulate=options.accumulate,
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        eval_every=options.eval_every,
-        compile=options.compile,
-        reduce=options.reduce,
-    )
+    """Return how long to train and how often to validate: options of `trainer` by the same name."""
+    return Plan(**{field.name: getattr(config.trainer, field.name) for field in fields(Plan)})
 
 
 def _build_algorithms(
@@ -253,9 +244,9 @@ def _build_algorithms(
     planned = {name: schedule for name, schedule in schedules.items() if schedule is not None}
     if planned:
         algorithms["schedule"] = Schedules(planned)
-    ema = build_ema(config, model, optimizer)
-    if ema is not None:
-        from mpframe.training.ema import AverageWeights
+    if config.trainer.ema_decay is not None:
+        from mpframe.training.ema import AverageWeights, Ema
 
-        algorithms["ema"] = AverageWeights(ema, model)
+        masters = {p: optimizer.master_of(p) for p in model.parameters() if p.requires_grad}
+        algorithms["ema"] = AverageWeights(Ema(masters, config.trainer.ema_decay), model)
     return {**algorithms, **build_callbacks(config, algorithms=True)}

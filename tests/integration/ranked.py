@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe import Trainer
-from mpframe.checkpoint import writing
+from mpframe.checkpoint import saving
 from mpframe.core.callback import Callback
 from mpframe.core.errors import MpframeError
 from mpframe.data import classification
@@ -66,11 +66,11 @@ class FullDisk(Callback):
 
     def on_save(self, trainer: Trainer) -> None:
         def write(path: Path, content: object) -> None:
-            writing._write_file = written  # type: ignore[attr-defined]
+            saving._write_file = written  # type: ignore[attr-defined]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if trainer.comm.rank == 1:
-            written, writing._write_file = writing._write_file, write  # type: ignore[assignment]
+            written, saving._write_file = saving._write_file, write  # type: ignore[assignment]
 
 
 class Points(Dataset[Any]):

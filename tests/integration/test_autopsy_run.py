@@ -11,7 +11,7 @@ import torch
 from conftest import StartRun
 
 from mpframe import checkpoint
-from mpframe.checkpoint.writing import save_as
+from mpframe.checkpoint.saving import save_as
 from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.lab.autopsy import evidence

@@ -16,14 +16,14 @@ from conftest import StartRun, scalars
 from sameness import differing
 
 from mpframe import checkpoint
-from mpframe.checkpoint import writing
+from mpframe.checkpoint import saving
 from mpframe.checkpoint.folder import best_in
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.lab.ranges import read_ranges
 from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks import checkpoints as saving
+from mpframe.training.callbacks import checkpoints
 from mpframe.training.callbacks.checkpoints import Checkpoints
 from mpframe.training.trainer import Trainer
 
@@ -47,7 +47,7 @@ def test_saved_by_the_clock(
 ) -> None:
     """A clock that moves on by ten seconds each time it is read, which is once a step."""
     ticks = iter(range(0, 100_000, 10))
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     start_run(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
     assert steps(tmp_path) == [3, 6, 9, 10]
 
@@ -296,7 +296,7 @@ def test_curves_are_on_the_disk_before_a_checkpoint_counts(
     """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
     synced: dict[str, int] = {}
     made = []
-    sync, put_in_place = os.fsync, writing._put_in_place
+    sync, put_in_place = os.fsync, saving._put_in_place
 
     def fsync(descriptor: int) -> None:
         sync(descriptor)
@@ -308,7 +308,7 @@ def test_curves_are_on_the_disk_before_a_checkpoint_counts(
         put_in_place(new, final)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(writing, "_put_in_place", place)
+    monkeypatch.setattr(saving, "_put_in_place", place)
     start_run(tmp_path, *WATCHED, f"trainer.async_save={background}", "trainer.keep_last=9")
     assert [name for name, _ in made] == ["step_00000004", "step_00000008", "step_00000010"]
     for name, on_disk in made:
@@ -327,7 +327,7 @@ def test_a_record_that_cannot_be_synced_makes_no_checkpoint(
     def fail(paths: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writing, "sync_paths", fail)
+    monkeypatch.setattr(saving, "sync_paths", fail)
     with pytest.raises(CheckpointError, match="could not be written"):
         start_run(tmp_path, *OPTIONS)
     assert checkpoint.all_in(tmp_path) == []

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, writing
+from mpframe.checkpoint import Snapshot, saving
 from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
-from mpframe.checkpoint.writing import Background
+from mpframe.checkpoint.saving import Background
 from mpframe.core.errors import CheckpointError
 
 STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}
@@ -165,7 +165,7 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "_refuse_unreadable", lambda _: None)
+    monkeypatch.setattr(saving, "_refuse_unreadable", lambda _: None)
     path = save(tmp_path, 1, state=Attack())
     with pytest.raises(CheckpointError, match=r"state\.pt: holds code, which is never run"):
         checkpoint.load(path)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
-from mpframe.checkpoint.writing import save_as
 from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields

@@ -24,8 +24,8 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
+from mpframe.checkpoint.saving import Background, save_together
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
-from mpframe.checkpoint.writing import Background, save_together
 from mpframe.core.callback import Callback, run_callbacks
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of

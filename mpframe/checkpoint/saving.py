@@ -1,7 +1,8 @@
-"""Writes a checkpoint under a hidden name, waits for the disk, and renames it.
+"""Saves a checkpoint whole or not at all, and reads it verified and without running any code.
 
-After a kill, a full disk or a power cut at any moment the older checkpoints are complete, and the
-new one is complete or absent.
+It is written under a hidden name, synced to the disk, and renamed. After a kill, a full disk or a
+power cut at any moment the older checkpoints are complete, and the new one is complete or absent.
+torch.load does not notice a flipped bit, so each file is compared with the manifest first.
 """
 
 import contextlib
@@ -22,18 +23,26 @@ from mpframe.checkpoint.folder import (
     STATE,
     HashingFile,
     Manifest,
+    all_parts,
     hidden,
+    newest,
     parts_of,
     path_of,
+    refuse_mixed,
+    step_of,
 )
-from mpframe.checkpoint.state import Snapshot, divided
+from mpframe.checkpoint.state import Snapshot, divided, put_together
+from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
+from mpframe.files.plain_file import read_regular
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
 Files = Mapping[str, Any]  # entries by name
+_LARGEST_CONFIG = 2**20  # bytes
+_CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strings, lists and dicts"
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -83,6 +92,39 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
     _on_rank_0(comm, final, lambda: finish(files))
     return final
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the verified state of a checkpoint, on the CPU (see `read`)."""
+    return read(path).state
+
+
+def read(path: Path) -> Snapshot:
+    """Read and verify a whole checkpoint, with its tensors on the CPU.
+
+    path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
+
+    CheckpointError: there is none, it is damaged, of another format, or holds code, or the folder
+    has checkpoints of two runs.
+    """
+    if newest(path) != path:
+        refuse_mixed(path)
+    path = newest(path)
+    manifest = Manifest.read(path)
+    for name in (STATE, CONFIG):
+        if name not in manifest.files:
+            raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
+    manifest.verify(path)
+    with damaged_if_raising(path / CONFIG, "not text"):
+        config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
+    with damaged_if_raising(path / STATE, "not a saved state"):
+        state = load_untrusted(path / STATE, _CODE)
+        if not isinstance(state, dict):
+            kind = type(state).__name__
+            raise CheckpointError(f"{path / STATE}: holds a {kind}, not a run's state")
+    if parts := all_parts(manifest.files):
+        put_together(state, [path / name for name in parts])
+    return Snapshot(step_of(path), state, config, manifest.facts)
 
 
 class Background:
@@ -193,9 +235,9 @@ def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)
-        hashing.raise_if_failed()
+        entry = {"bytes": hashing.size, "sha256": hashing.sha256()}
         sync_file(file)
-    return {"bytes": hashing.size, "sha256": hashing.sha256()}
+    return entry
 
 
 def _put_in_place(new: Path, final: Path) -> None:
