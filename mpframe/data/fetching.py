@@ -184,11 +184,7 @@ def _detach(batch: Any) -> Any:
 
 
 def require_finite(
-    batch: Any,
-    indices: Sequence[int],
-    split: str,
-    place: tuple[int, int],
-    samples: Sequence[Any] = (),
+    batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
 ) -> None:
     """Refuse a batch on the host that holds NaN or inf, and name the tensor and its sample.
 

@@ -95,18 +95,11 @@ def multiply(left: Parts, right: Parts) -> Tensor:
     kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
     if kind is NVFP4:
         kinds, swizzles = [kind, TENSOR], [*swizzles, SwizzleType.NO_SWIZZLE]
-    of_right = scales_of(right, kind)
-    y = F.scaled_mm(
-        codes_of(left),
-        codes_of(right).t(),
-        scales_of(left, kind),
-        kinds,
-        [scale.t() for scale in of_right] if kind is ROW else of_right,
-        kinds,
-        swizzles if kind in _LENGTH else None,
-        swizzles if kind in _LENGTH else None,
-        output_dtype=torch.float32,
-    )
+    scales = scales_of(right, kind)
+    scales = [scale.t() for scale in scales] if kind is ROW else scales
+    layout = swizzles if kind in _LENGTH else None
+    rest = scales_of(left, kind), kinds, scales, kinds, layout, layout
+    y = F.scaled_mm(codes_of(left), codes_of(right).t(), *rest, output_dtype=torch.float32)
     return y[: len(left.elements), : len(right.elements)].contiguous()
 
 
