@@ -52,11 +52,7 @@ class ProductHandler(OpHandler):
         self.state.learn_names(model)
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
-        """Name the recipe of a layer's products, and which of them stay in half and why, or `-`.
-
-        Blocks must divide the lengths of the weight. Whether `dw` has whole blocks depends on the
-        number of samples, which is unknown here.
-        """
+        """Name the recipe of a layer's products, and which of them stay in half and why, or `-`."""
         policy = self._policy
         pin = policy.pin_of(name)
         ops = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
@@ -162,7 +158,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
-    """Yield products that stay in half, and why."""
+    """Yield products that stay in half, and why, but not `dw`, which depends on the samples."""
     groups = getattr(module, "groups", 1)
     over = 0 if getattr(module, "transposed", False) else 1
     for product, axis in (("forward", over), ("dx", 1 - over)):

@@ -86,10 +86,7 @@ def kind_of(how: Quantization) -> ScalingType | None:
 
 
 def multiply(left: Parts, right: Parts) -> Tensor:
-    """Return the product [m, n], float32, of two operands whose `refusal` is empty.
-
-    `left` has m rows, and `right` n, the columns of the product's right operand.
-    """
+    """Return the product [m, n], float32, of m rows and n columns whose `refusal` is empty."""
     kind = kind_of(left.how)
     assert kind is not None
     kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
@@ -104,10 +101,7 @@ def multiply(left: Parts, right: Parts) -> Tensor:
 
 
 def codes_of(parts: Parts) -> Tensor:
-    """Return the stored elements, two of e2m1 in a byte.
-
-    Zeros behind and below make rows, and bytes in a row, multiples of 16.
-    """
+    """Return the stored elements, with zeros up to multiples of 16 rows and bytes in a row."""
     if parts.how.format == _E2M1:
         dtype, stored = torch.float4_e2m1fn_x2, _pack(parts.elements)
     else:
@@ -196,11 +190,8 @@ def _keep_numbers(how: Quantization) -> Quantization:
 
 @cache
 def _try(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """Try a small product and say what is wrong with it, or nothing.
-
-    Versions do not tell what torch's build and its libraries have. The sums are small integers, so
-    that any order of adding gives the same.
-    """
+    """Try a small product and say what is wrong with it, as versions do not tell, or nothing."""
+    # The sums are small integers: any order of adding gives the same.
     length = 5 * lcm(left.block, right.block)
     first, second = _sample(left, length, device), _sample(right, length, device)
     try:
