@@ -1,8 +1,9 @@
 """The new name of each `_target_` of version 0.1.0."""
 
 _WORKLOADS = {
-    "detection.data": ["data.scenes", "data.MeanAveragePrecision"],
-    "detection.model": ["models.ssd SSD", "objectives.detection"],
+    "detection": [
+        *("data.scenes", "data.MeanAveragePrecision", "models.ssd SSD", "objectives.detection"),
+    ],
     "gan": [
         *("data.adversarial", "data.digits_gan", "models.gan Gan"),
         *("objectives.adversarial.discriminator_objective",),

@@ -28,10 +28,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Dataset[Any]):
-    """Batches of a map-style dataset on request, by its `fetch_batch` if it has one.
-
-    A worker writes into `current` which sample it is reading.
-    """
+    """Batches of a map-style dataset. A worker writes into `current` which sample it is reading."""
 
     def __init__(
         self,
@@ -47,16 +44,13 @@ class Fetcher(Dataset[Any]):
         self._view: Any = self._dataset
 
     def __getitems__(self, request: list[int]) -> Any:
-        """Return the batch, the MpframeError that prevented it, or None if no sample is asked for.
-
-        An error that a worker raised would come out wrapped in the worker's traceback.
-        """
+        """Return the batch, the error that prevented it, or None if no sample is asked for."""
         epoch, number, *indices = request
         if not indices:
             return None
         try:
             answer = self._fetch((epoch, number), indices)
-        except MpframeError as error:
+        except MpframeError as error:  # Raised in a worker, it would be wrapped in a traceback.
             answer = error
         self._current.note()  # Not if the worker is ending: then its sample is to be reported.
         return answer
@@ -130,10 +124,7 @@ def _by_batch(dataset: Any, collate: Collate | None) -> Any:
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
-    """Return `dataset` as it is in `epoch`: a shallow copy, for two loaders may share it.
-
-    `set_epoch` is called if it has that method, also within torch's Subset and ConcatDataset.
-    """
+    """Return a copy of `dataset`, which two loaders may share, after its `set_epoch`, if any."""
     if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
         return dataset
     view = copy.copy(dataset)
@@ -148,10 +139,7 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 @contextmanager
 def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
-    """Make one line of an error of the dataset's code.
-
-    The traceback is a note, because an error leaves a worker without its cause.
-    """
+    """Make one line of the dataset's error, and a note of its cause, which stays in a worker."""
     try:
         yield
     except MpframeError:
@@ -184,11 +172,7 @@ def _detach(batch: Any) -> Any:
 
 
 def require_finite(
-    batch: Any,
-    indices: Sequence[int],
-    split: str,
-    place: tuple[int, int],
-    samples: Sequence[Any] = (),
+    batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
 ) -> None:
     """Refuse a batch on the host that holds NaN or inf, and name the tensor and its sample.
 

@@ -120,10 +120,7 @@ def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Imag
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Bring a grey image of 16 bits to 8, as the library would cut off all values above 255.
-
-    It reads colours of 16 bits by their high bytes.
-    """
+    """Bring a grey image of 16 bits to 8, as the library would cut off all values above 255."""
     if not image.mode.startswith("I"):
         return image
     values = np.asarray(image).astype(np.int64)
@@ -182,8 +179,7 @@ def image_folder(
     One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
     ones in every run. Class folders are numbered in the order of their names. Images that need more
     than `cache_bytes` are decoded each time (set dataset.workers then). To measure a trained model
-    on other images, give the `mean` and `std` that it learned with. See
-    conf/dataset/image_folder.yaml.
+    on other images, give the `mean` and `std` that it learned with.
 
     ConfigError: an option is out of range or does not fit the tree. DataError: folders are missing,
     differ between the parts, or hold unreadable files.

@@ -129,14 +129,11 @@ class Normalize:
         }
 
 
-@lru_cache
+@lru_cache  # Making them takes longer than normalising a batch of small images.
 def _shift_and_factor(
     mean: tuple[float, ...], std: tuple[float, ...], top: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what to subtract from pixels in 0..`top`, and then to multiply by, each [C, 1, 1].
-
-    They are cached: making them takes longer than normalising a batch of small images.
-    """
+    """Return what to subtract from pixels in 0..`top`, and then to multiply by, each [C, 1, 1]."""
     shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
     return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
 
@@ -190,8 +187,7 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
 class ArrayImages(Images):
     """Images in memory, [N, C, H, W], uint8 0..255 or floating 0..1, and class numbers [N].
 
-    `augment` is none, crop or crop_flip. ConfigError: it is something else. DataError: there are
-    more images or more targets.
+    `augment` is none, crop or crop_flip, or a ConfigError. DataError: their numbers differ.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class Overlap(ABC):
 
     def __init__(self, background: bool = False) -> None:
         self._first = 0 if background else 1
-        self._counts: Tensor | None = None
+        self._counts: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the pixels of logits [N, classes, ...] for class numbers [N, ...]."""
@@ -147,21 +147,18 @@ class Overlap(ABC):
         require_same_shape(type(self).__name__.lower(), chosen, targets)
         classes = outputs.shape[1]
         pairs = (targets * classes + chosen).flatten()
-        if self._counts is None:
-            self._counts = pairs.new_zeros(classes * classes, dtype=torch.int64)
+        counts = pairs.new_zeros(classes * classes, dtype=torch.int64)
         # Not bincount: on a GPU it waits for the largest value.
-        self._counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
+        counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
+        self._counts = self._counts + counts
 
     def merge(self, other: Self) -> None:
         """Add the counts of another rank."""
-        if self._counts is None or other._counts is None:
-            self._counts = other._counts if self._counts is None else self._counts
-        else:
-            self._counts += other._counts
+        self._counts = self._counts + other._counts
 
     def compute(self) -> Tensor:
         """Return the mean so far, 0 to 1."""
-        if self._counts is None:
+        if isinstance(self._counts, int):
             return torch.tensor(torch.nan, dtype=torch.float64)
         counts = self._counts.view(math.isqrt(len(self._counts)), -1).double()
         shared, wanted, chosen = counts.diagonal(), counts.sum(1), counts.sum(0)

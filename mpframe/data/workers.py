@@ -46,15 +46,12 @@ WORKER_BYTES = 2**25  # the least memory of a worker, without what it shares wit
 
 
 def require_workers(workers: int) -> None:
-    """Refuse more workers than memory can hold, and warn of more than there are cores.
-
-    There are `workers` for the training data, and as many for validation.
-    """
+    """Refuse more workers than memory can hold, and warn of more than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = math.inf  # if it is unknown
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 2 * workers * WORKER_BYTES > memory:
+    if 2 * workers * WORKER_BYTES > memory:  # Validation has as many.
         raise ConfigError(
             f"dataset.workers={workers}: this machine's memory holds "
             f"{memory // (2 * WORKER_BYTES)} for training and as many for validation; use {cores}, "
@@ -261,10 +258,7 @@ def _report(kind: Any, error: Any, trace: Any) -> None:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals until this process leaves the block, and in the workers that it starts there.
-
-    A signal could end such a worker before it has come to `ignore_signals`.
-    """
+    """Block signals, which could end a new worker before it has come to `ignore_signals`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

@@ -6,12 +6,11 @@ says how each operand of each product is quantised.
 
     formats.py    an element format, and the rounding of values to it
     scaling.py    a tensor in a format: which values share a scale, the scale, and what is lost
-    handler.py    the `OpHandler` through which the cast finds all this
+    handler.py    the `OpHandler` through which the cast and the dtype map find all this
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product
     recurrent.py  LSTM, GRU and RNN step by step, so that each product can be quantised
-    layers.py     the words about a layer's products in the dtype map
     state.py      random numbers and histories of delayed scaling, from step to step
 
 The shipped recipes are `conf/dtype/products/*.yaml`.

@@ -2,8 +2,7 @@
 
 A format has a number of exponent bits, a number of mantissa bits, and special codes. Nothing is
 packed: a rounded value is an fp32 number that the format can hold. So every format runs on every
-device, and a new one is one more line. The random Hadamard transform spreads an outlier over its
-block before it is rounded.
+device, and a new one is one more line. The Hadamard transform spreads an outlier over its block.
 """
 
 import math
@@ -118,10 +117,7 @@ def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) ->
 
 
 def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
-    """Round like `round_to`, in place, values without inf, and lose the sign of zeros.
-
-    New memory would cost more than the arithmetic.
-    """
+    """Round like `round_to`, but in place, as new memory is slow, and without inf and -0.0."""
     values.clamp_(-format.max, format.max)
     if format.exponent_bits == 8:
         return _round_bits_(values, format, draw)

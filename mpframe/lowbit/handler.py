@@ -1,24 +1,28 @@
-"""Products below 16 bits as an `OpHandler`, and the recipes that a policy names."""
+"""Products below 16 bits as an `OpHandler`, the recipes that a policy names, and the dtype map."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.handlers import Handler, OpHandler, Readers
 from mpframe.core.op_lists import PINS
-from mpframe.core.policy import NO_PRODUCTS, Policy
+from mpframe.core.policy import NO_PRODUCTS, Compute, Policy
 from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of
-from mpframe.lowbit.kernels import Quantizer
-from mpframe.lowbit.layers import products_of
-from mpframe.lowbit.native import refusals, refused
-from mpframe.lowbit.ops import OPS, ProductOp, quantises
+from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
+from mpframe.lowbit.native import refusals, refused, wanted
+from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
 from mpframe.lowbit.recipe import Recipe, shipped
+from mpframe.lowbit.recurrent import RECURRENT
 from mpframe.lowbit.state import ProductState, Watch
+
+# Ops that multiply two matrices, neither batches nor convolutions.
+_OF_MATRICES = {"linear", "matmul", "mm", "addmm", *RECURRENT}
 
 
 class ProductHandler(OpHandler):
@@ -48,7 +52,23 @@ class ProductHandler(OpHandler):
         self.state.learn_names(model)
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
-        return products_of(name, module, op, readers, self._policy)
+        """Name the recipe of a layer's products, and which of them stay in half and why, or `-`."""
+        policy = self._policy
+        pin = policy.pin_of(name)
+        ops = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
+        calls = [*((op, pin and pin[1]) for op in ops if op), *readers]
+        for op, pinned in calls:
+            recipe = policy.recipe_of(pinned)
+            if recipe is not None and quantises(recipe, op, policy):
+                native = _say_native(recipe, op, module, policy)
+                return "; ".join([recipe.name + native, *_list_half(recipe, module)])
+        halves = [call[0] for call in calls if policy.compute_of(*call) is Compute.HALF]
+        # prelu is in ops.allow, as under autocast, but multiplies element by element.
+        if not (halves := [op for op in halves if op != "prelu"]):
+            return "-"
+        if pin is not None:
+            return f"in half: {pin[0]!r} is pinned to {pin[1]}"
+        return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
 
     def sync(self, comm: Comm) -> None:
         length = max(recipe.history for recipe in self._policy.recipes.values())
@@ -101,3 +121,48 @@ def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
             "choose other ops, or dtype.products=none"
         )
     return recipes
+
+
+def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
+    """Say which products of a layer an instruction computes, or nothing if nobody asked for one."""
+    device = device_of(module)
+    if not wanted(policy.compute, device):
+        return ""
+    if op not in _OF_MATRICES:
+        return ", emulated"
+    reasons = refusals(recipe, device)
+    if len(reasons) == len(recipe.products):
+        return f", emulated: {next(iter(reasons.values()))}"
+    return ", native" + f" but for {', '.join(reasons)}" * bool(reasons)
+
+
+def _list_half(recipe: Recipe, module: nn.Module) -> list[str]:
+    weights = dict(_matrices(module))
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, weight in weights.items():
+        for product, reason in _reasons(recipe, module, weight):
+            found.setdefault((product, reason), []).append(name)
+    return [
+        product + f" of {', '.join(names)}" * (len(names) < len(weights)) + f" in half: {reason}"
+        for (product, reason), names in found.items()
+    ]
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the weights of a layer: recurrent layers have several."""
+    many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    for name, weight in module.named_parameters(recurse=False):
+        known = name.startswith("weight_") if many else name == "weight"
+        if known and not is_lazy(weight) and weight.dim() > 1:
+            yield name, weight
+
+
+def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield products that stay in half, and why, but not `dw`, which depends on the samples."""
+    groups = getattr(module, "groups", 1)
+    over = 0 if getattr(module, "transposed", False) else 1
+    for product, axis in (("forward", over), ("dx", 1 - over)):
+        if product not in recipe.products:
+            yield product, "by the recipe"
+        elif reason := misfit(recipe, product, weight_operand(weight, axis, groups)):
+            yield product, reason

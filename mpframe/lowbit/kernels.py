@@ -39,15 +39,11 @@ class Operand:
 
 
 class Quantizer:
-    """Quantises pairs of operands by a recipe, with the random numbers and histories of a run.
-
-    `compute` is `native`, `emulated`, or `auto`, which is native except on a CPU. In the arguments
-    of an op, `key` stands for the quantizer.
-    """
+    """Quantises pairs of operands by a recipe, with the random numbers and histories of a run."""
 
     def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
         self.recipe, self.state, self.compute = recipe, state, compute
-        self.key = str(next(_numbers))
+        self.key = str(next(_numbers))  # stands for the quantizer in the arguments of an op
         _quantizers[self.key] = self
 
     def matmul(

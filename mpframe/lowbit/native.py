@@ -86,35 +86,22 @@ def kind_of(how: Quantization) -> ScalingType | None:
 
 
 def multiply(left: Parts, right: Parts) -> Tensor:
-    """Return the product [m, n], float32, of two operands whose `refusal` is empty.
-
-    `left` has m rows, and `right` n, the columns of the product's right operand.
-    """
+    """Return the product [m, n], float32, of m rows and n columns whose `refusal` is empty."""
     kind = kind_of(left.how)
     assert kind is not None
     kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
     if kind is NVFP4:
         kinds, swizzles = [kind, TENSOR], [*swizzles, SwizzleType.NO_SWIZZLE]
-    of_right = scales_of(right, kind)
-    y = F.scaled_mm(
-        codes_of(left),
-        codes_of(right).t(),
-        scales_of(left, kind),
-        kinds,
-        [scale.t() for scale in of_right] if kind is ROW else of_right,
-        kinds,
-        swizzles if kind in _LENGTH else None,
-        swizzles if kind in _LENGTH else None,
-        output_dtype=torch.float32,
-    )
+    scales = scales_of(right, kind)
+    scales = [scale.t() for scale in scales] if kind is ROW else scales
+    layout = swizzles if kind in _LENGTH else None
+    rest = scales_of(left, kind), kinds, scales, kinds, layout, layout
+    y = F.scaled_mm(codes_of(left), codes_of(right).t(), *rest, output_dtype=torch.float32)
     return y[: len(left.elements), : len(right.elements)].contiguous()
 
 
 def codes_of(parts: Parts) -> Tensor:
-    """Return the stored elements, two of e2m1 in a byte.
-
-    Zeros behind and below make rows, and bytes in a row, multiples of 16.
-    """
+    """Return the stored elements, with zeros up to multiples of 16 rows and bytes in a row."""
     if parts.how.format == _E2M1:
         dtype, stored = torch.float4_e2m1fn_x2, _pack(parts.elements)
     else:
@@ -203,11 +190,8 @@ def _keep_numbers(how: Quantization) -> Quantization:
 
 @cache
 def _try(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """Try a small product and say what is wrong with it, or nothing.
-
-    Versions do not tell what torch's build and its libraries have. The sums are small integers, so
-    that any order of adding gives the same.
-    """
+    """Try a small product and say what is wrong with it, as versions do not tell, or nothing."""
+    # The sums are small integers: any order of adding gives the same.
     length = 5 * lcm(left.block, right.block)
     first, second = _sample(left, length, device), _sample(right, length, device)
     try:

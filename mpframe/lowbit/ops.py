@@ -1,8 +1,7 @@
 """PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
 
-Other ops stay in half: outer products sum over nothing, a kernel chooses the order of a chain of
-matrices, an einsum may have more or fewer than two operands, and some forms write in place or into
-`out=`.
+Other ops stay in half: outer products, which sum over nothing, chains of matrices, whose order a
+kernel chooses, einsums of one or three operands, and forms that write in place or into `out=`.
 """
 
 import functools
@@ -72,10 +71,7 @@ class Call:
         return self.quantizer.key, self._site(records), records
 
     def _site(self, records: bool) -> str:
-        """Return the weight's name, by which histories are kept and noise is counted, or "".
-
-        It is "" also if nobody needs it, so that a compiler sees one constant for all.
-        """
+        """Return the weight's name if somebody needs it, or "", one constant for compilers."""
         recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
         needed = recipe.history > 0 or state.watch is not None
         if not needed or not isinstance(weight, nn.Parameter):

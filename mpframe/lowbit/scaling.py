@@ -85,10 +85,7 @@ class Axes:
         return Axes(tuple(map(order.index, self.contracted)), order.index(self.free))
 
     def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
-        """Say why a tensor of this shape has no whole blocks, or nothing if it has.
-
-        Each of a convolution's `groups` sums over its part of the first contracted axis.
-        """
+        """Say why this shape has no whole blocks, in each of a convolution's groups, or nothing."""
         if not shape.numel():
             return "it is empty"
         blocked = how.per == "block" and how.scale != "none"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import Dataset
 
-from mpframe.core.objective import Objective, StepOutput, outside_casts
+from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
 from mpframe.data.metrics import Mean
@@ -58,10 +58,7 @@ class Fooled(Mean):
 
 def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
     """Return the task for any images, with the objectives `discriminator` and `generator`."""
-    objectives: dict[str, Objective] = {
-        "discriminator": discriminator_objective,
-        "generator": generator_objective,
-    }
+    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
     return Task(train, val, objectives, Fooled, test=test)
 
 

@@ -139,10 +139,7 @@ def phonemes(
 
 
 class Phonemes(Generated):
-    """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1, with L <= T.
-
-    `spectra` [classes, features] has silence for the blank.
-    """
+    """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1, with L <= T."""
 
     things = "sequences"
 

@@ -14,7 +14,7 @@ from mpframe.core.objective import supervised
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
-from mpframe.workloads.detection.model import SSD, detection
+from mpframe.workloads.detection import SSD, detection
 from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 from mpframe.workloads.images import cnn, mlp, resnet18
 from mpframe.workloads.segmentation.model import UNet, dice_cross_entropy

@@ -15,7 +15,7 @@ from mpframe import Precision
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
-from mpframe.workloads.detection.model import (
+from mpframe.workloads.detection import (
     SSD,
     decode,
     default_boxes,

@@ -10,7 +10,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import tensors_in
 from mpframe.data import Task
 from mpframe.data.samples import Generated
-from mpframe.workloads.detection.data import scenes
+from mpframe.workloads.detection import scenes
 from mpframe.workloads.segmentation.data import shapes
 from mpframe.workloads.speech import phonemes
 

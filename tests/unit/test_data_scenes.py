@@ -9,7 +9,7 @@ from torchvision.ops import box_iou
 
 from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
-from mpframe.workloads.detection.data import scenes
+from mpframe.workloads.detection import scenes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.workloads.detection.data import MeanAveragePrecision, average_precision
+from mpframe.workloads.detection import MeanAveragePrecision, average_precision
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LEFT, RIGHT, FAR = [0.0, 0.0, 8.0, 8.0], [8.0, 0.0, 16.0, 8.0], [0.0, 16.0, 8.0, 24.0]

@@ -107,8 +107,7 @@ def mask_folder(
     test/ may be missing. Training draws crops at random places, new ones in each epoch. Validation
     and test cover each photograph with evenly placed crops, which may overlap. Photographs that
     need more than `cache_bytes` are decoded each time (set dataset.workers then). To measure a
-    trained model on other photographs, give the `mean` and `std` that it learned with. See
-    conf/dataset/mask_folder.yaml.
+    trained model on other photographs, give the `mean` and `std` that it learned with.
 
     ConfigError: an option is out of its range. DataError: folders or files are missing, unreadable,
     or do not belong together.

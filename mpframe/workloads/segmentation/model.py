@@ -17,10 +17,7 @@ from mpframe.workloads.images import require_sizes, two_convolutions
 
 
 class UNet(nn.Module):
-    """Logits for each pixel of images with sides that are multiples of 2^(stages - 1).
-
-    See conf/model/unet.yaml.
-    """
+    """A U-Net for sides that are multiples of 2^(stages - 1), see conf/model/unet.yaml."""
 
     def __init__(self, channels: int, classes: int, width: int = 64, stages: int = 4) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ a file. `padded` makes a batch of token sequences of different lengths.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.objective import model_loss
+from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task, require_counts, require_facts
+from mpframe.data.task import Metric, Task, require_counts, require_facts
 from mpframe.files.plain_file import read_regular
 from mpframe.training.objectives import model_loss
 
@@ -180,21 +182,24 @@ def text_folder(
     learned = [texts[index] for index in parts[0].tolist()]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
     encoded = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32) for text in texts]
-    sets: list[Any] = [
+    sets = [
         [{"input_ids": encoded[index], "labels": targets[index]} for index in part.tolist()]
         for part in parts
     ]
-    train, val, test = sets
-    return Task(
-        train,
-        val,
-        objective=model_loss,
-        metric=Accuracy,
-        collate=partial(padded, multiple=pad_to),
-        test=test,
-        class_names=names,
-        preprocessing=tokenizer.described(),
-    )
+    return text_task(sets, Accuracy, partial(padded, multiple=pad_to), tokenizer, names)
+
+
+def text_task(
+    parts: Sequence[Any],
+    metric: Callable[[], Metric],
+    collate: Collate,
+    tokenizer: WordPiece,
+    class_names: Sequence[str] | None = None,
+) -> Task:
+    """Return the task on the samples of training, validation and test, with the model's loss."""
+    train, val, test = parts
+    how = tokenizer.described()
+    return Task(train, val, model_loss, metric, collate, None, test, class_names, how)
 
 
 def _read(root: Path) -> tuple[list[str], list[str], Tensor]:

@@ -161,17 +161,14 @@ class _Stretches(NamedTuple):
     def batch(self, starts: Numbers) -> tuple[Tensor, Tensor]:
         """Return the windows that begin at `starts`, and the same one token later."""
         window = self.tokens[starts[:, None] + np.arange(self.context + 1)]
-        self._require_known(starts, window)
-        both = torch.from_numpy(window.astype(np.int64))
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-    def _require_known(self, starts: Numbers, window: Tokens) -> None:
         if window.max() >= self.vocab_size:
             row, place = np.argwhere(window >= self.vocab_size)[0]
             raise DataError(
                 f"dataset.vocab_size={self.vocab_size}: token {starts[row] + place} of the text is "
                 f"{window[row, place]}; set the size to that of the vocabulary it was written with"
             )
+        both = torch.from_numpy(window.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 class _Windows(Dataset[Any]):
@@ -220,9 +217,8 @@ class SideBySide(_Windows):
     def __init__(self, stretches: _Stretches, most: int | None) -> None:
         super().__init__(stretches)
         every = super().__len__()
-        self._chosen = np.arange(every)
-        if most is not None and most < every:
-            self._chosen = np.arange(most) * every // most
+        count = every if most is None else min(most, every)
+        self._chosen = np.arange(count) * every // count
 
     def __len__(self) -> int:
         return len(self._chosen)

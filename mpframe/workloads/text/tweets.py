@@ -18,8 +18,13 @@ from torch import Tensor
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.samples import hold_out, keyed_uniform
 from mpframe.data.task import Task, require_counts
-from mpframe.training.objectives import model_loss
-from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
+from mpframe.workloads.text.classification import (
+    WordPiece,
+    padded,
+    read_text,
+    text_task,
+    word_piece,
+)
 
 log = logging.getLogger(__name__)
 
@@ -175,17 +180,8 @@ def tweet_spans(
     parts = [[tweets[index] for index in part] for part in indices]
     learned = [f"{tweet.sentiment} {tweet.text}" for tweet in parts[0]]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
-    sets: list[Any] = [[_encode(tweet, tokenizer) for tweet in part] for part in parts]
-    train, val, test = sets
-    return Task(
-        train,
-        val,
-        objective=model_loss,
-        metric=WordJaccard,
-        collate=partial(pad_spans, multiple=pad_to),
-        test=test,
-        preprocessing=tokenizer.described(),
-    )
+    sets = [[_encode(tweet, tokenizer) for tweet in part] for part in parts]
+    return text_task(sets, WordJaccard, partial(pad_spans, multiple=pad_to), tokenizer)
 
 
 def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> Batch:
