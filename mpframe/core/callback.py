@@ -83,8 +83,8 @@ class Algorithm(Callback):
     def before_update(self, trainer: Any, losses: list[Tensor]) -> Tensor | None:
         """The gradients are there, and the optimizer is about to use them.
 
-        `losses` are 0-d on the device, one for each objective that shares the update. Returns a
-        0-d bool on the device, true to skip the step, or None.
+        `losses` are 0-d on the device, one for each objective that shares the update. Return a 0-d
+        bool on the device, true to skip the step, or None.
         """
         return None
 

@@ -53,11 +53,7 @@ class Comm:
         return self.rank == 0
 
     def begin_step(self, optimizer: Any, reduce: str) -> None:
-        """Begin a step of the trainer's `optimizer`.
-
-        `reduce` is when its gradients are averaged: `in_backward`, which takes a single backward
-        pass, or `after_backward`.
-        """
+        """Begin a step. Gradients are averaged `in_backward`, a single one, or `after_backward`."""
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
         """Run the backward pass of loss * scale. `inputs` get gradients (None: all parameters).
@@ -82,8 +78,7 @@ class Comm:
     ) -> list[Tensor]:
         """Average gradients and losses over the ranks, and give all ranks rank 0's buffers.
 
-        Returns:
-            The mean of each loss over the good micro-batches of all ranks, 0-d.
+        Return the mean of each loss over the good micro-batches of all ranks, 0-d.
         """
         losses, finite = zip(*micro_batches, strict=True)
         means = []

@@ -42,6 +42,7 @@ class Gradients:
     by_master: dict[Tensor, Tensor]  # Half gradients are still scaled, the others are not.
     values: list[Tensor]  # their dense values in the same memory, without empty ones
     half: list[Tensor]  # the float16 and bfloat16 tensors in `values`
+    wide: list[Tensor]  # the others
     scale: Tensor | float  # Half ones will be divided by it; 1.0 if they are not scaled.
     amax: Tensor  # 0-d float32, the largest unscaled magnitude, inf or nan if any is
     count: Tensor | float = 1  # how many samples the loss is the mean of, >= 0
@@ -57,8 +58,7 @@ class Gradients:
         """Return the global 2-norm as 0-d fp32, as torch's clipping computes it."""
         if not self.values:
             return torch.zeros_like(self.amax)
-        wide = self._wide() if self.half else self.values
-        norms = list(torch._foreach_norm(wide)) if wide else []
+        norms = list(torch._foreach_norm(self.wide)) if self.wide else []
         if self.half:
             if self.half[0].is_cpu:
                 # A copy and its norm take no longer here, and the norm is the one of `amp` mode.
@@ -75,12 +75,12 @@ class Gradients:
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping."""
         self.clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if wide := self._wide() if self.half else self.values:
-            torch._foreach_mul_(wide, self.clip_factor)
+        if self.wide:
+            torch._foreach_mul_(self.wide, self.clip_factor)
 
     def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
-        for views in (self.values, self.half):
+        for views in (self.values, self.half, self.wide):
             views.clear()  # Or they would keep the popped gradients' memory.
         popped, widened = [], []
         for master in masters:
@@ -99,9 +99,6 @@ class Gradients:
             torch._foreach_clamp_min_(dense, -self.max_value)
             torch._foreach_clamp_max_(dense, self.max_value)
         return popped
-
-    def _wide(self) -> list[Tensor]:
-        return [value for value in self.values if value.dtype not in HALF]
 
 
 def measure_grads(
@@ -130,7 +127,7 @@ def measure_grads(
         torch._foreach_div_(wide, scale)
     if amax is None:
         amax = _amax(half, wide, scale, device)
-    return Gradients(by_master, values, half, scale, amax)
+    return Gradients(by_master, values, half, wide, scale, amax)
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:

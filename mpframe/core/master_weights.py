@@ -72,8 +72,7 @@ class MasterWeights(OptimizerWrapper):
         skips_on_device: the optimizer's kernels skip (torch's fused ones do), so the host need not
             wait for the device. None before the first step, which makes the optimizer's state: a
             skip on the device would leave arbitrary values in SGD's momentum.
-        comm: the ranks that step together, each over parameters of the same values. Accumulated
-            gradients are averaged over them, and they agree on whether a step is skipped.
+        comm: the ranks that average their gradients, and agree on whether a step is skipped.
         accumulator: the gradients of the micro-batches since the last step.
     """
 
@@ -126,7 +125,7 @@ class MasterWeights(OptimizerWrapper):
         Args:
             scale: the loss scale of the backward pass, > 0.
             count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
-                the device. The mean over all micro-batches and ranks is weighed by it. Gradients
+                the device. It is the weight in the mean over micro-batches and ranks. Gradients
                 that only `step` finds count 1.
 
         Returns:
@@ -161,10 +160,8 @@ class MasterWeights(OptimizerWrapper):
     ) -> None:
         """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
-        Args:
-            means: fp32 and unscaled, by parameter. Other optimizers' are ignored.
-            amax: 0-d fp32, the largest magnitude on any rank, or None to compute it.
-            before: 0-d fp32, the amax before averaging, if a scaler needs it.
+        `means` are fp32 and unscaled, by parameter. `amax` is their largest magnitude on any rank,
+        0-d fp32, or None to compute it. `before` is the amax before averaging, for the scaler.
         """
         grads = {master: means[p] for p, master in self._stepped.items() if p in means}
         self._means = measure_grads(grads, 1.0, self._device, amax)

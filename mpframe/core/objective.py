@@ -46,9 +46,8 @@ class Objective(Protocol):
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Run the forward pass and the loss, inside the cast block of the run's precision.
 
-        Args:
-            model: on its device. The objective calls it, or parts of it, as it likes.
-            batch: any pytree of tensors on the same device, as the loader gave it.
+        It calls `model`, or parts of it, as it likes. `batch` is any pytree of tensors on the
+        model's device, as the loader gave it.
         """
 
 

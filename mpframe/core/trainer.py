@@ -108,11 +108,8 @@ class StepTrainer:
     def train_step(self, *micro_batches: Batch) -> StepResult:
         """Make one optimizer step on one batch, or on the micro-batches of an accumulation window.
 
-        They are what the objective takes, and all are scaled by the same loss scale. The values of
-        the result stay on the device.
+        All are scaled by the same loss scale. The values of the result stay on the device.
         """
-        if not micro_batches:
-            raise ConfigError("train_step: there is no batch; give it one, or several")
         reduce = self.plan.reduce if len(micro_batches) == 1 else "after_backward"
         self.comm.begin_step(self.optimizer, reduce)
         losses = self.accumulate_losses(self.optimizer, self.objectives, micro_batches)
@@ -128,10 +125,10 @@ class StepTrainer:
         """Run the micro-batches forward and backward, and leave `optimizer` their gradients.
 
         A micro-batch whose gradients are not finite is dropped, and leaves no trace in the buffers.
-
-        Returns:
-            The mean of each loss over the good micro-batches of all ranks, 0-d.
+        Return the mean of each loss over the good micro-batches of all ranks, 0-d.
         """
+        if not micro_batches:
+            raise ConfigError("train_step: there is no batch; give it one, or several")
         # Not after the step: a CPU's allocator would give the memory back and ask for it again.
         optimizer.zero_grad()
         self._buffers.save()

@@ -43,7 +43,7 @@ _SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
 
 
 def model_loss(model: nn.Module, batch: Any) -> StepOutput:
-    """Return the loss of `model(**batch)`; metrics get its `logits` in fp32 and the `labels`.
+    """Return the loss of `model(**batch)`, and for metrics its `logits` in fp32 and the `labels`.
 
     The model computes its loss inside the casts, so the op lists decide its format (losses and
     large reductions are fp32 by default).
@@ -58,8 +58,8 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
         model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
             From a mapping without `logits` (a model with several outputs) metrics get everything
             except the loss.
-        batch: a mapping from the model's argument names to values; or a pair of such a mapping
-            and what metrics get instead of `labels`, which the model does not see.
+        batch: a mapping from the model's argument names to values, or a pair of such a mapping
+            and the metrics' targets in place of `labels`, which the model does not see.
 
     Raises:
         UserCodeError: the batch is no mapping, the model raised or returned no loss.
@@ -91,7 +91,7 @@ def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
 
 
 def _count_labels(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
-    """Return how many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
+    """Return how many labels the loss is the mean of, 0-d, or None if it is a mean over samples."""
     kind = getattr(model, "loss_type", "")
     if kind is None:  # For a GPT2LMHeadModel, say: transformers takes its causal loss.
         kind = type(getattr(model, "_orig_mod", model)).__name__

@@ -85,7 +85,7 @@ def test_a_run_with_label_smoothing_is_evaluated_with_it(
         (["objective=cross_entropy", "+objective.smoothing=0.1"], r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
         (["objective._target_=torch.nn.L1Loss"], r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
         (["objective._target_=builtins.dict"], r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-        (["objective._target_=mpframe.training.objectives.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.core\.objective\.model_loss takes no such argument; it takes model, batch"),
+        (["objective._target_=mpframe.training.objectives.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
         (["objective._target_=nowhere.mine"], r"objective\._target_=nowhere\.mine: "),
     ],
 )  # fmt: skip

@@ -40,10 +40,9 @@ class LossScaler(Protocol):
         """The present scale: 0-d, float32, finite, > 0, on the scaler's device."""
 
     def update(self, amax: Tensor) -> None:
-        """Tell the scaler the largest |unscaled gradient| of a step.
+        """Learn the largest |unscaled gradient| of a step.
 
-        Args:
-            amax: 0-d float32, >= 0. inf or nan says that the step overflowed.
+        `amax` is 0-d float32, >= 0; inf or nan if the step overflowed.
         """
 
     def to(self, device: torch.device | str) -> Self:
