@@ -89,9 +89,7 @@ class CastMode(TorchFunctionMode):
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
         self.follow_pins()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
@@ -249,7 +247,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def count_steps() -> int:
-    """Return the number of optimizer steps or buckets: fused ones raise no version counters."""
+    """Count optimizer steps, or buckets of one, because fused ones raise no version counters."""
     return _steps
 
 
@@ -330,6 +328,5 @@ def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> A
 
 
 def _find_mode(policy: Policy) -> CastMode | None:
-    """Return the mode that casts on this thread, if it casts by `policy`."""
     mode = active_mode()
     return mode if mode is not None and mode.policy == policy else None

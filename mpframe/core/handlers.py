@@ -35,7 +35,7 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Any, Args, Kwargs], Any]
 """Runs the function that was called on its arguments, of which none is cast yet."""
 Rule = Callable[[Any, Any, Args, Kwargs], Any]
-"""The same for the cast mode, which comes first."""
+"""The same, with the cast mode as its first argument."""
 Readers = Iterable[tuple[str, str | None]]
 """The ops that read a layer's weights, each with the pin of the module that it runs in."""
 

@@ -47,7 +47,7 @@ class Policy:
     Args:
         mode, half, ops, compute: as for `Precision`.
         products: the name of a recipe, or `none`.
-        recipes: recipes by name. The policy reads only the patterns of modules in their `half`.
+        recipes: by name. The policy reads only `half`, the patterns of modules that stay in half.
 
     Raises:
         ConfigError: a mode, half or compute that does not exist.

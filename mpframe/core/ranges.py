@@ -1,11 +1,14 @@
 """The values that an option may have, and the checks that a number is one of them."""
 
 import math
+import operator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from mpframe.core.errors import ConfigError
+
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -36,23 +39,21 @@ class Range:
             return not self._ends()
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
-        return (isinstance(value, int) or math.isfinite(value)) and (
-            (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
+        finite = isinstance(value, int) or math.isfinite(value)
+        return finite and all(_COMPARE[sign](value, end) for sign, end in self._ends().items())
 
     def __str__(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        ends = self._ends()
+        ends = [
+            f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
+            for sign, end in self._ends().items()
+        ]
         return " or ".join([" and ".join(ends), *self.words]) if ends else ""
 
-    def _ends(self) -> list[str]:
+    def _ends(self) -> dict[str, float]:
         signs = {">": self.above, ">=": self.low, "<=": self.high, "<": self.below}
-        ends = {sign: end for sign, end in signs.items() if end is not None}
-        return [f"{s} {e}" if isinstance(e, int) else f"{s} {e:.10g}" for s, e in ends.items()]
+        return {sign: end for sign, end in signs.items() if end is not None}
 
 
 POSITIVE = Range(above=0.0)

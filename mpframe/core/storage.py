@@ -25,6 +25,7 @@ from mpframe.core.policy import CASTABLE, Policy
 from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import HALF
 
+Formats = dict[nn.Parameter, torch.dtype]
 _EXCEPTIONS = {  # Classes that are not named after their op.
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
@@ -63,11 +64,9 @@ def _index_ops() -> dict[str, str]:
     return {op.replace("_", ""): canonical(op) for op in public}
 
 
-def formats_of(
-    model: nn.Module, policy: Policy, uses: WeightUses
-) -> dict[nn.Parameter, torch.dtype]:
+def formats_of(model: nn.Module, policy: Policy, uses: WeightUses) -> Formats:
     """Return the format each parameter is stored in, its present one if it is never cast."""
-    formats: dict[nn.Parameter, torch.dtype] = {}
+    formats: Formats = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))

@@ -65,9 +65,7 @@ def to_fp32(node: Any) -> Any:
 def is_simple(node: Any) -> bool:
     """Return whether `node` is a number or a word, or a tuple or list of them: a quick test."""
     kind = type(node)
-    return kind in _SIMPLE or (
-        (kind is tuple or kind is list) and _SIMPLE.issuperset(map(type, node))
-    )
+    return kind in _SIMPLE or (kind in (tuple, list) and _SIMPLE.issuperset(map(type, node)))
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
@@ -91,7 +89,7 @@ def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: 
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
-    """Return the items of a named tuple, a dict or a dataclass by name, of anything else none."""
+    """Return the items of a named tuple, a dict or a dataclass by name, or an empty dict."""
     if isinstance(node, tuple):
         return dict(zip(getattr(node, "_fields", ()), node, strict=False))
     if _is_dict(node):
@@ -118,6 +116,5 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 def _is_dict(node: Any) -> bool:
     # An abstract class takes four times as long to ask, so numbers and words are not asked.
-    return isinstance(node, dict) or (
-        not isinstance(node, _NUMBERS_AND_WORDS) and isinstance(node, UserDict)
-    )
+    simple = isinstance(node, _NUMBERS_AND_WORDS)
+    return isinstance(node, dict) or (not simple and isinstance(node, UserDict))
