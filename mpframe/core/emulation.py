@@ -17,7 +17,6 @@ from torch import Tensor
 
 # Ops of `infer` that have no half kernel in torch's CPU build: always emulated there.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
-FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
 # Ops whose bfloat16 kernel on a CPU is wrong for some shapes: their arguments after the bias.
 FAULTY = {
     **{f"conv{n}d": "stride padding dilation groups" for n in (1, 2, 3)},

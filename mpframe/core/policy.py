@@ -86,11 +86,6 @@ class Policy:
         """The half format as a torch dtype."""
         return HALVES[self.half]
 
-    @property
-    def recipe_names(self) -> set[str]:
-        """The names of the recipes in `products` and pins, known or not."""
-        return {self.products, *self.ops.modules.values()} - {*PINS, NO_PRODUCTS}
-
     def compute_of(self, op: str, pin: str | None = None) -> Compute:
         """Return the format `op` computes in, inside a module with this pin, if any."""
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]

@@ -24,8 +24,8 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.handlers import OpHandler, cast_to
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.masters import Master, master_class, set_master
-from mpframe.core.op_lists import OpLists
-from mpframe.core.policy import Policy
+from mpframe.core.op_lists import PINS, OpLists
+from mpframe.core.policy import NO_PRODUCTS, Policy
 from mpframe.core.storage import store
 from mpframe.core.torch_functions import follow_backward_passes, stop_following
 from mpframe.core.trace import WeightUses, materialize, trace
@@ -75,12 +75,13 @@ class Precision:
         lists = OpLists.named() if ops is None else ops
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
         self.op_handlers = tuple(op_handlers)
-        if self.policy.recipe_names or recipes:
+        names = {products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}
+        if names or recipes:
             if find_recipes is None:
-                names = ", ".join(sorted(self.policy.recipe_names))
                 raise ConfigError(
-                    f"dtype.products or ops.modules: {names}: recipes are in mpframe.lowbit; "
-                    "import it first. Other words for a module are fp32, half and none"
+                    f"dtype.products or ops.modules: {', '.join(sorted(names))}: recipes are in "
+                    "mpframe.lowbit; import it first. Other words for a module are fp32, half and "
+                    "none"
                 )
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
@@ -147,9 +148,10 @@ class Precision:
         materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
+            uses = self.uses(model)
             with self.preserve_state():
-                uses = trace(model, example, self.cast())
-            self._uses[model] = self.uses(model) | uses
+                trace(model, example, self.cast(), uses)
+            self._uses[model] = uses
 
     def uses(self, model: nn.Module) -> WeightUses:
         """Return the ops that read each weight in the model's traces, if there were any."""

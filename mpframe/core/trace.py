@@ -12,7 +12,7 @@ concatenation is the same as a rounded one. The ops that read the result count.
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -67,27 +67,22 @@ class WeightUses:
     by_weight: dict[nn.Parameter, set[Use]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
 
-    def __or__(self, other: "WeightUses") -> "WeightUses":
-        weights = self.by_weight.keys() | other.by_weight.keys()
-        merged = {weight: {*self.of([weight]), *other.of([weight])} for weight in weights}
-        return WeightUses(merged, self.called | other.called)
-
     def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
         """Return the ops that read any of these weights, in the order of their names."""
         return sorted({use for weight in weights for use in self.by_weight.get(weight, ())})
 
 
-def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
-    """Run the model once, uncompiled, and return what reads its weights. Its state is restored.
+def trace(model: nn.Module, example: Any, casts: Any, uses: WeightUses) -> None:
+    """Run the model once, uncompiled, and add to `uses` what reads its weights.
 
-    The `cast` block unwraps functions of torch, so that the ops inside are seen.
+    Its state is restored. The `cast` block unwraps functions of torch, so that the ops inside are
+    seen.
     """
-    recorder, eager = _UseRecorder(model), nullcontext()
+    recorder, eager = _UseRecorder(model, uses), nullcontext()
     if "torch._dynamo" in sys.modules:  # The import takes seconds.
         eager = torch.compiler.set_stance("force_eager")
     with preserve_state(model), eager, recorder.calls(model), recorder, casts:
         _call(model, example)
-    return recorder.uses
 
 
 def materialize(model: nn.Module, example: Any) -> None:
@@ -140,9 +135,9 @@ def _restore_parameters(kept: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> 
 class _UseRecorder(TorchFunctionMode):
     """A function mode that notes every op that gets a weight, known by its address."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, uses: WeightUses) -> None:
         super().__init__()
-        self.uses = WeightUses()
+        self._uses = uses
         self._weights: dict[int, set[nn.Parameter]] = {}  # by address
         self._within: list[str] = []
         self._copies: list[Tensor] = []  # Kept, so that their memory is not reused.
@@ -164,14 +159,14 @@ class _UseRecorder(TorchFunctionMode):
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if isinstance(module, ScriptModule):  # It takes no hooks, so it counts as called.
-                    self.uses.called.add(name)
+                    self._uses.called.add(name)
                     continue
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
                 hooks.enter_context(module.register_forward_hook(self._leave))
             yield
 
     def _enter(self, name: str, *_: Any) -> None:
-        self.uses.called.add(name)
+        self._uses.called.add(name)
         self._within.append(name)
 
     def _leave(self, *_: Any) -> None:
@@ -193,7 +188,7 @@ class _UseRecorder(TorchFunctionMode):
         uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(inputs))
         use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
-            self.uses.by_weight.setdefault(weight, set()).add(use)
+            self._uses.by_weight.setdefault(weight, set()).add(use)
 
 
 def _address(tensor: Tensor) -> int:
