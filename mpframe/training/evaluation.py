@@ -1,8 +1,7 @@
 """Validation: the loss per sample and the metrics over one pass, and the best pass so far.
 
-`Evaluator` runs a trainer's model over the data, with averaged weights and in a mode of its own if
-it has one. `Evaluation` is the result, `Metrics` the metrics of one pass. `Best` remembers the best
-validation of a run, and tells whether the last one is much worse.
+`Evaluator` runs a trainer's model over the data, with averaged weights if there are any, and
+`Metrics` measures its outputs. `Best` remembers the best validation of a run.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, call
-from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
+from mpframe.core.comm import Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
@@ -40,8 +39,8 @@ class Evaluation:
 
     Attributes:
         loss: mean loss per sample.
-        metrics, higher_is_better: of each metric, its value, and its direction or None.
-        monitor: the name of the metric that tells progress, or `loss`.
+        metrics, higher_is_better: each metric's value, and its direction or None.
+        monitor: the name of the metric that measures progress, or `loss`.
     """
 
     loss: float
@@ -56,26 +55,24 @@ class Evaluation:
 
     @property
     def watched(self) -> float:
-        """The measure of progress: the monitored metric if it has a direction, else the loss."""
+        """The monitored metric if it has a direction, else the loss."""
         return self.loss if self.direction(self.monitor) is None else self.value
 
     def direction(self, name: str) -> bool | None:
-        """Whether higher is better, for a metric or `loss`; None if a metric has no direction."""
+        """Whether higher is better, for a metric or `loss`, or None for a metric without one."""
         return False if name == LOSS else self.higher_is_better.get(name)
 
 
 class NamedMetric:
-    """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
-
-    Each method raises UserCodeError if the metric's code raises.
+    """A user's metric over one validation; raises UserCodeError if its code does.
 
     Args:
         name: the metric's.
-        code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
+        code: makes a new metric, or is one with `reset()` that is used again (torchmetrics).
         device: where the metric computes, if it can be moved.
 
     Attributes:
-        merges: whether it has `merge(other)`, which takes in what another one has measured.
+        merges: whether it has `merge(other)`, which adds another rank's measurements.
         higher_is_better: None if it has no direction.
     """
 
@@ -98,7 +95,7 @@ class NamedMetric:
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch; UserCodeError if the objective gave no outputs to measure."""
+        """Add one batch. UserCodeError if the objective gave no outputs to measure."""
         if outputs is None:
             raise UserCodeError(
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
@@ -108,7 +105,7 @@ class NamedMetric:
             self._metric.update(outputs, targets)
 
     def merge(self, comm: Comm) -> None:
-        """On rank 0, take in what the metrics of the other ranks have measured."""
+        """Add, on rank 0, the measurements of the other ranks."""
         if comm.size == 1:
             return
         measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
@@ -119,7 +116,7 @@ class NamedMetric:
                 self._metric.merge(other)
 
     def compute(self) -> float:
-        """The value over all batches; UserCodeError if it is not one number."""
+        """Return the value over all batches. UserCodeError if it is not one number."""
         with UserCode(self._option, self._metric):
             value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
@@ -137,19 +134,11 @@ class Metrics:
     Each rank measures its part with a metric that has `merge`. Other metrics run on rank 0, which
     receives every rank's outputs batch by batch, in the order of the samples.
 
-    Args:
-        codes: what makes each, by name, as `NamedMetric` takes it.
-        monitor: the name of the one that tells progress, or `loss`; None: the first one.
-        device: where they compute.
-        comm: the ranks that validate together.
+    Args: as `Evaluator` has them, and the device on which metrics compute.
     """
 
     def __init__(
-        self,
-        codes: Mapping[str, Any],
-        monitor: str | None,
-        device: torch.device,
-        comm: Comm = SINGLE_PROCESS,
+        self, codes: Mapping[str, Any], monitor: str | None, device: torch.device, comm: Comm
     ) -> None:
         self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
@@ -157,7 +146,7 @@ class Metrics:
         self._sent = [metric for metric in self._metrics if comm.size > 1 and not metric.merges]
 
     def update(self, part: tuple[Any, Any] | None) -> None:
-        """Take in one batch: its outputs and targets on this rank; None if it has no samples."""
+        """Add one batch: its outputs and targets on this rank, or None without samples."""
         for metric in self._metrics:
             if part is not None and metric not in self._sent:
                 metric.update(*part)
@@ -171,7 +160,7 @@ class Metrics:
                     metric.update(outputs, targets)
 
     def evaluation(self, sums: Tensor) -> Evaluation:
-        """The result, the same on all ranks.
+        """Return the result, the same on all ranks.
 
         Args:
             sums: of this rank's losses, each times its count, and of the counts: [2] float64.
@@ -189,8 +178,7 @@ class Metrics:
                 {metric.name: metric.higher_is_better for metric in self._metrics},
                 self._monitor,
             )
-        everywhere: Evaluation = self._comm.broadcast_object(evaluation)
-        return everywhere
+        return self._comm.broadcast_object(evaluation)  # type: ignore[no-any-return]
 
 
 def _fresh(code: Any) -> Any:
@@ -202,11 +190,11 @@ def _fresh(code: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates models.
+    """Evaluates a trainer's model.
 
     Attributes:
-        metrics: what makes each metric, by name; see `evaluation.NamedMetric`.
-        monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
+        metrics: makers of metrics by name (see `NamedMetric`).
+        monitor: the name of the metric that measures progress, or `loss`. None: the first metric.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -214,10 +202,10 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, trainer: "Trainer", loader: "Loader", split: str) -> Evaluation:
-        """The mean loss per sample and the metrics over one pass; the model is left as it was.
+        """Return the loss per sample and the metrics over one pass. The model stays as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
-        losses it is their sum; count and metric inputs come from the first. Messages call the
+        losses it is their sum, and count and metric inputs come from the first. Messages call the
         samples `split`.
         """
         device = device_of(trainer.model)
@@ -235,7 +223,7 @@ class Evaluator:
         return metrics.evaluation(sums)
 
     def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
-        """This rank's losses times their counts, and the counts: [2] float64."""
+        """Return this rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
         computed = [] if batch is None else self._compute(trainer, batch)
@@ -260,13 +248,7 @@ _SHARE_OF_BEST = 0.05
 
 @dataclass
 class Best:
-    """The best value of one metric.
-
-    Attributes:
-        name: the metric, or `loss`; empty before the first validation.
-        value: None before the first finite one.
-        step: `global_step` of its validation.
-    """
+    """The best value of one metric or of `loss`, and the `global_step` of its validation."""
 
     name: str = ""
     value: float | None = None
@@ -275,9 +257,9 @@ class Best:
     def offer(
         self, name: str, value: float, step: int, higher_is_better: bool, by: float = 0.0
     ) -> bool:
-        """Take a value if it is better by more than `by`, and return whether it was.
+        """Take a finite value if it is better by more than `by`, and return whether it was.
 
-        nan and inf never are; the value of another metric than before begins again.
+        A value of another metric than before begins again.
         """
         if name != self.name:
             self.name, self.value, self.step = name, None, None
@@ -294,12 +276,12 @@ class Best:
         return f"{self.value:g}" + ("" if self.step is None else f" (step {self.step})")
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Return all of it, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def saved(cls, state: dict[str, Any]) -> Self:
-        """Continue from what `state_dict` gave."""
+        """Make one from what `state_dict` returned."""
         value, step = state["value"], state["step"]
         return cls(
             str(state["name"]),
@@ -309,13 +291,11 @@ class Best:
 
 
 def much_worse(best: float, values: Sequence[float]) -> bool:
-    """Whether the last validation's value lies far from the run's best one, which is finite."""
+    """Return whether the last validation's value is far from the best one, which is finite."""
     *_, last = values
     if not math.isfinite(last):
         return True
     known = [value for value in values if math.isfinite(value)]
     changes = [abs(b - a) for a, b in pairwise(known)]
-    gap = abs(last - best)
-    return bool(changes) and gap > max(
-        _TIMES_THE_CHANGE * median(changes), _SHARE_OF_BEST * abs(best)
-    )
+    far = max(_TIMES_THE_CHANGE * median(changes or [0.0]), _SHARE_OF_BEST * abs(best))
+    return bool(changes) and abs(last - best) > far

@@ -1,7 +1,7 @@
-"""The check that all ranks of a run hold the same: before its first step, and at each checkpoint.
+"""The check that all ranks hold the same, before the first step and at each checkpoint.
 
-Ranks that train together stay the same as long as nobody else writes their weights. If they drift
-apart, nothing else fails: each trains a model of its own, and their average means nothing.
+Ranks stay the same as long as nothing else writes their weights. If they drift apart, nothing else
+fails: each trains its own model, and their average means nothing.
 """
 
 from collections.abc import Iterable
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 
 def refuse_other_start(trainer: "Trainer", resume: str) -> None:
-    """Refuse ranks that do not begin at the same step with the same weights.
+    """Raise CheckpointError or UserCodeError if ranks begin at other steps, or with other weights.
 
-    Raises:
-        CheckpointError: they go on from different steps; `resume` is the option.
-        UserCodeError: the model begins otherwise on one of them.
+    `resume` is the option's value, for the message.
     """
     if trainer.comm.size == 1:
         return
@@ -37,7 +35,7 @@ def refuse_other_start(trainer: "Trainer", resume: str) -> None:
 
 
 def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UserCodeError with the first weight that is another one on a rank, before step 1."""
+    """Raise UserCodeError with the first weight that differs between ranks before step 1."""
     differs = _first_difference(comm, named)
     if differs is not None:
         raise UserCodeError(
@@ -60,7 +58,7 @@ def refuse_drift(trainer: "Trainer") -> None:
 
 @torch.no_grad()
 def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """A clause on the first tensor that is another one on a rank than on rank 0."""
+    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
     alike = {name: value for name, value in named if not is_sharded(value)}
     mine = [float(value.double().sum()) for value in alike.values()]
     sums = comm.broadcast_object(comm.gather_object(mine))

@@ -1,4 +1,4 @@
-"""What a run hands to its callbacks: set up with it before the training, torn down after it."""
+"""A run as its callbacks see it, and their setup and teardown around the training."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a callback may know and use of its run.
+    """The parts of a run that a callback may read and use.
 
     Attributes:
-        folder: the run's folder; exists, and a callback may write files into it.
+        folder: the run's existing folder, into which a callback may write files.
         config: the resolved options as YAML, without secrets.
-        identity: a name that no other run has; a resumed run keeps it.
+        identity: a name that no other run has, and that a resumed run keeps.
         tracker: writes to TensorBoard.
         train: the loader of the training data, `len(train)` batches an epoch.
         throughput: samples and seconds of the training so far.
         results: the last loss, the last validation and the best one.
-        usage: what a stranger must know to use the weights, as JSON values; see run/description.py.
+        usage: all that using the weights takes, as JSON values (see run/description.py).
     """
 
     folder: Path
@@ -47,10 +47,9 @@ class RunContext:
 
 @contextmanager
 def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
-    """Around the training: `setup` of each callback before it, `teardown` after it.
+    """Call `setup` of each callback before the training, and `teardown` after it.
 
-    Raises:
-        UserCodeError: a user's callback raised, and nothing else did before.
+    Raises UserCodeError if a user's callback raised, and nothing else did before.
     """
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
@@ -60,12 +59,7 @@ def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
 
 
 def _tear_down(
-    trainer: "Trainer",
-    name: str,
-    callback: Callback,
-    kind: object,
-    error: BaseException | None,
-    trace: object,
+    trainer: "Trainer", name: str, callback: Callback, kind: Any, error: Any, trace: Any
 ) -> None:
     try:
         call({name: callback}, "teardown", trainer, error)
@@ -76,10 +70,10 @@ def _tear_down(
 
 
 def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has one, by its name."""
+    """Return the state of each callback that has one, by its name."""
     return call({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
 
 
 def has_state(callback: Callback) -> bool:
-    """Whether a checkpoint is to keep anything of a callback."""
+    """Whether a checkpoint keeps any state of a callback."""
     return type(callback).state_dict is not Callback.state_dict

@@ -1,8 +1,7 @@
 """Which parameter belongs to which of several optimizers, or to which group of one.
 
-The selections are tried in their order, and a parameter belongs to the first one that takes it.
-With several optimizers one of them must take it. Parameters that no group takes are in the group
-`default`.
+A parameter belongs to the first selection that takes it. With several optimizers one of them must.
+Parameters that no group takes are in the group `default`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import nn
 from mpframe.core.errors import ConfigError, nearest
 
 DEFAULT = "default"
-"""The group of the parameters that no other selects."""
+"""The group of the parameters that no other group takes."""
 
 Selected = dict[str, list[nn.Parameter]]
 
@@ -26,7 +25,7 @@ class Selection:
     Attributes:
         parameters: patterns for whole parameter names, e.g. `generator.*`.
         without: patterns for names left to others.
-        ndim: only tensors with so many dimensions; None: any.
+        ndim: only tensors with so many dimensions. None: any.
     """
 
     parameters: Sequence[str] = ("*",)
@@ -34,7 +33,7 @@ class Selection:
     ndim: int | None = None
 
     def takes(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether it selects a parameter."""
+        """Return whether it selects a parameter."""
         return (
             any(fnmatchcase(name, pattern) for pattern in self.parameters)
             and not any(fnmatchcase(name, pattern) for pattern in self.without)
@@ -43,11 +42,7 @@ class Selection:
 
 
 def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """The trainable parameters of each of several optimizers, by its name.
-
-    Raises:
-        ConfigError: a parameter is selected by none, or an optimizer gets none.
-    """
+    """Return each optimizer's trainable parameters; ConfigError if a side is left without."""
     parts, rest = _selected(model, selections)
     if rest:
         raise ConfigError(
@@ -59,10 +54,9 @@ def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 
 
 def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """The trainable parameters of each group; first `default`, with those that no group takes.
+    """Return each group's trainable parameters, those that no group takes first, as `default`.
 
-    Raises:
-        ConfigError: a pattern matches no name, or a group gets no parameter.
+    Raises ConfigError if a pattern matches no name, or a group gets no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
     for group, selection in selections.items():
@@ -80,7 +74,7 @@ def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 def _selected(
     model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
-    """The parameters that each selection takes, and those that none does, by name."""
+    """Return the parameters that each selection takes, and by name those that none takes."""
     taken: Selected = {name: [] for name in selections}
     rest = {}
     for name, parameter in model.named_parameters():
@@ -107,7 +101,7 @@ def _refuse_empty(
 
 
 def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError for a pattern that matches none of the names, which are of this kind."""
+    """Raise ConfigError for a pattern that matches none of the names of this kind."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             known = [name for name in names if name]
@@ -115,5 +109,5 @@ def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:
-    """Names near a pattern that matches none of them, or the first ones."""
+    """Return names near a pattern that matches none, or the first ones."""
     return nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."

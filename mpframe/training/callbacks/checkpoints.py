@@ -1,14 +1,13 @@
 """When a run is saved, and what goes into the checkpoint.
 
 A checkpoint holds everything that can change the run's future: the trainer's state, every random
-generator, and the state of the callbacks. It is taken between two steps, when no accumulation
-window is open. Two numbers say how far the data has been read (see data.loader).
+generator, and the state of the callbacks. It is taken between two steps.
 
 All ranks save at the same step and rank 0 writes: apart from the random generators and the amax
-histories of 8-bit products, their state is the same. If they divide the weights, each writes its
+histories of 8-bit products, their state is the same. If they shard the weights, each writes its
 part.
 
-A save in the background copies the state first, so the run can go on while the copy is written. At
+A save in the background copies the state first, so the run continues while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
 """
 
@@ -43,11 +42,10 @@ class SavePlan:
     """When to save and what to keep.
 
     Attributes:
-        every: steps between two checkpoints; None: `minutes` decides, or else each epoch.
-        minutes: time between two checkpoints; None: time does not count.
-        keep_last: how many of the newest are kept, >= 0; with 0 only the best are saved.
-        keep_best: how many of the best by validation are kept besides; if this is not 0, a step
-            is saved as soon as its validation is among the best.
+        every: steps between two checkpoints. None: `minutes` decides, or else each epoch.
+        minutes: time between two checkpoints. None: time does not count.
+        keep_last: how many of the newest are kept. With 0 only the best are saved.
+        keep_best: how many of the best by validation are kept besides, each saved at once.
         background: write while the training continues.
         on_error: `stop` or `warn` if a checkpoint cannot be written.
     """
@@ -66,21 +64,17 @@ class Checkpoints(Callback):
     _context: RunContext
 
     def __init__(self, plan: SavePlan) -> None:
-        self._plan = plan
-        self._background = Background()
+        self._plan, self._background = plan, Background()
         self._saved: tuple[int, int] | None = None
-        self._saved_at = time.monotonic()
-        self._said = False
+        self._saved_at, self._said = time.monotonic(), False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder to save into, and the options and name of the run."""
         self._context = context
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Save if it is due.
 
-        After a skipped step only one of the best is saved, if any step was applied: the last good
-        checkpoint stays.
+        After a skipped step only one of the best is saved, so that the last good checkpoint stays.
         """
         if self._due(trainer):
             trainer.read_verdicts()
@@ -90,11 +84,10 @@ class Checkpoints(Callback):
                 self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Save the run as it stands, unless this state is saved already.
+        """Save the run as it is now, unless this state is saved already.
 
-        Raises:
-            CheckpointError: this checkpoint or the one before it could not be written, and the
-                plan is to stop the run then. Also raised by `close`.
+        Here and in `close`, a checkpoint that could not be written (now or before) raises
+        CheckpointError if the plan is to stop the run then.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
         if not trainer.comm.any(self._saved != stands):
@@ -199,7 +192,7 @@ class Checkpoints(Callback):
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Within the block a checkpoint that cannot be written stops the run or gives a warning."""
+        """Stop the run or warn, as planned, if the block cannot write a checkpoint."""
         try:
             yield
         except CheckpointError as error:
@@ -209,7 +202,7 @@ class Checkpoints(Callback):
             log.warning("warning: %s", error)
 
     def _validation(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The facts by which a checkpoint of this step is ranked, if the step was validated."""
+        """Return the facts by which a checkpoint of this step ranks, if it was validated."""
         evaluation, progress = self._context.results.evaluation, trainer.progress
         if evaluation is None or progress.validated != progress.global_step:
             return None

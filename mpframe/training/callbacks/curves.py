@@ -18,11 +18,11 @@ from mpframe.training.trainer import Trainer
 
 
 class Curves(Callback):
-    """Writes the run's scalars to TensorBoard; the x axis is the number of steps tried.
+    """Writes the run's scalars to TensorBoard, over the number of steps tried.
 
-    The training scalars are written every `log_every` steps, and at skipped ones. What was written
-    at the last step is part of a checkpoint, and a resumed run writes it again: a run may have been
-    stopped between a step's training scalars and its validation's.
+    The training scalars are written every `log_every` steps, and at skipped ones. A checkpoint
+    keeps those of its last step, and a resumed run writes them again: it may have been stopped
+    between a step's training scalars and its validation's.
     """
 
     _tracker: Tracker
@@ -35,41 +35,34 @@ class Curves(Callback):
         self._last_step: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Write again what a checkpoint says was written at its last step."""
         self._tracker, self._throughput = context.tracker, context.throughput
         self._train, self._waited = context.train, context.train.waited
         if self._last_step is not None:
             self._tracker.write_again(self._last_step)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Log the step if it is due."""
         global_step = trainer.progress.global_step
         if global_step % self._log_every == 0 or trainer.progress.skipped_in_a_row:
             self._tracker.scalars(global_step, self._of_step(trainer, result))
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Make the trainer report a step that is due before it moves on."""
         if trainer.progress.global_step % self._log_every == 0:
             trainer.read_verdicts()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Log the validation."""
         self._log(trainer, evaluation, Tag.LOSS_VAL, "val")
 
     def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Log the test at the run's last step."""
         self._log(trainer, evaluation, Tag.LOSS_TEST, "test")
 
     def on_save(self, trainer: Trainer) -> None:
-        """Wait until the curves are in their file: they must not be older than a checkpoint."""
+        """Wait until the curves are in their file, which must not be older than a checkpoint."""
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scalars of the last step, written by any callback."""
         return {"last_step": self._tracker.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was written at the last step; `setup` writes it again."""
         self._last_step = checked_events(state["last_step"])
 
     def _log(self, trainer: Trainer, evaluation: Evaluation, loss: str, split: str) -> None:
@@ -96,7 +89,7 @@ class Curves(Callback):
         return values | self._speed()
 
     def _speed(self) -> dict[str, float | Tensor]:
-        """How fast the steps since the last point were, and how long they waited for batches."""
+        """Measure the steps since the last point: their pace, and the share of waiting for data."""
         samples, seconds = self._throughput.since_last_asked()
         before, self._waited = self._waited, self._train.waited
         return {
@@ -106,7 +99,7 @@ class Curves(Callback):
 
 
 def _scalars(result: StepResult, name: str, skipped: int) -> dict[str, float | Tensor]:
-    """The scalars of the step, or of one of several optimizers by its name."""
+    """Return the scalars of the step, or of one of several optimizers by its name."""
     values: dict[str, float | Tensor] = {
         Tag.GRAD_NORM.of(name): result.grad_norm,
         Tag.GRAD_AMAX.of(name): result.amax,

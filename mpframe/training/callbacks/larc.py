@@ -1,13 +1,13 @@
-"""LARC and LARS (You et al. 2017): each gradient is scaled by the size of its own weight.
+"""LARC and LARS (You et al. 2017): each gradient is scaled by the size of its weight.
 
     clip    LARC    g <- g * min(1, max(eta * |w| / (lr * (|g| + epsilon)), min_update))
     scale   LARS    g <- g * max(eta * |w| / (|g| + epsilon), min_update)
 
 |.| is the 2-norm of one parameter, in fp32. One step of plain SGD then moves a weight by `eta` of
-its norm: at most that much in `clip`, and the learning rate times that much in `scale`. Weight
-decay is added later, by the optimizer, and is not scaled.
+its norm: at most that much in `clip`, and the learning rate times that much in `scale`. The
+optimizer adds weight decay later, unscaled.
 
-`callbacks=larc` hooks it in for a run. In a loop of your own:
+`callbacks=larc` hooks it in for a run. In your loop:
 
     optimizer.register_step_pre_hook(LARC(eta=0.001))
 """
@@ -30,18 +30,18 @@ MODES = ("clip", "scale")
 
 
 class LARC(StepHook):
-    """Scales each gradient before its step; in a run, writes each rate to TensorBoard.
+    """Scales each gradient before its step, and in a run writes each rate to TensorBoard.
 
     Args:
         eta: the trust coefficient: a weight's step as a share of its norm, > 0.
         mode: `clip` (LARC) never makes a gradient larger, `scale` (LARS) sets its norm.
-        min_update: the smallest factor, >= 0. It is also the factor of a weight that is zero.
+        min_update: the smallest factor, >= 0, and the factor of a weight that is zero.
         epsilon: added to the gradient's norm, > 0.
         without: patterns of the names of parameters whose gradients stay as they are.
         log_every: steps between two writes of the rates.
 
     Attributes:
-        rates: the learning rate that each weight had in its last step, its factor included, 0-d.
+        rates: the last learning rate of each weight, its factor included, 0-d.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -70,7 +70,7 @@ class LARC(StepHook):
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Scale the gradients in place; a parameter without one is left alone."""
+        """Scale in place the gradients that there are."""
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None and weight not in self.left_out:
@@ -80,7 +80,7 @@ class LARC(StepHook):
                     self.rates[weight] = factor * group["lr"]
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin; ConfigError if gradients are clipped by their norm as well."""
+        """Hook in; ConfigError if gradients are clipped by their norm as well."""
         if trainer.plan.clip_norm is not None:
             raise ConfigError(
                 f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "
@@ -91,14 +91,13 @@ class LARC(StepHook):
         self._context = context
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Log the rates if they are due."""
         step = trainer.progress.global_step
         if step % self._log_every == 0 and not result.known.skipped:
             rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self.rates.items()}
             self._context.tracker.scalars(step, rates)
 
     def _factor(self, weight: Tensor, gradient: Tensor, lr: Tensor | float) -> Tensor:
-        """0-d, what the gradient is multiplied by, within the gradient's format."""
+        """Return the gradient's factor, 0-d, within the gradient's format."""
         slope = _norm(gradient) + self.epsilon
         bounded_by = lr * slope if self.mode == "clip" else slope
         factor = torch.clamp(self.eta * _norm(weight) / bounded_by, min=self.min_update)
@@ -107,5 +106,4 @@ class LARC(StepHook):
 
 
 def _norm(values: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values.float())
-    return norm
+    return torch.linalg.vector_norm(values.float())  # type: ignore[no-any-return]

@@ -18,33 +18,30 @@ _COLUMNS = (
 
 
 class CsvLog(Callback):
-    """Writes a row for every step that is logged or validated; losses and gradients unscaled.
+    """Writes a row of unscaled numbers for every step that is logged or validated.
 
     A row is written at the end of its step. A checkpoint holds the last row, because a run may be
-    stopped in the validation that belongs to it. The last row is the test's. If the disk is full,
-    `on_error` says whether to `stop` or `warn`.
+    stopped in that step's validation. The last row is the test's. `on_error` says whether a full
+    disk is to `stop` the run or only `warn`.
     """
 
     _file: MetricsCsv
 
     def __init__(self, log_every: int, on_error: str = "stop") -> None:
-        self._log_every = log_every
-        self._on_error = on_error
+        self._log_every, self._on_error = log_every, on_error
         self._last: dict[str, float | int] = {}
         self._of_step: dict[str, Any] = {}
         self._pending = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the table, and cut off the rows of steps that a resumed run takes again."""
+        """Open the table without the rows of steps that a resumed run takes again."""
         global_step = trainer.progress.global_step
         names = trainer.evaluator.metrics if trainer.evaluator else ()
         metrics = [f"{split}_{name}" for split in ("val", "test") for name in names]
-        columns = [*_COLUMNS, *metrics]
-        self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
+        self._file = MetricsCsv(context.folder, [*_COLUMNS, *metrics], global_step, self._on_error)
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the step's numbers, still on the device; put them into a row if it is due."""
         self._of_step = {
             "train_loss": result.loss,
             "learning_rate": trainer.optimizer.param_groups[0]["lr"],
@@ -57,18 +54,15 @@ class CsvLog(Callback):
             self._note(trainer, **_numbers(self._of_step))
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Put the validation's numbers into a row, with the numbers of its step."""
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
         self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
 
     def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Write the test's row."""
         metrics = {f"test_{name}": value for name, value in evaluation.metrics.items()}
         self._write()
         self._file.add(_at(trainer) | {"test_loss": evaluation.loss, **metrics})
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Write the step's row, if it has one."""
         if trainer.progress.global_step % self._log_every == 0:
             trainer.read_verdicts()
         self._write()
@@ -78,11 +72,10 @@ class CsvLog(Callback):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last row, and the numbers of the last step, which may yet be validated."""
+        """Return the last row, and the numbers of the last step, which may yet be validated."""
         return {"row": dict(self._last), "of_step": _numbers(self._of_step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the last row: its step may be validated again."""
         self._last = _numbers(state["row"])
         self._of_step = _numbers(state["of_step"])
 
@@ -104,7 +97,7 @@ def _at(trainer: Trainer) -> dict[str, float | int]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
-    """Values as plain numbers, which waits for those on a device; without those that are None."""
+    """Return the values that are not None as plain numbers; waits for those on a device."""
     return {
         str(name): value if type(value) is int else float(value)
         for name, value in values.items()
@@ -121,17 +114,14 @@ class RecordAmax(Callback):
         self._on_error = on_error
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the record, and cut off the steps that a resumed run takes again."""
+        """Open the record without the steps that a resumed run takes again."""
         self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the step's amax."""
         self._record.add(result.amax)
 
     def on_save(self, trainer: Trainer) -> None:
-        """Write all values so far, because a checkpoint relies on them."""
         self._record.flush()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Write all values so far."""
         self._record.flush()

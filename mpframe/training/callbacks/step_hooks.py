@@ -1,6 +1,6 @@
 """Callbacks that change gradients right before a step: their base, and a penalty on the weights.
 
-There the weights are masters, and their gradients fp32, unscaled, checked and clipped.
+The weights are then masters, and their gradients fp32, unscaled, checked and clipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ class StepHook(Callback):
 
     Args:
         option: its path in the configuration, for messages.
-        without: patterns of the names of weights that it leaves alone.
+        without: patterns of the names of weights that it does not change.
 
     Attributes:
         names: the names of all weights, by the tensors that the optimizers step.
-        left_out: the tensors that it leaves alone.
+        left_out: the tensors that it does not change.
     """
 
     def __init__(self, option: str, without: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class StepHook(Callback):
         """Change the gradients of an optimizer that is about to step."""
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin; ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
+        """Hook in; ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
         if trainer.optimizer.needs_closure:
             raise ConfigError(
                 f"{self._option}: the optimizer makes its gradients within its step, where no hook "
@@ -58,7 +58,6 @@ class StepHook(Callback):
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
 
@@ -67,12 +66,9 @@ class Penalty(StepHook):
     """Adds the gradient of `strength * penalty(weight)` to the gradient of each weight.
 
     Args:
-        penalty: penalty(weight) -> 0-d tensor with a gradient; it is given the fp32 master.
-        strength: > 0.
+        penalty: penalty(weight) -> 0-d tensor with a gradient, called with the fp32 master.
+        strength: > 0, else ConfigError.
         without: patterns of the names of weights that have no penalty.
-
-    Raises:
-        ConfigError: `strength` is out of its range.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class Penalty(StepHook):
         self._penalty, self._strength = penalty, strength
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Add to the gradients; a weight without one is left alone."""
         for weight in (w for group in optimizer.param_groups for w in group["params"]):
             if weight.grad is not None and weight not in self.left_out:
                 with torch.enable_grad():
