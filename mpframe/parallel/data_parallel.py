@@ -72,15 +72,13 @@ class DataParallel:
     ) -> None:
         """Run the backward pass of loss * scale, and begin to average the gradients.
 
+        ConfigError if a gradient is sparse, or a parameter got two.
+
         Args:
-            loss: 0-d.
+            loss: 0-d, the mean over `count` (0-d float64) samples.
             scale: 0-d fp32, > 0. The number 1: the loss is not scaled, and single ranks' amaxes
                 are not measured.
-            count: 0-d float64, how many samples the loss is the mean of.
             parameters: without gradients, in the same order on all ranks.
-
-        Raises:
-            ConfigError: a gradient is sparse, or a parameter got two.
         """
         self._scale, self._count, self._total, self._weight = scale, count, count.clone(), None
         self._counting = self._comm.start(self._total)
@@ -114,10 +112,9 @@ class DataParallel:
         used = torch.tensor([p in self._sent for p in self._parameters], dtype=torch.int64)
         asking, adding = comm.start(used, dist.ReduceOp.MAX, on_host=True), comm.start(total)
         amaxes = [torch.zeros((), device=loss.device)]
-        for flat, parts, work in self._reductions or ():  # The next ones arrive meanwhile.
-            comm.wait(work)
-            amaxes.append(_amax(flat.div_(comm.size)))
-            means |= parts
+        for reduction in self._reductions or ():  # The next ones arrive meanwhile.
+            amaxes.append(_amax(self._receive(reduction)))
+            means |= reduction[1]
         self._reductions = None  # As long as anybody has them, the connections stay open.
         self._drop_gradients()
         comm.wait(asking)
@@ -198,6 +195,11 @@ class DataParallel:
         given_back = torch.futures.Future[Tensor]()
         given_back.set_result(buffer)
         return given_back
+
+    def _receive(self, reduction: Reduction) -> Tensor:
+        flat, _, work = reduction
+        self._comm.wait(work)
+        return flat.div_(self._comm.size)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

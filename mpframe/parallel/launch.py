@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
 
@@ -57,11 +57,7 @@ def _tasks_of_srun() -> int:
 
 
 def refuse_misfit(parallel: str | None) -> None:
-    """Raise ConfigError if a kind of parallelism does not fit how this process was started.
-
-    Args:
-        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
-    """
+    """Raise ConfigError unless `none`, `ddp` or `fsdp` (None: any) fits this process's start."""
     size = place().size
     tasks = _tasks_of_srun()
     if parallel != "none" and size == 1 and tasks > 1:
@@ -85,7 +81,7 @@ _WAIT = 3.0  # seconds in which rank 0 comes to the same error
 
 
 def line_of(error: MpframeError) -> str | None:
-    """Return the line this rank prints of the error that ends it; None if another rank prints it.
+    """Return the line this rank prints of the error that ends it, if no other rank prints it.
 
     With one process it is the error's text. The line of a rank above 0 begins with its number.
     """
@@ -93,9 +89,12 @@ def line_of(error: MpframeError) -> str | None:
     if place().size == 1:
         return text
     line = text if rank == 0 or isinstance(error, LostRankError) else f"rank {rank}: {text}"
-    # If the store is gone, the error is printed twice.
-    printed = answer_within(3 * _WAIT, lambda: _is_printed(text, line, wait=rank > 0))
-    return None if printed else line
+    from mpframe.parallel.process_group import store_at  # torch comes in here.
+
+    def ask() -> bool:
+        return _is_printed(store_at(place(), _WAIT, "said"), text, line, wait=rank > 0)
+
+    return None if answer_within(3 * _WAIT, ask) else line  # Twice if the store is gone.
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -116,11 +115,8 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-def _is_printed(text: str, line: str, wait: bool) -> bool:
-    """Return whether another rank prints it; if not, tell the others that this one does."""
-    from mpframe.parallel.process_group import store_at  # torch comes in here.
-
-    store = store_at(place(), _WAIT, "said")
+def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
+    """Return whether another rank prints it. If not, tell the others that this one does."""
     known = (text, line, text.removeprefix("rank 0: "))
     limit = time.monotonic() + (_WAIT if wait else 0.0)
     while time.monotonic() < limit:
@@ -137,17 +133,13 @@ def joined(
 ) -> "Iterator[Comm]":
     """Context manager in which the ranks that torchrun started are one comm.
 
-    At its end each waits for all others: a rank that left first could abort one that still works.
-    After an error it does not wait.
+    At its end, unless by an error, each waits for all: one that left first could abort another.
 
     Args:
         parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. ConfigError if it does not
-            fit a single process; several ranks check it later.
+            fit a single process. Several ranks check it later.
         device: returns the device this rank computes on, if there are several.
-        timeout: seconds without an answer of another rank that end the run, > 0.
-
-    Raises:
-        LostRankError: a rank does not come.
+        timeout: seconds without an answer of another rank, > 0, until LostRankError.
     """
     if place().size == 1:
         refuse_misfit(parallel)

@@ -118,7 +118,7 @@ class ProcessGroup(Comm):
         return self._all_reduce(value.detach().clone()) / self.size
 
     def norm(self, of_part: Tensor) -> Tensor:
-        square = of_part.double().square()  # In fp64 that of fp32's maximum does not overflow.
+        square = of_part.double().square()  # In fp64 the square of fp32's maximum is finite.
         return self._all_reduce(square).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -127,7 +127,7 @@ class ProcessGroup(Comm):
             give_back()
 
     def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to give tensors rank 0's values, in place; the returned function ends it.
+        """Begin to give tensors rank 0's values, in place, which the returned function ends.
 
         It does not wait for collectives that `start` has begun on one rank only.
         """
@@ -172,7 +172,7 @@ class ProcessGroup(Comm):
         self._reducer = None
         if reduce == "in_backward" and passes == 1 and self.sharding is None:
             if optimizer not in self._reducers:
-                self._reducers[optimizer] = self._new_reducer()
+                self._reducers[optimizer] = self.in_backward()
             self._optimizer, self._reducer = optimizer, self._reducers[optimizer]
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
@@ -205,7 +205,8 @@ class ProcessGroup(Comm):
         self._optimizer = self._reducer = None  # As long as anybody has them, so do connections.
         return [mean]
 
-    def _new_reducer(self) -> DataParallel:
+    def in_backward(self) -> DataParallel:
+        """Make an object that averages gradients while a backward pass runs."""
         with self._answered():
             if self._early is None:  # Layers such as BatchNorm communicate meanwhile.
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
@@ -217,7 +218,7 @@ class ProcessGroup(Comm):
         return tensor
 
     def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
-        """Begin to sum a tensor over the ranks in place, or another `op`; see `wait`.
+        """Begin to sum a tensor over the ranks in place, or another `op`, until `wait`.
 
         Other collectives may run meanwhile. All ranks start these in the same order.
         """

@@ -27,15 +27,12 @@ class Sharding:
 
     Args:
         model: fp32, the same on all ranks. ConfigError if a weight cannot be sharded.
-
-    Attributes:
-        weight: 0-d fp32, multiplies this rank's gradients before the sum, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
         _refuse_indivisible(model)
         self._model = model
-        self.weight: Tensor | None = None
+        self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
 
@@ -96,7 +93,7 @@ class Sharding:
 
 
 class _Sum:
-    """Sums the gradients of a block over the ranks, and leaves each rank those of its part.
+    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums.
 
     The sums of a block that was used in part would not fit the other ranks': that is refused.
     """

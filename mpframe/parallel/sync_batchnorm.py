@@ -58,7 +58,7 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks; each rank's part of it has the sum of all their gradients."""
+    """The sum over the ranks. Each rank's part gets the sum of all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

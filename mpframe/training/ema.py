@@ -2,7 +2,7 @@
 
     e <- d_t e + (1 - d_t) m,    d_t = min(d, (1 + t) / (10 + t))
 
-over the masters m after every applied step; t counts the updates before this one. The decay is
+over the masters m after every applied step. t counts the updates before it. The decay is
 warmed up: with a constant decay the share of the first, random weights would be d^t, for d = 0.99
 still 30 % after 120 steps. The average is fp32: in half it would stop moving as soon as
 (1 - d)(m - e) is below half a unit in the last place of e.
@@ -101,7 +101,7 @@ class Ema:
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
     ) -> None:
-        """Continue from what `by_name` gave after `updates` updates; CheckpointError if unfit."""
+        """Continue from what `by_name` gave after `updates` updates. CheckpointError if unfit."""
         known = self.by_name(model)
         if {n: a.shape for n, a in known.items()} != {n: a.shape for n, a in averages.items()}:
             raise CheckpointError(

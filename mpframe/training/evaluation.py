@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from numbers import Real
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,28 +25,20 @@ from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import InBatch, UserCode, described, name_of
-
-if TYPE_CHECKING:
-    from mpframe.training.trainer import Loader, Trainer
+from mpframe.training.trainer import Loader, Trainer
 
 LOSS = "loss"
-"""The word for the validation loss in `monitor`; no metric has this name."""
+"""The word for the validation loss in `monitor`, and no metric's name."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One validation.
+    """One validation."""
 
-    Attributes:
-        loss: mean loss per sample.
-        metrics, higher_is_better: each metric's value, and its direction or None.
-        monitor: the name of the metric that measures progress, or `loss`.
-    """
-
-    loss: float
+    loss: float  # mean per sample
     metrics: Mapping[str, float] = field(default_factory=dict)
-    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
-    monitor: str = LOSS
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)  # of each metric
+    monitor: str = LOSS  # the metric that measures progress, or `loss`
 
     @property
     def value(self) -> float:
@@ -64,16 +56,12 @@ class Evaluation:
 
 
 class NamedMetric:
-    """A user's metric over one validation; raises UserCodeError if its code does.
+    """A user's metric over one validation. Raises UserCodeError if its code does.
 
     Args:
         name: the metric's.
         code: makes a new metric, or is one with `reset()` that is used again (torchmetrics).
         device: where the metric computes, if it can be moved.
-
-    Attributes:
-        merges: whether it has `merge(other)`, which adds another rank's measurements.
-        higher_is_better: None if it has no direction.
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
@@ -91,6 +79,7 @@ class NamedMetric:
         if getattr(self._metric, "sync_on_compute", False):
             self._metric.sync_on_compute = False  # torchmetrics' would ask ranks that do not.
         self.name, self._device = name, device
+        # Whether it has `merge(other)`, which adds another rank's measurements.
         self.merges = callable(getattr(self._metric, "merge", None))
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
@@ -190,18 +179,13 @@ def _fresh(code: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a trainer's model.
+    """Evaluates a trainer's model."""
 
-    Attributes:
-        metrics: makers of metrics by name (see `NamedMetric`).
-        monitor: the name of the metric that measures progress, or `loss`. None: the first metric.
-    """
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    monitor: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, see `NamedMetric`
+    monitor: str | None = None  # the metric that measures progress, or `loss`. None: the first
 
     @torch.no_grad()
-    def __call__(self, trainer: "Trainer", loader: "Loader", split: str) -> Evaluation:
+    def __call__(self, trainer: Trainer, loader: Loader, split: str) -> Evaluation:
         """Return the loss per sample and the metrics over one pass. The model stays as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
@@ -222,7 +206,7 @@ class Evaluator:
                     sums += self._evaluate_batch(trainer, batch, metrics)
         return metrics.evaluation(sums)
 
-    def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
+    def _evaluate_batch(self, trainer: Trainer, batch: Batch | None, metrics: Metrics) -> Tensor:
         """Return this rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
@@ -236,7 +220,7 @@ class Evaluator:
         losses = [weighted(output.loss.double(), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
-    def _compute(self, trainer: "Trainer", batch: Batch) -> list[StepOutput]:
+    def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:
         batch, model = trainer.on_device(batch), trainer.compiled_model
         with trainer.precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]

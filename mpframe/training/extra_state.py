@@ -32,16 +32,13 @@ class ExtraState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the changed tensors, numbers, flags and None by name; not copied."""
+        """Return the changed tensors, numbers, flags and None by name, not copied."""
         now = {n: (home, home.get(key)) for n, (home, key) in self._places.items()}
         return {n: v for n, (h, v) in now.items() if _fits(h, v) and _differs(self._start[n], v)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set what `state_dict` returned, and everything else as it was at the start.
-
-        Raises CheckpointError, before any change, if an entry is not in this model.
-        """
+        """Set a state, and all else as at the start. CheckpointError if it is another model's."""
         for name, value in state.items():
             if name not in self._places or not _fits(self._places[name][0], value):
                 raise CheckpointError(

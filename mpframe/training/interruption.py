@@ -32,15 +32,11 @@ class Interruption(Callback):
 
     As a run's last callback it ends the run between two steps, or between two validated batches,
     once all others have dealt with the step.
-
-    Attributes:
-        received: the first signal that came, to this rank or to another, or None.
-        raised: whether the signal raised at once, and was not only noted.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.raised = False
+        self.received: signal.Signals | None = None  # the first, on this rank or another
+        self.raised = False  # whether it raised at once, and was not only noted
         self._process, self._deferring = os.getpid(), False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -55,7 +51,7 @@ class Interruption(Callback):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Note a signal for `raise_if_received` within the block; outside it raises."""
+        """Only note a signal, for `raise_if_received`, within the block."""
         self._deferring = True
         try:
             yield

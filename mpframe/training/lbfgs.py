@@ -26,10 +26,10 @@ from mpframe.training.trainer import Trainer
 
 
 def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> StepResult:
-    """Step an optimizer that evaluates the loss itself; such a step is never skipped.
+    """Step an optimizer that evaluates the loss itself, which is never skipped.
 
     Args:
-        masters: the optimizer, as `Precision.prepare` returns it; ConfigError for half weights.
+        masters: the optimizer, as `Precision.prepare` returns it. ConfigError for half weights.
         closure: computes the loss and calls backward, as often as the optimizer likes.
 
     Returns:

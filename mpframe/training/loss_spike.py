@@ -37,10 +37,6 @@ class LossSpikes(Algorithm):
     Args:
         policy: `off`, `warn`, `skip` or `stop`, else ConfigError.
         factor: how many times the median a loss may be, > 1, else ConfigError.
-
-    Attributes:
-        median: 0-d float32, compared with the last loss, or nan before ten applied steps.
-        spiked: 0-d bool, the verdict on that loss.
     """
 
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
@@ -53,8 +49,8 @@ class LossSpikes(Algorithm):
             )
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy, self.factor = policy, factor
-        self.median = torch.tensor(torch.nan)
-        self.spiked = torch.tensor(False)
+        self.median = torch.tensor(torch.nan)  # under the last loss, or nan
+        self.spiked = torch.tensor(False)  # the verdict on that loss
         self._losses = torch.empty(0)
 
     def judge(self, loss: Tensor) -> Tensor | None:

@@ -28,7 +28,7 @@ _SAFE_CHANNELS = 8
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Store the 4-d weights in this order; ConfigError if there is none, or it is unsafe."""
+    """Store the 4-d weights in this order. Raises ConfigError if there is none, or it is unsafe."""
     known = (parameter for parameter in model.parameters() if not is_lazy(parameter))
     if not any(parameter.dim() == 4 for parameter in known):
         raise ConfigError(
@@ -53,7 +53,7 @@ def _damages_memory(convolution: nn.Conv2d) -> bool:
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Make modules run again in the backward pass of training, in place; no name changes.
+    """Make modules run again in the backward pass of training, in place and under the same names.
 
     Args:
         model: has the modules.
@@ -111,7 +111,7 @@ _MMAP_MAX, _NONE = -4, 0
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory it frees; False if the C library cannot.
+    """Make this process keep the memory it frees, if the C library can.
 
     It takes more memory, as kept memory does not always fit the next request: before glibc 2.38 an
     aligned request, as all of torch's are, seldom does.

@@ -5,8 +5,8 @@
     skip="all"     all losses are computed with the same weights before any optimizer steps,
                    because no part may move before the verdicts on all losses are known
 
-A loss reaches only the parameters of its own part: a generator's loss runs through the
-discriminator and leaves no gradient there.
+A loss reaches only its own part: a generator's loss runs through the discriminator and leaves no
+gradient there.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,13 +28,15 @@ from mpframe.core.step_result import StepResult, Verdict, any_of, joined_verdict
 
 SKIPS = ("all", "each")
 _OfParts = Tensor | float | Mapping[str, Tensor | float]
+_Tensors = Mapping[str, Tensor]
+_Grads = Mapping[str, Gradients]
 
 
 class MultiOptimizer:
-    """Optimizers that step together, used as one `MasterWeights` is; see there.
+    """Optimizers that step together, used as one `MasterWeights` is.
 
     Args:
-        parts: by name; no parameter in two of them, all on one device, none with a closure.
+        parts: by name, no parameter in two of them, all on one device, none with a closure.
         skip: `all` or `each`, see above.
         own_losses: each part lowers the loss that has its name.
 
@@ -49,9 +51,8 @@ class MultiOptimizer:
     ) -> None:
         if skip not in SKIPS:
             hint = nearest(skip, SKIPS)
-            raise ConfigError(
-                f"optimizer.skip={skip}: must be all or each" + f"; {hint}" * bool(hint)
-            )
+            hint = f"; {hint}" * bool(hint)
+            raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
         _check_parts(parts)
         self.parts, self.skip, self.own_losses = dict(parts), skip, own_losses
 
@@ -96,9 +97,7 @@ class MultiOptimizer:
             self.parts[name].accumulate_grads(gradients)
         return amax
 
-    def keep_means(
-        self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
-    ) -> None:
+    def keep_means(self, means: Mapping[Tensor, Tensor], amax: Any, before: Any) -> None:
         for part in self.parts.values():
             part.keep_means(means, None, before)  # Each computes its own amax.
 
@@ -114,17 +113,13 @@ class MultiOptimizer:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
 
         Args:
-            scaler: scaled this step's loss or losses, or a mapping if each has one. Or a closure
-                that computes the loss and calls backward, once, before the step.
-            max_norm, max_value: as for `MasterWeights.step`. The norm is of all gradients that
-                were scaled together.
-            skip_mask: 0-d bool; True skips every part.
+            scaler: of this step's loss or losses, by name if each has one. Or a closure that
+                computes the loss and calls backward, once, before the step.
+            max_norm, max_value: as for `MasterWeights.step`, from which ConfigErrors come as well.
+                The norm is of all gradients that were scaled together.
+            skip_mask: 0-d bool, true to skip every part.
 
-        Returns:
-            The step of all, and by part. Afterwards no parameter has a gradient.
-
-        Raises:
-            ConfigError: no part has new gradients, or a limit is out of its range.
+        Returns the step of all, and by part. Afterwards no parameter has a gradient.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
         scaling: Any = None if is_closure(scaler) else scaler
@@ -162,7 +157,7 @@ class MultiOptimizer:
         return {name: part.inner_state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; CheckpointError if it is of other parts."""
+        """Load what `state_dict` returned. Raises CheckpointError if it is of other parts."""
         if set(state) != set(self.parts):
             raise CheckpointError(
                 f"optimizer.parts: the checkpoint has {', '.join(sorted(map(str, state)))}, this "
@@ -180,21 +175,13 @@ class MultiOptimizer:
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         load_weights(model, self.masters_by_name(model), weights)
 
-    def _skips(
-        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _skips(self, grads: _Grads, norms: _Tensors) -> dict[str, Tensor]:
         """Return which parts skip. Clipping by an infinite norm would make gradients zero."""
         bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 
-    def _clip(
-        self,
-        grads: Mapping[str, Gradients],
-        norms: Mapping[str, Tensor],
-        skips: Mapping[str, Tensor],
-        max_norm: float,
-    ) -> None:
+    def _clip(self, grads: _Grads, norms: _Tensors, skips: _Tensors, max_norm: float) -> None:
         # A part that skips must not spoil the others' norm with its inf.
         clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
         together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
@@ -224,7 +211,7 @@ def _of(given: Any, name: str) -> Any:
     return given[name] if isinstance(given, Mapping) else given
 
 
-def _update_scalers(scaler: Any, grads: Mapping[str, Gradients]) -> None:
+def _update_scalers(scaler: Any, grads: _Grads) -> None:
     """Give each scaler its part's amax, a shared one the largest, once."""
     amax = {n: g.amax if g.scaler_amax is None else g.scaler_amax for n, g in grads.items()}
     if isinstance(scaler, Mapping):
@@ -261,5 +248,5 @@ def _device(part: MasterWeights) -> torch.device:
 
 
 def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
-    """Return the optimizers that make one step, by name; a single one is named ""."""
+    """Return the optimizers that make one step, by name, "" for a single one."""
     return optimizer.parts if isinstance(optimizer, MultiOptimizer) else {"": optimizer}

@@ -12,19 +12,12 @@ from mpframe.core.trainer import StepOptions
 
 @dataclass(frozen=True)
 class Plan(StepOptions):
-    """How long to train and how often to look, beside the options of a step.
+    """How long to train and how often to look, beside the options of a step."""
 
-    Attributes:
-        epochs: passes over the data, >= 1.
-        max_steps: stop after this many optimizer steps. None: after the epochs.
-        accumulate: micro-batches per step, >= 1.
-        eval_every: steps between validations. None: after each epoch.
-    """
-
-    epochs: int = 1
-    max_steps: int | None = None
-    accumulate: int = 1
-    eval_every: int | None = None
+    epochs: int = 1  #: passes over the data, >= 1
+    max_steps: int | None = None  #: stop after this many optimizer steps, or None: after the epochs
+    accumulate: int = 1  #: micro-batches per step, >= 1
+    eval_every: int | None = None  #: steps between validations, or None: after each epoch
 
     def total_steps(self, batches: int) -> int:
         """Return the planned optimizer steps at `batches` micro-batches per epoch."""
@@ -54,28 +47,19 @@ class Plan(StepOptions):
 
 @dataclass
 class Progress:
-    """How far a run has come; all of it is in a checkpoint.
+    """How far a run has come, as a checkpoint keeps it."""
 
-    Attributes:
-        steps, skipped: optimizer steps that were applied, and that were not.
-        pending: steps of which the host does not know yet whether they were applied. It is 0 when
-            callbacks hear of a step, and in a checkpoint.
-        skipped_in_a_row: skipped steps since the last applied one, by the optimizer that skipped
-            most if there are several.
-        dropped: micro-batches left out of an accumulated step.
-        epoch, batch: passes completed, and micro-batches used of the present pass.
-        validated: global_step at the last validation, or 0.
-        part_skips, part_skips_in_a_row: the same for each of several optimizers.
-    """
-
-    steps: int = 0
-    skipped: int = 0
+    steps: int = 0  #: optimizer steps that were applied
+    skipped: int = 0  #: optimizer steps that were not
+    #: Steps of which the host does not know yet whether they were applied. It is 0 when callbacks
+    #: hear of a step, and in a checkpoint.
     pending: int = 0
-    skipped_in_a_row: int = 0
-    dropped: int = 0
-    epoch: int = 0
-    batch: int = 0
-    validated: int = 0
+    skipped_in_a_row: int = 0  #: since the last applied step, by the optimizer that skipped most
+    dropped: int = 0  #: micro-batches left out of an accumulated step
+    epoch: int = 0  #: passes completed
+    batch: int = 0  #: micro-batches used of the present pass
+    validated: int = 0  #: global_step at the last validation
+    #: The same for each of several optimizers.
     part_skips: dict[str, int] = field(default_factory=dict)
     part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
@@ -97,7 +81,7 @@ class Progress:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self:
-        """Make the progress that a checkpoint holds; CheckpointError for a wrong count."""
+        """Make the progress that a checkpoint holds. Raises CheckpointError for a wrong count."""
         for name, value in state.items():
             for count in value.values() if isinstance(value, dict) else (value,):
                 if type(count) is not int or not 0 <= count < 2**53:
@@ -107,7 +91,7 @@ class Progress:
         return cls(**state)
 
     def count_batches(self, used: int, per_epoch: int) -> None:
-        """Add the micro-batches of a step; after the last one the next pass begins."""
+        """Add the micro-batches of a step, the last of which ends the pass."""
         self.batch += used
         if self.batch >= per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0

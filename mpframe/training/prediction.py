@@ -51,11 +51,7 @@ class Predictions:
         self._columns: list[str] | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Write one batch.
-
-        Raises ConfigError if the outputs do not fit `outputs`, have no row for each sample, or
-        have other columns than the batch before.
-        """
+        """Write one batch. ConfigError if it does not fit `outputs`, the samples or the table."""
         _refuse_lists_of_samples(outputs)
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None

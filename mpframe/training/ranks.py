@@ -5,23 +5,17 @@ fails: each trains its own model, and their average means nothing.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
-
-if TYPE_CHECKING:
-    from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 
-def refuse_other_start(trainer: "Trainer", resume: str) -> None:
-    """Raise CheckpointError or UserCodeError if ranks begin at other steps, or with other weights.
-
-    `resume` is the option's value, for the message.
-    """
+def refuse_other_start(trainer: Trainer, resume: str) -> None:
+    """Raise CheckpointError or UserCodeError if ranks begin at other steps or weights."""
     if trainer.comm.size == 1:
         return
     steps = trainer.comm.broadcast_object(trainer.comm.gather_object(trainer.progress.global_step))
@@ -44,7 +38,7 @@ def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> Non
         )
 
 
-def refuse_drift(trainer: "Trainer") -> None:
+def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return

@@ -45,7 +45,6 @@ from mpframe.training.trainer import Trainer, load_states
 log = logging.getLogger(__name__)
 
 _COUNT = Range(low=1)
-_DECAY = Range(above=0.0, high=1.0)
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
@@ -103,7 +102,7 @@ def poly(
         else:   min_factor + (1 - min_factor) * (1 - (t - b) / (total_steps - b))^power
 
     Args:
-        power: > 0; 1 falls in a line, 2 steeply at first.
+        power: > 0. 1 falls in a line, 2 steeply at first.
         begin: share of the steps before the rate falls, 0 to 1, at least the warm-up.
     """
     _require(POSITIVE, power=power)
@@ -140,7 +139,7 @@ def exponential(
         every, begin: in units, > 0 and >= 0.
         staircase: round the exponent down, so that the rate falls in steps.
     """
-    _require(_DECAY, factor=factor)
+    _require(Range(above=0.0, high=1.0), factor=factor)
     _require(POSITIVE, every=every)
     _require(NOT_NEGATIVE, begin=begin)
     _require(_COUNT, unit=unit)
@@ -162,13 +161,13 @@ def transformer(
     coefficient: float = 1.0,
     max_factor: float | None = None,
 ) -> LRScheduler:
-    """Follow "Attention Is All You Need" (2017), also called noam; a rate of 1 or 2 is usual.
+    """Follow "Attention Is All You Need" (2017), or noam. A rate of 1 or 2 is usual.
 
         coefficient / sqrt(d_model) * min((t + 1) / w^1.5, 1 / sqrt(t + 1))    for w = warmup_steps
 
     Args:
         d_model: width of the model, >= 1.
-        warmup_steps: steps in which the rate rises; less than 1 is taken for 1.
+        warmup_steps: steps in which the rate rises, at least 1.
         coefficient: > 0.
         max_factor: a bound on the whole factor, > 0, or None.
     """
@@ -280,13 +279,14 @@ class PlannedSchedule:
             self.schedule.load_state_dict(state_dict["schedule"])
             return
         self._replay(self._updates)
+        changes = ", ".join(
+            f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
+        )
         log.warning(
             "warning: %s: from step %d on the learning rate follows this schedule",
-            ", ".join(
-                f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
-                for name in sorted(then.keys() | now.keys())
-                if then.get(name) != now.get(name)
-            ),
+            changes,
             self._updates,
         )
 

@@ -20,17 +20,11 @@ Selected = dict[str, list[nn.Parameter]]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which parameters an optimizer or a group takes.
+    """Which parameters an optimizer or a group takes."""
 
-    Attributes:
-        parameters: patterns for whole parameter names, e.g. `generator.*`.
-        without: patterns for names left to others.
-        ndim: only tensors with so many dimensions. None: any.
-    """
-
-    parameters: Sequence[str] = ("*",)
-    without: Sequence[str] = ()
-    ndim: int | None = None
+    parameters: Sequence[str] = ("*",)  # patterns for whole parameter names, e.g. `generator.*`
+    without: Sequence[str] = ()  # patterns for names left to others
+    ndim: int | None = None  # only tensors with so many dimensions, or None
 
     def takes(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether it selects a parameter."""
@@ -42,7 +36,7 @@ class Selection:
 
 
 def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """Return each optimizer's trainable parameters; ConfigError if a side is left without."""
+    """Return each optimizer's trainable parameters. ConfigError if anything has no counterpart."""
     parts, rest = _selected(model, selections)
     if rest:
         raise ConfigError(
@@ -54,10 +48,7 @@ def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 
 
 def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """Return each group's trainable parameters, those that no group takes first, as `default`.
-
-    Raises ConfigError if a pattern matches no name, or a group gets no parameter.
-    """
+    """Return each group's trainable parameters, first `default`. ConfigError for an idle group."""
     names = [name for name, _ in model.named_parameters()]
     for group, selection in selections.items():
         for pattern in selection.parameters:
@@ -77,14 +68,13 @@ def _selected(
     """Return the parameters that each selection takes, and by name those that none takes."""
     taken: Selected = {name: [] for name in selections}
     rest = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            takers = (part for part, one in selections.items() if one.takes(name, parameter))
-            taker = next(takers, None)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            taker = next((part for part, one in selections.items() if one.takes(name, p)), None)
             if taker is None:
-                rest[name] = parameter
+                rest[name] = p
             else:
-                taken[taker].append(parameter)
+                taken[taker].append(p)
     return taken, rest
 
 

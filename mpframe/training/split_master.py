@@ -4,10 +4,10 @@ bfloat16 is the upper half of fp32. So only the difference to the weight w is ke
 
     bits(m) = bits(w) * 2^16 + low,    -2^15 <= low < 2^15
 
-and 4 bytes hold what takes 6 otherwise. The weight is the bfloat16 nearest to the master. Of two
-equally near ones it is the one away from zero, as ties to even would need one more bit. The fp32
-tensor that the optimizer steps has memory only while its bucket is updated. A master beyond the end
-of bfloat16 is held there with its weight.
+and 4 bytes hold what takes 6 otherwise. The weight is the bfloat16 nearest to the master, or the
+one away from zero if two are equally near, as ties to even would need one more bit. The fp32 tensor
+that the optimizer steps has memory only while its bucket is updated. A master beyond the end of
+bfloat16 is held there with its weight.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,7 @@ class SplitMaster(Master):
     """The fp32 value behind a bfloat16 weight, kept as the weight and its `low` bits.
 
     Args:
-        weight: bfloat16, which is overwritten; ConfigError for float16.
+        weight: bfloat16, which is overwritten. Raises ConfigError for float16.
         start: the first value, of the weight's shape and any format.
 
     Attributes:

@@ -27,7 +27,7 @@ _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
 
 class Loader(Protocol):
-    """Batches of a dataset in an order that depends on the epoch alone."""
+    """Batches of a dataset in an order that depends only on the epoch."""
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -61,7 +61,7 @@ class Trainer(StepTrainer):
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
-        """The scalers by the name of their loss; a single or shared one is named ""."""
+        """The scalers by the name of their loss, "" for a single or shared one."""
         return scalers_by_name(self.scaler)
 
     def finish_step(self, result: StepResult) -> StepResult:
@@ -162,7 +162,7 @@ class Trainer(StepTrainer):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; CheckpointError if it is of other parts."""
+        """Continue from what `state_dict` returned. CheckpointError if it is of other parts."""
         self.extra_state.load_state_dict(state.get("extra_state", {}))
         widen_named(self.model, state.get("widened", ()))
         self.load_weights(state["weights"])
@@ -174,15 +174,12 @@ class Trainer(StepTrainer):
         self.progress, self._unread = Progress.saved(state["progress"]), []
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters, as their fp32 masters, and buffers by name; not copied."""
+        """Return parameters, as their fp32 masters, and buffers by name, not copied."""
         masters = self.optimizer.masters_by_name(self.model)
         return {**self.model.state_dict(), **masters}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load parameters (fp32) and buffers by name; masters exactly, half weights rounded.
-
-        Raises CheckpointError if a name is missing or unexpected, or a shape differs.
-        """
+        """Load fp32 parameters and buffers by name, masters exactly. CheckpointError if unfit."""
         self.optimizer.load_masters(self.model, weights)
         for algorithm in self.algorithms.values():
             algorithm.on_load_weights(self)
@@ -240,10 +237,7 @@ class Trainer(StepTrainer):
 
 
 def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
-    """Load a state into each object, by name.
-
-    Raises CheckpointError if the names differ, or one refuses its state.
-    """
+    """Load a state into each object. CheckpointError if names differ, or one refuses its state."""
     if named and states and set(named) != set(states):
         raise CheckpointError(
             f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "

@@ -168,7 +168,7 @@ def test_an_error_in_a_callback_of_ours_passes_as_it_is() -> None:
         call({"curves": build({"_target_": f"{OURS}.Curves", "log_every": 1})}, "on_save", None)
 
 
-OURS = "mpframe.training.callbacks.curves"
+OURS = "mpframe.training.callbacks.records"
 
 
 def build(node: Any) -> Any:

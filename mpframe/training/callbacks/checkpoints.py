@@ -39,29 +39,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavePlan:
-    """When to save and what to keep.
+    """When to save and what to keep."""
 
-    Attributes:
-        every: steps between two checkpoints. None: `minutes` decides, or else each epoch.
-        minutes: time between two checkpoints. None: time does not count.
-        keep_last: how many of the newest are kept. With 0 only the best are saved.
-        keep_best: how many of the best by validation are kept besides, each saved at once.
-        background: write while the training continues.
-        on_error: `stop` or `warn` if a checkpoint cannot be written.
-    """
-
-    every: int | None = None
-    minutes: float | None = None
-    keep_last: int = 2
-    keep_best: int = 0
-    background: bool = False
-    on_error: str = "stop"
+    every: int | None = None  # steps between two, or None: by `minutes`, or else each epoch
+    minutes: float | None = None  # between two, or None
+    keep_last: int = 2  # how many of the newest are kept, with 0 only the best
+    keep_best: int = 0  # how many of the best by validation are kept besides, each saved at once
+    background: bool = False  # write while the training continues
+    on_error: str = "stop"  # or `warn`, if a checkpoint cannot be written
 
 
 class Checkpoints(Callback):
     """Saves the run when its plan says so."""
-
-    _context: RunContext
 
     def __init__(self, plan: SavePlan) -> None:
         self._plan, self._background = plan, Background()
@@ -72,10 +61,7 @@ class Checkpoints(Callback):
         self._context = context
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is due.
-
-        After a skipped step only one of the best is saved, so that the last good checkpoint stays.
-        """
+        """Save if it is due. After a skipped step only one of the best: the last good one stays."""
         if self._due(trainer):
             trainer.read_verdicts()
             progress = trainer.progress
@@ -86,8 +72,7 @@ class Checkpoints(Callback):
     def save(self, trainer: Trainer) -> None:
         """Save the run as it is now, unless this state is saved already.
 
-        Here and in `close`, a checkpoint that could not be written (now or before) raises
-        CheckpointError if the plan is to stop the run then.
+        A checkpoint that could not be written raises CheckpointError here, later or in `close`.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
         if not trainer.comm.any(self._saved != stands):
@@ -121,10 +106,7 @@ class Checkpoints(Callback):
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
-        """Save at the end of the block, also if a signal ended it, and wait for all writing.
-
-        If none of the newest checkpoints is kept, the end is not saved.
-        """
+        """Save at the end of the block, also if a signal ended it, and wait for all writing."""
         try:
             yield
             if self._plan.keep_last:
@@ -160,10 +142,9 @@ class Checkpoints(Callback):
         return trainer.comm.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
-        global_step = trainer.progress.global_step
         of_rank = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
-            global_step,
+            trainer.progress.global_step,
             {
                 "trainer": trainer.state_dict(),
                 "rng": of_rank["rng"],

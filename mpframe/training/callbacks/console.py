@@ -29,8 +29,6 @@ class LogLines(Callback):
     start of the run so far, validations included.
     """
 
-    _context: RunContext
-
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
         self._amax: Tensor | None = None
@@ -119,14 +117,11 @@ class ProgressBar(Callback):
     _bar: Any
 
     def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
+        if shown not in ("auto", "on", "off", True, False):
+            raise ConfigError(f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off")
+        self._disabled: bool | None = shown in ("off", False)
         if shown == "auto":
             self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
-        else:
-            if shown not in ("on", "off", True, False):
-                raise ConfigError(
-                    f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off"
-                )
-            self._disabled = shown in ("off", False)
         self._validated: dict[str, str] = {}
         self._redirected = ExitStack()
 

@@ -73,7 +73,7 @@ class Freeze(Callback):
         self._modules: list[nn.Module] = []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Freeze; ConfigError if a pattern matches nothing, or an optimizer has nothing left."""
+        """Freeze. ConfigError if a pattern matches nothing, or an optimizer has nothing left."""
         self._frozen = [f for f in self._choose(trainer.model) if not f.is_over(trainer.progress)]
         for frozen in self._frozen:
             set_requires_grad(trainer.optimizer, frozen.parameters, False)

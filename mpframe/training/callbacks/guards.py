@@ -47,9 +47,9 @@ class SkipGuard(Callback):
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise DivergedError if no step was applied, or the last ones were not, or at no loss.
+        """Raise DivergedError if the run learnt nothing, or not until its end.
 
-        A scaler that still searches for its first scale may have applied none.
+        If no step was applied, a scaler may still search for its first scale.
         """
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
@@ -57,8 +57,7 @@ class SkipGuard(Callback):
                 raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
         elif in_a_row > self._tried:
             raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
-        loss = None if self._last is None else self._last.loss
-        if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
+        if not in_a_row and self._last is not None and not _finite(self._last):
             raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
 
     def _diverged(self, trainer: Trainer, what: str) -> DivergedError:

@@ -33,8 +33,8 @@ MARK = "module: "
 def marked(model: nn.Module) -> Iterator[None]:
     """Make each forward pass of a module of the model a range in the trace, within the block.
 
-    Hooks on the backward pass would change the graph. A backward op's module is that of its
-    forward op, which the trace names.
+    Hooks on the backward pass would change the graph. A backward op has the module of
+    its forward op, which the trace names.
     """
     names = {module: name for name, module in model.named_modules()}
     ranges: list[record_function] = []
@@ -72,20 +72,12 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Op:
-    """One op of a trace.
+    """One op of a trace."""
 
-    Attributes:
-        name: as PyTorch calls it, e.g. `aten::linear`.
-        module: the qualified name of its module, or one of the words in brackets above.
-        format: e.g. `float16`, for a cast `float32 to float16`, or `no float`.
-        backward: whether it belongs to the backward pass.
-        milliseconds: its time.
-    """
-
-    name: str
-    module: str
-    format: str
-    backward: bool
+    name: str  # as PyTorch calls it, e.g. `aten::linear`
+    module: str  # the qualified name of its module, or one of the words in brackets above
+    format: str  # e.g. `float16`, for a cast `float32 to float16`, or `no float`
+    backward: bool  # whether it belongs to the backward pass
     milliseconds: float
 
 
@@ -150,13 +142,9 @@ def _nested(events: Iterable[Event]) -> list[_Range]:
 
 
 def _ops(
-    node: _Range,
-    module: str,
-    backward: bool,
-    modules: dict[int, str],
-    kernels: Mapping[int, float],
+    node: _Range, module: str, backward: bool, modules: dict[int, str], kernels: Mapping[int, float]
 ) -> Iterator[Op]:
-    """Yield the ops of a range; `modules` learns the module of each forward sequence number."""
+    """Yield the ops of a range, and note in `modules` each forward sequence number's module."""
     module = node.module(module)
     if node.name.startswith(_NODE):
         backward, number = True, node.arguments.get("Sequence number", -1)
@@ -259,8 +247,6 @@ class Profile(Callback):
     The trace goes into the run's folder, the largest costs into the log and TensorBoard's text. A
     validation in between ends the recording. A compiled model counts as one module.
     """
-
-    _context: RunContext
 
     def __init__(self) -> None:
         self._pending = True

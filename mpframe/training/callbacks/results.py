@@ -15,20 +15,13 @@ _RECENT = 100  # validations
 
 
 class Results(Callback):
-    """Keeps the last loss, the last validation, the best one and the test.
-
-    Attributes:
-        loss: unscaled, of the last step, or None before it.
-        evaluation: the last validation, or None before it.
-        best: of the monitored metric, without a value if that has no direction.
-        test: None unless the run was tested. A checkpoint never holds it.
-    """
+    """Keeps the last loss, the last validation, the best one and the test."""
 
     def __init__(self) -> None:
-        self.loss: float | Tensor | None = None
-        self.evaluation: Evaluation | None = None
-        self.best = Best()
-        self.test: Evaluation | None = None
+        self.loss: float | Tensor | None = None  # unscaled, of the last step
+        self.evaluation: Evaluation | None = None  # the last validation
+        self.best = Best()  # without a value if the monitored metric has no direction
+        self.test: Evaluation | None = None  # in no checkpoint
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property
@@ -37,11 +30,10 @@ class Results(Callback):
         best, last = self.best.value, self.evaluation
         if best is None or last is None or not much_worse(best, self._recent):
             return None
-        name = self.best.name
-        return f"the last val_{name}, {last.value:g}, is much worse than the best, {self.best}"
+        named = f"the last val_{self.best.name}, {last.value:g}"
+        return f"{named}, is much worse than the best, {self.best}"
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the loss, still on the device."""
         if result.loss is not None:
             self.loss = result.loss
 

@@ -32,16 +32,12 @@ class Throughput(Callback):
         batch_size: samples per micro-batch.
         began: the `clock`'s time when this start of the run began. None: now.
         clock: seconds, from any zero.
-
-    Attributes:
-        samples: training samples in the steps tried.
-        train_seconds: what the steps took.
     """
 
     def __init__(
         self, batch_size: int, began: float | None = None, clock: Clock = time.perf_counter
     ) -> None:
-        self.samples, self.train_seconds = 0, 0.0
+        self.samples, self.train_seconds = 0, 0.0  # of the steps tried
         self._batch_size, self._clock = batch_size, clock
         self._lap_began = clock()
         self._began = self._lap_began if began is None else began

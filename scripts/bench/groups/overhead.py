@@ -40,9 +40,8 @@ from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.models import mlp, resnet18
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.records import RecordAmax
+from mpframe.training.callbacks.records import Curves, RecordAmax
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.plan import Plan
