@@ -124,7 +124,7 @@ def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
             return True
         time.sleep(0.1)
     # By both names: rank 0 may come to the same error after all, later than anybody waits.
-    return max(store.add(name, 1) for name in {line, text}) > 1
+    return bool(max(store.add(name, 1) for name in {line, text}) > 1)
 
 
 @contextmanager
