@@ -92,7 +92,7 @@ class ProcessGroup(Comm):
         self._timeout = timeout
         self._store: Any = None
         limit, on_gpu = timedelta(seconds=timeout), device.type == "cuda"
-        with self._answered():
+        with self._require_answer():
             if on_gpu:
                 torch.cuda.set_device(device)
             self._store = store_at(place, timeout, f"group/{next(_JOINS)}")
@@ -122,7 +122,7 @@ class ProcessGroup(Comm):
         return self._all_reduce(square).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        for flat, give_back in _flattened(tensors):
+        for flat, give_back in _flatten(tensors):
             self._all_reduce(flat)
             give_back()
 
@@ -132,8 +132,8 @@ class ProcessGroup(Comm):
         It does not wait for collectives that `start` has begun on one rank only.
         """
         started = []
-        for flat, give_back in _flattened(tensors):
-            with self._answered():
+        for flat, give_back in _flatten(tensors):
+            with self._require_answer():
                 work = dist.broadcast(flat, 0, async_op=True)
             started.append((work, give_back))
 
@@ -150,13 +150,13 @@ class ProcessGroup(Comm):
 
     def gather_object(self, value: T) -> list[T]:
         values: list[Any] | None = [None] * self.size if self.is_main else None
-        with self._answered():
+        with self._require_answer():
             dist.gather_object(value, values, dst=0, group=self._host)
         return values or []
 
     def broadcast_object(self, value: Any) -> Any:
         values = [value]
-        with self._answered():
+        with self._require_answer():
             dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
 
@@ -207,13 +207,13 @@ class ProcessGroup(Comm):
 
     def in_backward(self) -> DataParallel:
         """Make an object that averages gradients while a backward pass runs."""
-        with self._answered():
+        with self._require_answer():
             if self._early is None:  # Layers such as BatchNorm communicate meanwhile.
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
             return DataParallel(self)
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
-        with self._answered():
+        with self._require_answer():
             dist.all_reduce(tensor, op, group=group)
         return tensor
 
@@ -222,13 +222,13 @@ class ProcessGroup(Comm):
 
         Other collectives may run meanwhile. All ranks start these in the same order.
         """
-        with self._answered():
+        with self._require_answer():
             group = self._host if on_host else self._early
             return dist.all_reduce(tensor, op, group=group, async_op=True)
 
     def wait(self, started: Any) -> None:
         """Wait for a collective that `start` returned."""
-        with self._answered():
+        with self._require_answer():
             started.wait()
 
     def refuse_lost(self, error: BaseException | None) -> None:
@@ -250,7 +250,7 @@ class ProcessGroup(Comm):
         dist.destroy_process_group()
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
+    def _require_answer(self) -> Iterator[None]:
         """Raise LostRankError if another rank does not answer within the block."""
         try:
             yield
@@ -283,7 +283,7 @@ class ProcessGroup(Comm):
         )
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+def _flatten(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
     """Yield the tensors in flat buckets, each with a function that copies its values back."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

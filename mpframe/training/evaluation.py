@@ -67,7 +67,7 @@ class NamedMetric:
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
         self._option = f"metrics.{name}:"
         with UserCode(self._option, code):
-            self._metric: Any = _fresh(code)
+            self._metric: Any = _make_fresh(code)
             if device is not None and hasattr(self._metric, "to"):
                 self._metric = self._metric.to(device)
         for method in ("update", "compute"):
@@ -170,7 +170,7 @@ class Metrics:
         return self._comm.broadcast_object(evaluation)  # type: ignore[no-any-return]
 
 
-def _fresh(code: Any) -> Any:
+def _make_fresh(code: Any) -> Any:
     if isinstance(code, type) or not hasattr(code, "reset"):
         return code()
     code.reset()

@@ -21,7 +21,7 @@ from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.step_result import StepResult, largest
 from mpframe.training.loss_spike import spikes_of
-from mpframe.training.multi_optimizer import MultiOptimizer, joined
+from mpframe.training.multi_optimizer import MultiOptimizer, merge_results
 from mpframe.training.trainer import Trainer
 
 
@@ -68,14 +68,14 @@ class MultiObjectiveTrainer(Trainer):
             results[part.name] = replace(result, loss=losses[0])
         if shared is not None:
             shared.flush()
-        return joined(results)
+        return merge_results(results)
 
     def _step_together(self, batches: Sequence[Batch]) -> StepResult:
         """Compute all losses with the same weights, then step all optimizers."""
         losses = self.accumulate_losses(self.optimizer, self.objectives, batches)
         result = self.update(self.optimizer, self.scaler, losses)
         parts = zip(result.each().items(), losses, strict=True)
-        return joined({name: replace(part, loss=loss) for (name, part), loss in parts})
+        return merge_results({name: replace(part, loss=loss) for (name, part), loss in parts})
 
     def check_fit(self) -> None:
         """Raise ConfigError unless each loss has its optimizer, and its scaler if any has one."""

@@ -148,7 +148,7 @@ class MultiOptimizer:
                 skipped, gradients.amax, norm, used, gradients.dropped, None, verdicts[name]
             )
         _update_scalers(scaling, grads)
-        return replace(joined(results), loss=loss)
+        return replace(merge_results(results), loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}
@@ -189,7 +189,7 @@ class MultiOptimizer:
             gradients.clip(clean[name] if self.own_losses else together, max_norm)
 
 
-def joined(results: Mapping[str, StepResult]) -> StepResult:
+def merge_results(results: Mapping[str, StepResult]) -> StepResult:
     """Merge the results of all parts into the step's."""
     parts = list(results.values())
     dropped = [part.dropped for part in parts if part.dropped is not None]

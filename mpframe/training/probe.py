@@ -55,7 +55,7 @@ def probe(
     The arguments are `probe_amax`'s, and the model is left as it was.
     """
     with preserve_state(model), _wide_weights(model):
-        with _outputs_seen(model, see), _all_fp32(precision).cast():
+        with _watch_outputs(model, see), _all_fp32(precision).cast():
             loss = compute(objective, model, batch).loss
             with UserCode("model: the backward pass of", model):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def _wide_weights(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _outputs_seen(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
+def _watch_outputs(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Make every module's output report its gradient within the block."""
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:

@@ -37,7 +37,7 @@ class Selection:
 
 def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     """Return each optimizer's trainable parameters. ConfigError if anything has no counterpart."""
-    parts, rest = _selected(model, selections)
+    parts, rest = _select(model, selections)
     if rest:
         raise ConfigError(
             f"optimizer.parts: none of {', '.join(selections)} takes {next(iter(rest))}; add a "
@@ -57,12 +57,12 @@ def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
                     f"optimizer.groups.{group}.parameters: {pattern!r} matches no parameter; "
                     f"{hint(pattern, names)}"
                 )
-    groups, rest = _selected(model, selections)
+    groups, rest = _select(model, selections)
     _refuse_empty("optimizer.groups", model, groups, selections)
     return {DEFAULT: list(rest.values()), **groups} if rest else groups
 
 
-def _selected(
+def _select(
     model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
     """Return the parameters that each selection takes, and by name those that none takes."""

@@ -84,16 +84,16 @@ class Checkpoints(Callback):
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
             if trainer.comm.sharding is not None:
-                with self._reported():
+                with self._report_errors():
                     checkpoint.save_together(self._context.folder, snapshot, trainer.comm)
                     if trainer.comm.is_main:
                         self._prune()
                 return
             if not trainer.comm.is_main:
                 return
-            with self._reported():
+            with self._report_errors():
                 self._background.wait()
-            with self._reported():
+            with self._report_errors():
                 if self._plan.background:
                     self._background.start(partial(self._write, snapshot.detached()))
                 else:
@@ -101,7 +101,7 @@ class Checkpoints(Callback):
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
-        with self._reported():
+        with self._report_errors():
             self._background.close()
 
     @contextmanager
@@ -136,7 +136,7 @@ class Checkpoints(Callback):
             return False
         if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
             return trainer.comm.any(False)
-        with self._reported():
+        with self._report_errors():
             self._background.wait()  # A checkpoint that is being written counts as well.
         beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.comm.any(place < beaten)
@@ -172,7 +172,7 @@ class Checkpoints(Callback):
             log.warning("warning: an old checkpoint could not be deleted: %s", error)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         """Stop the run or warn, as planned, if the block cannot write a checkpoint."""
         try:
             yield

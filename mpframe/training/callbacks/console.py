@@ -129,7 +129,7 @@ class ProgressBar(Callback):
         """Draw the bar, which in a resumed run begins at its step."""
         self._results, self._batches = context.results, len(context.train)
         self._bar = tqdm(disable=True)
-        with self._disabled_on_error():
+        with self._disable_on_error():
             self._bar = tqdm(
                 total=self._total(trainer),
                 initial=trainer.progress.global_step,
@@ -144,7 +144,7 @@ class ProgressBar(Callback):
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Move the bar on. Its texts change only when it is drawn."""
         drawn = None
-        with self._disabled_on_error():
+        with self._disable_on_error():
             drawn = self._bar.update(1)
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
@@ -165,11 +165,11 @@ class ProgressBar(Callback):
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         self._redirected.close()
-        with self._disabled_on_error():
+        with self._disable_on_error():
             self._bar.close()
 
     @contextmanager
-    def _disabled_on_error(self) -> Iterator[None]:
+    def _disable_on_error(self) -> Iterator[None]:
         """Draw no more, and let the run continue, if stderr's reader or terminal has gone."""
         try:
             yield

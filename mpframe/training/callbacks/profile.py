@@ -119,7 +119,7 @@ def read_ops(path: Path) -> list[Op]:
     """Return all ops of a compressed chrome trace, recorded with `record_shapes`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    roots = _nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
+    roots = _nest(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
     kernels: dict[int, float] = defaultdict(float)  # microseconds, by the op that started them
     for event in events:
         if event.get("cat") in _ON_DEVICE:
@@ -128,7 +128,7 @@ def read_ops(path: Path) -> list[Op]:
     return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
 
 
-def _nested(events: Iterable[Event]) -> list[_Range]:
+def _nest(events: Iterable[Event]) -> list[_Range]:
     """Return the outermost ranges of every thread, each with its children."""
     roots: list[_Range] = []
     open_of_thread: dict[Any, list[_Range]] = defaultdict(list)
@@ -192,7 +192,7 @@ class Costs:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the head, the five largest costs by module and format, and the rest."""
-        ranked = _ranked(self.ops, lambda op: (op.module, op.format))
+        ranked = _rank(self.ops, lambda op: (op.module, op.format))
         largest, rest = ranked[:_LARGEST], ranked[_LARGEST:]
         rows = [_HEAD, *(self._row(module, form, ops) for (module, form), ops in largest)]
         if rest:
@@ -202,7 +202,7 @@ class Costs:
 
     def formats(self) -> str:
         """Return the share of each format above 0.05 %, the largest first, then of all casts."""
-        shares = {form: self._share(ops) for form, ops in _ranked(self.ops, lambda op: op.format)}
+        shares = {form: self._share(ops) for form, ops in _rank(self.ops, lambda op: op.format)}
         words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
         casts = self._share([op for op in self.ops if " to " in op.format])
         return f"{', '.join(words)}; casts {casts}"
@@ -223,7 +223,7 @@ class Costs:
         return f"{_total(ops) / whole:.1%}" if whole else "0 %"
 
 
-def _ranked(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
+def _rank(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
     """Group the ops by a key, the costliest group first."""
     groups: dict[Any, list[Op]] = defaultdict(list)
     for op in ops:
