@@ -1,7 +1,7 @@
 """`Comm` for many processes, over torch.distributed: gloo on CPUs, NCCL between GPUs.
 
-Signals and objects, which the host needs, go through gloo on either kind of device: no rank waits
-for its GPU because of them, and notices at once that a rank has ended.
+Signals and objects, which the host needs, go through gloo on either kind of device. So no rank
+waits for its GPU because of them, and a rank that has ended is noticed at once.
 
 A rank that finds another one gone says so in the store that torchrun keeps, and waits a moment for
 the other ranks' words there. So it can tell which rank it was, and why.
@@ -79,8 +79,8 @@ class ProcessGroup(Comm):
     """The ranks that torchrun started.
 
     Args:
-        place: this process's.
-        device: computes on it.
+        place: of this process.
+        device: this process computes on it.
         timeout: seconds without an answer of another rank after which it counts as lost.
 
     Raises:

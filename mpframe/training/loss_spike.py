@@ -49,7 +49,7 @@ class LossSpikes(Algorithm):
             )
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy, self.factor = policy, factor
-        self.median = torch.tensor(torch.nan)  # under the last loss, or nan
+        self.median = torch.tensor(torch.nan)  # compared with the last loss, or nan
         self.spiked = torch.tensor(False)  # the verdict on that loss
         self._losses = torch.empty(0)
 
@@ -94,7 +94,7 @@ class LossSpikes(Algorithm):
         log.warning("warning: %s%s", text, "; skipped" if self.policy == "skip" else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses under the median, oldest first: [n], n up to 50."""
+        """Return the losses that the median is over, oldest first: [n], n up to 50."""
         return {} if self.policy == "off" else {"spikes": self._losses.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

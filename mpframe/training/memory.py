@@ -111,7 +111,7 @@ _MMAP_MAX, _NONE = -4, 0
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory it frees, if the C library can.
+    """Make this process keep the memory it frees; return whether the C library can.
 
     It takes more memory, as kept memory does not always fit the next request: before glibc 2.38 an
     aligned request, as all of torch's are, seldom does.

@@ -136,7 +136,7 @@ class Trainer(StepTrainer):
         return evaluation
 
     def evaluate(self, loader: Loader, split: str = "validation") -> Any:
-        """Evaluate one pass over data, which messages call `split`. The model stays as it was."""
+        """Evaluate one pass over `split` data, the model unchanged. ConfigError if nothing can."""
         if self.evaluator is None:
             raise ConfigError(
                 "Trainer.evaluator=None: nothing evaluates the model; give Trainer an "
