@@ -44,8 +44,10 @@ _HOUSE = {
         "training.callbacks.early_stopping.EarlyStopping",
         "training.callbacks.saturation.SaturationWarning",
     ],
+    "training.callbacks.step_hooks": ["training.callbacks.larc.LARC"],
     "training.callbacks.records": [
         *("training.callbacks.amax_record.RecordAmax", "training.callbacks.csv_log.CsvLog"),
+        "training.callbacks.curves.Curves",
     ],
 }
 

@@ -3,11 +3,11 @@
     launch          what torchrun tells a process of its place; joins the ranks for one run
     process_group   `Comm` (core/comm.py) for many processes, over torch.distributed
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
-    sharding        divides a model's weights among the ranks, by torch's FSDP2
+    sharding        shards a model's weights across the ranks, by torch's FSDP2
     sync_batchnorm  BatchNorm over the statistics of all ranks
 
 Every rank runs the same program. After each step all ranks hold the same weights, buffers,
-optimizer state, averages and loss scale, bit for bit, or each its part of them, because whatever
-one of them could decide by itself goes through `Comm`: gradients, the verdict on them, the loss,
-validations, signals. Only rank 0 has the run's folder.
+optimizer state, averages and loss scale, bit for bit, or each its part of them. For everything that
+one of them could decide by itself goes through `Comm`: gradients, verdicts, losses, validations,
+signals. Only rank 0 has the run's folder.
 """

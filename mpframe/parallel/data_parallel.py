@@ -1,8 +1,8 @@
 """Gradients that the ranks average while the backward pass runs.
 
-torch's DistributedDataParallel collects the gradients in buckets and says when one is full. The
-rest is done here, in fp32: a bucket is unscaled, measured, weighed by this rank's count and summed
-over the ranks. The means stay beside the buckets, because half gradients could not hold them.
+torch's DistributedDataParallel collects the gradients in buckets and reports full ones. Here a
+bucket is, in fp32, unscaled, measured, weighed by this rank's count and summed over the ranks. The
+means stay beside the buckets, because half gradients could not hold them.
 
 DDP wraps the loss, not the model. So a model may be called by parts, more than once, or compiled.
 """
@@ -22,8 +22,8 @@ from mpframe.core.errors import ConfigError
 if TYPE_CHECKING:
     from mpframe.parallel.process_group import ProcessGroup
 
-# The last bucket is sent when there is nothing left to compute. Between two processes on a CPU this
-# size took the least time. On an accelerator torch chooses.
+# The last bucket is sent after all computing. Between two processes on a CPU this size took the
+# least time. On an accelerator torch chooses.
 _BUCKET_MB = 4
 
 _SPARSE = (
@@ -36,7 +36,7 @@ _TWO = (
 )
 
 Reduction = tuple[Tensor, dict[Tensor, Tensor], Any]
-"""The gradients of a bucket, 1-d; the part of each parameter; the all-reduce under way."""
+"""A bucket's gradients, 1-d, each parameter's part of them, the all-reduce under way."""
 
 
 class DataParallel:
@@ -44,12 +44,12 @@ class DataParallel:
 
     def __init__(self, comm: "ProcessGroup") -> None:
         self._comm = comm
-        # DDP itself sends nothing to other ranks: what it knows of a step is this rank's.
+        # DDP itself sends nothing to other ranks: it knows only this rank's step.
         self._alone = dist.new_group([comm.rank], backend="gloo", use_local_synchronization=True)
         self._ddp: Any = None
         self._parameters: Sequence[Any] = ()
         self._leaves: list[Any] = []
-        self._strides: dict[Any, tuple[int, ...]] = {}  # of the gradients that lie as parameters do
+        self._strides: dict[Any, tuple[int, ...]] = {}  # of gradients that lie as parameters do
         self._scale: Tensor | float = 1.0
         self._count = self._total = torch.ones(())
         self._weight: Tensor | None = None
@@ -60,7 +60,7 @@ class DataParallel:
 
     @property
     def weight(self) -> Tensor:
-        """`Comm.weight` of the count, 0-d fp32; waited for when the first bucket is full."""
+        """`Comm.weight` of the count, 0-d fp32, needed when the first bucket is full."""
         if self._weight is None:
             self._comm.wait(self._counting)
             self._counting = None
@@ -72,16 +72,13 @@ class DataParallel:
     ) -> None:
         """Run the backward pass of loss * scale, and begin to average the gradients.
 
-        Args:
-            loss: 0-d.
-            scale: 0-d fp32, > 0; the number 1: the loss is not scaled, and nobody asks how large
-                the gradients of one rank are.
-            count: 0-d float64, how many samples the loss is the mean of.
-            parameters: without gradients, in the same order on all ranks.
+        ConfigError if a gradient is sparse, or a parameter got two.
 
-        Raises:
-            ConfigError: a gradient is sparse, or a parameter got two.
-            LostRankError: a rank does not answer.
+        Args:
+            loss: 0-d, the mean over `count` (0-d float64) samples.
+            scale: 0-d fp32, > 0. The number 1: the loss is not scaled, and single ranks' amaxes
+                are not measured.
+            parameters: without gradients, in the same order on all ranks.
         """
         self._scale, self._count, self._total, self._weight = scale, count, count.clone(), None
         self._counting = self._comm.start(self._total)
@@ -93,32 +90,26 @@ class DataParallel:
         except BaseException as error:
             self._leaves = []  # DDP cannot go on in the middle of a pass.
             self._counting = self._reductions = None
-            if any(own.grad is not None and own.grad.is_sparse for own in self._parameters):
+            if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
                 raise ConfigError(_SPARSE) from error
             if "to mark a variable ready only once" in str(error):
                 raise ConfigError(_TWO) from error
             raise
-        if any(own.grad._version != version for own, version in self._sent.items()):
+        if any(p.grad._version != version for p, version in self._sent.items()):
             raise ConfigError(_TWO)
 
     @torch.no_grad()
     def means(self, loss: Tensor) -> tuple[dict[Tensor, Tensor], Tensor, Tensor | None, Tensor]:
-        """The averaged gradients after `backward`; the parameters are left without.
-
-        Args:
-            loss: 0-d, of this rank.
+        """Take the averaged gradients after `backward`, and this rank's 0-d loss.
 
         Returns:
-            By parameter: their means over the ranks, fp32 or wider, unscaled; one that no rank used
-            is left out. The largest magnitude among them, 0-d fp32, inf if one is inf or nan on
-            any rank. The same of the gradients of single ranks before they were weighed and summed;
+            By parameter: their means over the ranks, fp32 or wider, unscaled, without parameters
+            that no rank used. The largest magnitude among them, 0-d fp32, inf if one is inf or nan
+            on any rank. The same for single ranks' gradients before they were weighed and summed,
             None if the loss is not scaled. The mean loss, weighed as they are.
-
-        Raises:
-            LostRankError: a rank does not answer.
         """
         comm, total, means = self._comm, weighted(loss, self.weight), dict[Tensor, Tensor]()
-        used = torch.tensor([own in self._sent for own in self._parameters], dtype=torch.int64)
+        used = torch.tensor([p in self._sent for p in self._parameters], dtype=torch.int64)
         asking, adding = comm.start(used, dist.ReduceOp.MAX, on_host=True), comm.start(total)
         amaxes = [torch.zeros((), device=loss.device)]
         for reduction in self._reductions or ():  # The next ones arrive meanwhile.
@@ -133,12 +124,12 @@ class DataParallel:
         if not isinstance(self._scale, Tensor):
             return means, comm.max(amax), None, total / comm.size
         before = torch.stack([torch.zeros_like(amax), *self._amaxes]).max()
-        before = torch.where(self.weight > 0, before, 0.0)  # What counts for nothing was not sent.
+        before = torch.where(self.weight > 0, before, 0.0)  # With no weight nothing was sent.
         amax, before = comm.max(torch.stack([amax, before])).unbind()
         return means, amax, before, total / comm.size
 
     def _wrap(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """The loss; its backward pass fills DDP's buckets."""
+        """Wrap the loss, so that its backward pass fills DDP's buckets."""
         seen: Any = _Leaves.apply(*parameters)
         leaves = [leaf for leaf, _ in seen.grad_fn.next_functions]
         if leaves != self._leaves:  # One has changed: it was frozen, or had another dtype.
@@ -149,8 +140,8 @@ class DataParallel:
     def _build(self, device: torch.device) -> None:
         """Lay out buckets from the last parameter to the first, on all ranks and in all runs.
 
-        DDP lays them out for good after one pass, in the order in which gradients came. So there is
-        a pass before the first one, in which they come in this order.
+        DDP lays them out for good in one pass, by the order of the gradients. So a pass before the
+        first one has them in this order.
         """
         loss = nn.Identity()
         loss.parameters_ = nn.ParameterList(self._parameters)
@@ -165,9 +156,9 @@ class DataParallel:
         self._ddp.register_comm_hook(proxy(self), DataParallel._reduce)
         # Others lie in rows, whatever their parameters do.
         self._strides = {
-            own: own.stride()
-            for own in self._parameters
-            if own.stride() == torch.empty_like(own, device="meta").stride()
+            p: p.stride()
+            for p in self._parameters
+            if p.stride() == torch.empty_like(p, device="meta").stride()
         }
         self._reductions = None
         self._ddp(torch.zeros((), device=device))
@@ -175,8 +166,8 @@ class DataParallel:
         self._drop_gradients()
 
     def _complete(self) -> None:
-        """Let DDP take zeros for the gradients that have not come."""
-        missing = [n for n, own in enumerate(self._parameters) if own.grad is None]
+        """Make DDP take zeros for the gradients that have not come."""
+        missing = [n for n, p in enumerate(self._parameters) if p.grad is None]
         if missing:
             mark = self._ddp.reducer._autograd_hook  # It must be called in a backward pass.
             end = torch.zeros((), requires_grad=True)
@@ -185,7 +176,7 @@ class DataParallel:
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """Begin to sum a full bucket; DDP gets it back at once."""
+        """Begin to sum a full bucket, which DDP gets back at once."""
         buffer = bucket.buffer()
         if self._reductions is not None:
             flat = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
@@ -194,19 +185,18 @@ class DataParallel:
                 self._amaxes.append(_amax(flat))
             weigh_([flat], self.weight)
             slots = {
-                own: flat.as_strided(
-                    own.size(), self._strides.get(own, rows.stride()), rows.storage_offset()
+                p: flat.as_strided(
+                    p.size(), self._strides.get(p, rows.stride()), rows.storage_offset()
                 )
-                for own, rows in zip(bucket.parameters(), bucket.gradients(), strict=True)
+                for p, rows in zip(bucket.parameters(), bucket.gradients(), strict=True)
             }
             self._reductions.append((flat, slots, self._comm.start(flat)))
-            self._sent |= {own: own.grad._version for own in slots if own.grad is not None}
+            self._sent |= {p: p.grad._version for p in slots if p.grad is not None}
         given_back = torch.futures.Future[Tensor]()
         given_back.set_result(buffer)
         return given_back
 
     def _receive(self, reduction: Reduction) -> Tensor:
-        """The means of a bucket, 1-d."""
         flat, _, work = reduction
         self._comm.wait(work)
         return flat.div_(self._comm.size)
@@ -217,7 +207,7 @@ class DataParallel:
 
 
 class _Leaves(torch.autograd.Function):
-    """Leads to the nodes of the graph that accumulate the gradients of parameters."""
+    """Leads to the graph's nodes that accumulate the gradients of parameters."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""What torchrun tells each process of its place, by variables of the environment.
+"""The place of a process among the ranks, as torchrun tells it by variables of the environment.
 
     RANK, WORLD_SIZE             which process of how many
     LOCAL_RANK                   which one on this machine: its CUDA device
     MASTER_ADDR, MASTER_PORT     where the ranks find each other
 
-Without them, or with a world size of 1, there is one process. It is read without torch. `joined`
+Without them, or with a world size of 1, there is one process. They are read without torch. `joined`
 joins the ranks for one run.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
@@ -13,9 +13,10 @@ An error that many ranks meet is printed once, by rank 0, or else by the only ra
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
 
@@ -24,19 +25,14 @@ if TYPE_CHECKING:
 
     from mpframe.core.comm import Comm
 
+T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 START = "torchrun --nproc-per-node 2 scripts/train.py ..."
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands.
-
-    Attributes:
-        rank: its number, 0 to size - 1.
-        size: how many processes there are, >= 1.
-        local_rank: its number on this machine.
-    """
+    """A process among the others: its rank, how many there are, its number on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -44,7 +40,7 @@ class Place:
 
 
 def place() -> Place:
-    """The place of this process, as torchrun says it; the only one without torchrun."""
+    """Return the place of this process, the only one without torchrun."""
     if not all(name in os.environ for name in _VARIABLES):
         return Place()
     rank, size, local_rank = (int(os.environ[name]) for name in _VARIABLES[:3])
@@ -52,24 +48,16 @@ def place() -> Place:
 
 
 def _tasks_of_srun() -> int:
-    """How many processes srun has started beside this one, itself included.
+    """Return how many processes srun has started, this one included.
 
-    SLURM_NTASKS does not say it: a batch script without srun has it, too.
+    SLURM_NTASKS does not say it, as a batch script without srun has it as well.
     """
     rank = int(os.environ.get("SLURM_PROCID", 0))
     return max(int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)), rank + 1)
 
 
 def refuse_misfit(parallel: str | None) -> None:
-    """Refuse a kind of parallelism that does not fit how this process was started.
-
-    Args:
-        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
-
-    Raises:
-        ConfigError: `ddp` or `fsdp` with one process, `none` with several, or srun has started
-            several without torchrun.
-    """
+    """Raise ConfigError unless `none`, `ddp` or `fsdp` (None: any) fits this process's start."""
     size = place().size
     tasks = _tasks_of_srun()
     if parallel != "none" and size == 1 and tasks > 1:
@@ -93,35 +81,50 @@ _WAIT = 3.0  # seconds in which rank 0 comes to the same error
 
 
 def line_of(error: MpframeError) -> str | None:
-    """What this rank is to print of the error that ends it; None: another rank prints it.
+    """Return the line this rank prints of the error that ends it, if no other rank prints it.
 
     With one process it is the error's text. The line of a rank above 0 begins with its number.
     """
-    own = place()
-    text = str(error)
-    if own.size == 1:
+    text, rank = str(error), place().rank
+    if place().size == 1:
         return text
-    line = text if own.rank == 0 or isinstance(error, LostRankError) else f"rank {own.rank}: {text}"
-    from mpframe.parallel.process_group import answer_within  # torch comes in here.
+    line = text if rank == 0 or isinstance(error, LostRankError) else f"rank {rank}: {text}"
+    from mpframe.parallel.process_group import store_at  # torch comes in here.
 
-    # The store may be gone: then it is said twice.
-    said = answer_within(3 * _WAIT, lambda: _said(text, line, wait=own.rank > 0))
-    return None if said else line
+    def ask() -> bool:
+        return _is_printed(store_at(place(), _WAIT, "said"), text, line, wait=rank > 0)
+
+    return None if answer_within(3 * _WAIT, ask) else line  # Twice if the store is gone.
 
 
-def _said(text: str, line: str, wait: bool) -> bool:
-    """Whether another rank prints it; if not, this one tells the others that it does."""
-    from mpframe.parallel.process_group import store_at
+def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Return `ask()`, or None if it raises RuntimeError or ValueError, or takes longer.
 
-    store = store_at(place(), _WAIT, "said")
+    Without torchrun's agent rank 0 keeps the store. If it hangs, a question to it never ends,
+    whatever its timeout.
+    """
+    answers: list[T] = []
+
+    def answer() -> None:
+        with suppress(RuntimeError, ValueError):
+            answers.append(ask())
+
+    asking = Thread(target=answer, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
+
+
+def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
+    """Return whether another rank prints it. If not, tell the others that this one does."""
     known = (text, line, text.removeprefix("rank 0: "))
     limit = time.monotonic() + (_WAIT if wait else 0.0)
     while time.monotonic() < limit:
-        if any(store.check([own]) for own in known):
+        if any(store.check([name]) for name in known):
             return True
         time.sleep(0.1)
     # By both names: rank 0 may come to the same error after all, later than anybody waits.
-    return max(store.add(own, 1) for own in {line, text}) > 1
+    return bool(max(store.add(name, 1) for name in {line, text}) > 1)
 
 
 @contextmanager
@@ -130,18 +133,13 @@ def joined(
 ) -> "Iterator[Comm]":
     """Context manager in which the ranks that torchrun started are one comm.
 
-    At its end each waits for all others: a rank that left first could abort one that still works.
-    After an error it does not wait.
+    At its end, unless by an error, each waits for all: one that left first could abort another.
 
     Args:
-        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. Several ranks check it
-            later, when it is known to be the same on all of them.
-        device: returns what this rank computes on; called if there are several.
-        timeout: seconds without an answer of another rank that end the run, > 0.
-
-    Raises:
-        ConfigError: `parallel` does not fit a single process.
-        LostRankError: a rank does not come.
+        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. ConfigError if it does not
+            fit a single process. Several ranks check it later.
+        device: returns the device this rank computes on, if there are several.
+        timeout: seconds without an answer of another rank, > 0, until LostRankError.
     """
     if place().size == 1:
         refuse_misfit(parallel)

@@ -1,12 +1,10 @@
 """`Comm` for many processes, over torch.distributed: gloo on CPUs, NCCL between GPUs.
 
-What the host has to know (signals, objects) goes through gloo on either kind of device, so that no
-rank waits for its GPU because of it, and a rank that has ended is noticed at once.
+Signals and objects, which the host needs, go through gloo on either kind of device. So no rank
+waits for its GPU because of them, and a rank that has ended is noticed at once.
 
 A rank that finds another one gone says so in the store that torchrun keeps, and waits a moment for
-what the others say there: so it can tell which rank it was, and why.
-
-Small tensors are sent together in pieces, large ones by themselves.
+the other ranks' words there. So it can tell which rank it was, and why.
 """
 
 import itertools
@@ -16,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -29,18 +26,22 @@ from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.launch import Place
+from mpframe.parallel.launch import Place, answer_within
 from mpframe.parallel.sync_batchnorm import synchronize
 
-_LARGE = 2**22  # bytes of a tensor that is sent alone, from where it is
-# Bytes that are sent together. Each piece has its own cost, and the last one is sent when there is
-# nothing left to compute. Between two processes on a CPU this size took the least time.
+T = TypeVar("T")
+_MAX: Any = dist.ReduceOp.MAX
+_LARGE = 2**22  # bytes of a tensor that is sent by itself, from where it is
+# Bytes of small tensors that are sent together. Each bucket has its cost, and the last one is sent
+# after all computing. Between two processes on a CPU this size took the least time.
 _TOGETHER_ON_CPU = 2**22
 _TOGETHER = 2**25
+_LISTEN = 2.0  # seconds in which ranks tell each other why they end
+_JOINS = itertools.count()
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in pieces, each in the place where its last tensor comes."""
+    """Collect small tensors in buckets, each yielded where its last tensor comes."""
     piece: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -56,39 +57,11 @@ def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-T = TypeVar("T")
-
-
-def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What `ask` returns; None if it raises a RuntimeError or ValueError, or has not ended in time.
-
-    Without torchrun's agent rank 0 keeps the store. If it hangs, a question to it never ends,
-    whatever its timeout.
-    """
-    answers: list[T] = []
-
-    def answer() -> None:
-        with suppress(RuntimeError, ValueError):
-            answers.append(ask())
-
-    asking = Thread(target=answer, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answers[0] if answers else None
-
-
 def store_at(place: Place, timeout: float, prefix: str) -> Store:
-    """The store, with names of their own for each time that torchrun starts the ranks.
+    """Return the store, with other names each time that torchrun starts the ranks.
 
-    Ranks that it started again would read the addresses of those before them otherwise.
-
-    Args:
-        place: of this process; rank 0 keeps the store itself if no agent of torchrun does.
-        timeout: seconds to wait for an answer, > 0.
-        prefix: what the names are for.
-
-    Raises:
-        RuntimeError: it does not answer.
+    Restarted ranks would otherwise read the addresses of those before them. Rank 0 keeps the store
+    itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -102,16 +75,12 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     return PrefixStore(f"mpframe/{attempt}/{prefix}", store)
 
 
-_LISTEN = 2.0  # seconds in which ranks tell each other why they end
-_JOINS = itertools.count()
-
-
 class ProcessGroup(Comm):
     """The ranks that torchrun started.
 
     Args:
         place: of this process.
-        device: what it computes on.
+        device: this process computes on it.
         timeout: seconds without an answer of another rank after which it counts as lost.
 
     Raises:
@@ -121,10 +90,9 @@ class ProcessGroup(Comm):
     def __init__(self, place: Place, device: torch.device, timeout: float) -> None:
         self.rank, self.size = place.rank, place.size
         self._timeout = timeout
-        limit = timedelta(seconds=timeout)
-        on_gpu = device.type == "cuda"
         self._store: Any = None
-        with self._answered():
+        limit, on_gpu = timedelta(seconds=timeout), device.type == "cuda"
+        with self._require_answer():
             if on_gpu:
                 torch.cuda.set_device(device)
             self._store = store_at(place, timeout, f"group/{next(_JOINS)}")
@@ -142,41 +110,30 @@ class ProcessGroup(Comm):
             self._host: Any = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """The largest of all ranks' values >= 0, each by itself; inf where one is inf or nan."""
-        value = _without_nan(magnitude)
-        with self._answered():
-            dist.all_reduce(value, dist.ReduceOp.MAX)
-        return value
+        # gloo's maximum keeps nan in one order of the ranks and loses it in the other.
+        value = torch.where(magnitude < torch.inf, magnitude, torch.inf)
+        return self._all_reduce(value, _MAX)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over the ranks, on the device."""
-        total = value.detach().clone()
-        with self._answered():
-            dist.all_reduce(total)
-        return total / self.size
+        return self._all_reduce(value.detach().clone()) / self.size
 
     def norm(self, of_part: Tensor) -> Tensor:
-        """The 2-norm of what all ranks hold, each a part with this norm; 0-d, on the device."""
-        square = of_part.double().square()  # Of fp32's largest, too.
-        with self._answered():
-            dist.all_reduce(square)
-        return square.sqrt().to(of_part.dtype)
+        square = of_part.double().square()  # In fp64 the square of fp32's maximum is finite.
+        return self._all_reduce(square).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
-        for flat, give_back in _flattened(tensors):
-            with self._answered():
-                dist.all_reduce(flat)
+        for flat, give_back in _flatten(tensors):
+            self._all_reduce(flat)
             give_back()
 
     def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to give tensors the values of rank 0, in place; the returned function ends it.
+        """Begin to give tensors rank 0's values, in place, which the returned function ends.
 
-        What `start` began on one rank and not yet on another does not stop it.
+        It does not wait for collectives that `start` has begun on one rank only.
         """
         started = []
-        for flat, give_back in _flattened(tensors):
-            with self._answered():
+        for flat, give_back in _flatten(tensors):
+            with self._require_answer():
                 work = dist.broadcast(flat, 0, async_op=True)
             started.append((work, give_back))
 
@@ -188,36 +145,29 @@ class ProcessGroup(Comm):
         return end
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of all ranks' numbers at each place, on the host."""
         values = torch.tensor(numbers, dtype=torch.int64)
-        with self._answered():
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host)
-        return [int(value) for value in values.tolist()]
+        return [int(value) for value in self._all_reduce(values, _MAX, self._host).tolist()]
 
     def gather_object(self, value: T) -> list[T]:
-        """On rank 0 the values of all ranks in their order; an empty list on the others."""
         values: list[Any] | None = [None] * self.size if self.is_main else None
-        with self._answered():
+        with self._require_answer():
             dist.gather_object(value, values, dst=0, group=self._host)
         return values or []
 
     def broadcast_object(self, value: Any) -> Any:
-        """The value that rank 0 has."""
         values = [value]
-        with self._answered():
+        with self._require_answer():
             dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank is here."""
         self.max_of([0])
 
     def synchronize_batchnorm(self, model: nn.Module) -> None:
-        """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
     def begin_step(self, optimizer: Any, reduce: str) -> None:
-        """Begin a step; see `Comm.begin_step`."""
         self._reducer = None
         if reduce == "in_backward" and self.sharding is None:
             if optimizer not in self._reducers:
@@ -225,7 +175,6 @@ class ProcessGroup(Comm):
             self._optimizer, self._reducer = optimizer, self._reducers[optimizer]
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
-        """Run the backward pass of loss * scale; divided weights are summed within it."""
         known = (torch.ones((), dtype=torch.float64, device=loss.device) * count).detach()
         if self._reducer is not None:
             self._reducer.backward(loss, scale, known, self._optimizer.parameters)
@@ -237,7 +186,6 @@ class ProcessGroup(Comm):
             self.sharding.refuse_unused()
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
-        """Let the optimizer take a micro-batch's gradients, unless they are averaged already."""
         if self._reducer is not None:
             return torch.zeros(())  # `reduce` gives the optimizer its amax.
         return super().accumulate(optimizer, losses)
@@ -245,7 +193,6 @@ class ProcessGroup(Comm):
     def reduce(
         self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
     ) -> list[Tensor]:
-        """Give all ranks rank 0's buffers and the mean losses, and the optimizer its gradients."""
         end_broadcast = self.start_broadcast_(buffers.tensors())  # While gradients are sent.
         if self._reducer is None:
             end_broadcast()
@@ -258,29 +205,32 @@ class ProcessGroup(Comm):
         return [mean]
 
     def in_backward(self) -> DataParallel:
-        """Make what averages gradients while a backward pass runs."""
-        if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
-            with self._answered():
+        """Make an object that averages gradients while a backward pass runs."""
+        with self._require_answer():
+            if self._early is None:  # Layers such as BatchNorm communicate meanwhile.
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
-        with self._answered():
             return DataParallel(self)
 
-    def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
-        """Begin to sum a tensor over the ranks in place, or another `op`; see `wait`.
+    def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
+        with self._require_answer():
+            dist.all_reduce(tensor, op, group=group)
+        return tensor
 
-        Other collectives may run meanwhile. What is started is started in one order by all ranks.
+    def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
+        """Begin to sum a tensor over the ranks in place, or another `op`, until `wait`.
+
+        Other collectives may run meanwhile. All ranks start these in the same order.
         """
-        with self._answered():
+        with self._require_answer():
             group = self._host if on_host else self._early
             return dist.all_reduce(tensor, op, group=group, async_op=True)
 
     def wait(self, started: Any) -> None:
-        """Wait for what `start` gave."""
-        with self._answered():
+        """Wait for a collective that `start` returned."""
+        with self._require_answer():
             started.wait()
 
     def refuse_lost(self, error: BaseException | None) -> None:
-        """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
         if isinstance(error, RuntimeError) and (
             isinstance(error, dist.DistError) or "gloo" in str(error)
         ):
@@ -289,7 +239,6 @@ class ProcessGroup(Comm):
             self.sharding.refuse_partial(error)
 
     def report_failure(self, error: str) -> None:
-        """Tell the other ranks why this one ends, so that they can say it."""
         with suppress(RuntimeError):  # The store may be gone.
             self._store.set(f"failed/{self.rank}", error)
 
@@ -300,15 +249,15 @@ class ProcessGroup(Comm):
         dist.destroy_process_group()
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Within the block other ranks must answer."""
+    def _require_answer(self) -> Iterator[None]:
+        """Raise LostRankError if another rank does not answer within the block."""
         try:
             yield
         except RuntimeError as error:  # gloo's own, and all errors of torch.distributed
             raise LostRankError(self._why_lost(error)) from error
 
     def _why_lost(self, error: RuntimeError) -> str:
-        """What the rank that ended said, or which ranks say nothing."""
+        """Return the last words of the rank that ended, or which ranks do not answer."""
         why = answer_within(2 * _LISTEN, partial(self._ask_why, error))
         return why or self._gave_no_answer("0")
 
@@ -333,13 +282,8 @@ class ProcessGroup(Comm):
         )
 
 
-def _without_nan(magnitude: Tensor) -> Tensor:
-    """inf for nan, which gloo's maximum keeps in one order of the ranks and loses in the other."""
-    return torch.where(magnitude < torch.inf, magnitude, torch.inf)
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
-    """The tensors in flat pieces, each with what copies its values back into them."""
+def _flatten(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+    """Yield the tensors in flat buckets, each with a function that copies its values back."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -354,5 +298,4 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[],
 
 def _give_back(flat: Tensor, piece: list[Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in piece])
-    own = [part.view_as(tensor) for part, tensor in zip(parts, piece, strict=True)]
-    torch._foreach_copy_(piece, own)
+    torch._foreach_copy_(piece, [part.view_as(t) for part, t in zip(parts, piece, strict=True)])

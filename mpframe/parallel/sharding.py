@@ -1,8 +1,8 @@
-"""A model whose weights are divided among the ranks, by torch's FSDP2 (`fully_shard`).
+"""A model whose weights are sharded across the ranks, by torch's FSDP2 (`fully_shard`).
 
-Each rank keeps a part of every weight, in fp32: what its optimizer steps. A block's weights are
+Each rank keeps a part of every weight, in fp32, which its optimizer steps. A block's weights are
 gathered before it runs, each in the format in which one process stores it, and given back after
-it; in the backward pass once more. Then the gradients of the block are summed over the ranks in
+it, and again in the backward pass. Then the gradients of the block are summed over the ranks in
 fp32, and each rank keeps the sums for its part.
 """
 
@@ -23,83 +23,65 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Sharding:
-    """Divides the weights of a model, and watches its gradients.
+    """Shards the weights of a model, and watches its gradients.
 
     Args:
-        model: fp32, the same on all ranks.
-
-    Attributes:
-        weight: 0-d fp32, multiplies this rank's gradients before the sum; None: nothing does.
-
-    Raises:
-        ConfigError: a weight cannot be divided.
+        model: fp32, the same on all ranks. ConfigError if a weight cannot be sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
         _refuse_indivisible(model)
         self._model = model
-        self.weight: Tensor | None = None
+        self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
 
     def divide(
         self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
     ) -> dict[Tensor, Tensor]:
-        """Divide the weights in place; the model goes to `device` block by block.
+        """Shard the weights in place. The model goes to `device` block by block.
 
-        Args:
-            formats: in which each parameter is gathered: float32, or one half format.
-            device: what this rank computes on.
-
-        Returns:
-            The parameters as they were, each with the sharded one in its place.
+        `formats` says in which format each parameter is gathered: float32, or one half format.
+        Returns the parameters as they were, each with its sharded one.
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = _policy(formats)
+        policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
         for block in [*_blocks(model), model]:
-            whole = [own for own in block.parameters() if not is_sharded(own)]
+            values = _summed_values([p for p in block.parameters() if not is_sharded(p)])
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            name = next(name for name, own in model.named_modules() if own is block)
-            self._watch(block, name or "the model", _summed_values(whole))
+            sharded: Any = block
+            name = names[block] or "the model"
+            sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self._trained = [(name, own) for name, own in after.items() if own.requires_grad]
+        self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
         return {before[name]: after[name] for name in before}
 
     def take_amax(self, device: torch.device) -> Tensor:
-        """The largest gradient on this rank before the sums, since the last call.
+        """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        Returns:
-            0-d fp32, scaled as the loss was; nan if one is nan.
+        It is scaled as the loss was, and nan if one is nan.
         """
         amaxes, self._amaxes = self._amaxes, []
         return torch.stack(amaxes).max() if amaxes else torch.zeros((), device=device)
 
     def refuse_unused(self) -> None:
-        """Refuse a step that does not use all weights, after the backward pass.
-
-        Raises:
-            ConfigError: names the first one that was left out.
-        """
-        for name, own in self._trained:
-            if own.grad is None:
+        """Raise ConfigError, after the backward pass, if it did not use all weights."""
+        for name, weight in self._trained:
+            if weight.grad is None:
                 raise _unused(name)
 
     def refuse_partial(self, error: BaseException | None) -> None:
-        """Raise a ConfigError if an error says that weights were used that were not gathered."""
+        """Raise ConfigError if an error says that weights were used that were not gathered."""
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
             ) from error
-
-    def _watch(self, block: Any, name: str, values: int) -> None:
-        """Let the gradients of a block be measured and weighed, then summed over the ranks."""
-        block.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
-        block.set_gradient_divide_factor(1.0)
-        block.set_force_sum_reduction_for_comms(True)
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
         low, high = torch.aminmax(gradients)
@@ -111,13 +93,13 @@ class Sharding:
 
 
 class _Sum:
-    """Sums the gradients of a block over the ranks, and leaves each rank those of its part.
+    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums.
 
-    A block of which this rank used a part would be added to something else: it is refused.
+    The sums of a block that was used in part would not fit the other ranks': that is refused.
     """
 
-    def __init__(self, name: str, values: int, see: Callable[[Tensor], None]) -> None:
-        self._name, self._values, self._see = name, values, see
+    def __init__(self, name: str, values: int, measure: Callable[[Tensor], None]) -> None:
+        self._name, self._values, self._measure = name, values, measure
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -132,7 +114,7 @@ class _Sum:
     ) -> Any:
         if input_tensor.numel() != self._values:
             raise _unused(f"a weight of {self._name}")
-        self._see(input_tensor)
+        self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
@@ -155,21 +137,21 @@ def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that the model repeats: the entries of its lists and sequences.
+    """Return the layers that the model repeats: the entries of its lists and sequences.
 
-    One that shares a weight with another stays with the model itself: a weight is gathered by one.
+    A layer that shares a weight with another stays with the model, as one module gathers a weight.
     """
     blocks = list(dict.fromkeys(_entries(model)))
     owners: dict[Tensor, set[nn.Module]] = {}
     for module in model.modules():
-        for own in module.parameters(recurse=False):
-            owners.setdefault(own, set()).add(module)
+        for weight in module.parameters(recurse=False):
+            owners.setdefault(weight, set()).add(module)
     tied = [modules for modules in owners.values() if len(modules) > 1]
     return [block for block in blocks if not any(_cuts(block, modules) for modules in tied)]
 
 
 def _cuts(block: nn.Module, modules: set[nn.Module]) -> bool:
-    """Whether some of these modules are in the block, and others are not."""
+    """Return whether some of these modules are in the block, and others are not."""
     inside = set(block.modules())
     return bool(modules & inside) and not modules <= inside
 
@@ -183,20 +165,18 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _summed_values(parameters: Sequence[Tensor]) -> int:
-    """How many values the gradients have, each divided into full parts."""
-    ranks, total = dist.get_world_size(), 0
-    for own in parameters:
-        if own.requires_grad:
-            total += rows_of_a_part(len(own), ranks) * ranks * own[:1].numel() if len(own) else 0
-    return total
+    """Return how many values the gradients have, each divided into full parts."""
+    ranks = dist.get_world_size()
+    trained = (p for p in parameters if p.requires_grad and len(p))
+    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
 
 
 def _refuse_indivisible(model: nn.Module) -> None:
-    for name, own in model.named_parameters():
-        if own.dtype != torch.float32 or not own.dim():
+    for name, weight in model.named_parameters():
+        if weight.dtype != torch.float32 or not weight.dim():
             raise ConfigError(
-                f"trainer.parallel=fsdp: {name} is {str(own.dtype)[6:]} {list(own.shape)}, and the "
-                f"ranks divide the rows of float32 weights; {_WAY_OUT}"
+                f"trainer.parallel=fsdp: {name} is {str(weight.dtype)[6:]} {list(weight.shape)}, "
+                f"and the ranks divide the rows of float32 weights; {_WAY_OUT}"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):

@@ -2,11 +2,12 @@
 
     mean = sum_r sum x / n,    var = sum_r sum (x - mean)^2 / n      over all ranks r, n values
 
-torch's own SyncBatchNorm computes on GPUs alone. Here the sums go over the ranks by an all-reduce
-that the backward pass goes through, too, so the gradient is that of one process. The deviation is
-taken from the common mean, which loses no digits.
+torch's own SyncBatchNorm computes only on GPUs. Here the sums go over the ranks by an all-reduce
+that the backward pass goes through, so the gradient is as with one process. The deviation is
+from the common mean, which loses no digits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +16,9 @@ from torch import Tensor, nn
 
 
 def synchronize(model: nn.Module) -> None:
-    """Let every BatchNorm of a model use the statistics of all ranks in training.
+    """Make every BatchNorm of a model use the statistics of all ranks in training, in place.
 
-    Args:
-        model: its modules keep their parameters, buffers and names. In training mode every rank
-            must call it, or none.
+    Parameters, buffers and names stay. In training mode every rank must call the model, or none.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -42,11 +41,8 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
         variance = _over_ranks((centered * centered).sum(dims)) / count
         self._track(sums[:-1].detach() / count, variance.detach() * count / (count - 1))
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
-        return (
-            normal
-            if self.weight is None
-            else normal * self.weight.view(shape) + self.bias.view(shape)
-        )
+        plain = self.weight is None
+        return normal if plain else normal * self.weight.view(shape) + self.bias.view(shape)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -61,13 +57,8 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
 
-def _over_ranks(sums: Tensor) -> Tensor:
-    total: Tensor = _AllReduce.apply(sums)
-    return total
-
-
 class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks; each rank's part of it has the sum of all their gradients."""
+    """The sum over the ranks. Each rank's part gets the sum of all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -78,3 +69,6 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return _over_ranks(gradient)
+
+
+_over_ranks: Callable[[Tensor], Tensor] = _AllReduce.apply

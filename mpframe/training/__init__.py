@@ -9,7 +9,7 @@
     split_master                       masters in the 16 bits that a bfloat16 weight lacks
     selection                          which parameter belongs to which optimizer, or group
     memory                             channels last, recomputation, memory kept for the next step
-    interruption, ranks, run_context   signals that stop a run; ranks that differ; what a run tells
+    interruption, ranks, run_context   signals that stop a run; ranks that differ; a run's parts
     callbacks/                         what watches a run
 
 Imports data and what is below it. Nothing here knows an option or instantiates anything.

@@ -2,10 +2,10 @@
 
     e <- d_t e + (1 - d_t) m,    d_t = min(d, (1 + t) / (10 + t))
 
-over the masters m after every step that was not skipped; t counts the updates before this one. The
-decay is warmed up. With a constant decay the share of the first, random weights would be d^t: for
-d = 0.99 still 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as
-soon as (1 - d)(m - e) is below half a unit in the last place of e.
+over the masters m after every applied step. t counts the updates before it. The decay is
+warmed up: with a constant decay the share of the first, random weights would be d^t, for d = 0.99
+still 30 % after 120 steps. The average is fp32: in half it would stop moving as soon as
+(1 - d)(m - e) is below half a unit in the last place of e.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ class Ema:
 
     Args:
         masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
-        decay: d, 0 < d < 1, else ConfigError; the first updates decay faster, see above.
+        decay: d, 0 < d < 1, else ConfigError.
     """
 
     def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
@@ -40,7 +40,7 @@ class Ema:
 
     @property
     def updates(self) -> int:
-        """t, the number of updates since the average began. May wait for the device."""
+        """t, the updates since the average began. Reading it may wait for the device."""
         return int(self._updates)
 
     @torch.no_grad()
@@ -54,22 +54,20 @@ class Ema:
         self._updates += 1
 
     def restart(self) -> None:
-        """Begin again at the present masters, as after they were loaded."""
+        """Begin again at the present masters."""
         torch._foreach_copy_(self._averages, self._present())
         self._updates = 0
 
     def _present(self) -> list[Tensor]:
-        """The masters as they are now; for a split one, a new copy."""
-        behind = [
-            (parameter, master_behind(parameter), known) for parameter, known in self._masters
-        ]
+        """Return the masters as they are now, for a split one a new copy."""
+        behind = [(p, master_behind(p), known) for p, known in self._masters]
         return [
             (known if held is None or held.value is known else held.current(parameter)).detach()
             for parameter, held, known in behind
         ]
 
     def _update_unless(self, skipped: Tensor | None) -> None:
-        """The same on the device: the same numbers, computed in float64 there too."""
+        """Do the same on the device, in float64, which gives the same numbers."""
         device = self._averages[0].device
         skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
         count = torch.as_tensor(self._updates, dtype=torch.float64, device=device)
@@ -82,7 +80,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the model's weights are the averages, rounded as masters are."""
+        """Set the model's weights to the averages within the block, rounded as masters are."""
         weights = [part_of(parameter).detach() for parameter, _ in self._masters]
         kept = [weight.clone() for weight in weights]
         round_into(zip(weights, self._averages, strict=True))
@@ -95,7 +93,7 @@ class Ema:
                     parameter.data = weight
 
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Copies of the averages, by the names of the parameters of `model` they stand for."""
+        """Return copies of the averages, by the names of their parameters in `model`."""
         averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
         named = model.named_parameters()
         return {name: sharded_as(p, averages[p].clone()) for name, p in named if p in averages}
@@ -103,11 +101,7 @@ class Ema:
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
     ) -> None:
-        """Continue from what `by_name` gave after t = `updates`.
-
-        Raises:
-            CheckpointError: they belong to other weights; nothing is taken.
-        """
+        """Continue from what `by_name` gave after `updates` updates. CheckpointError if unfit."""
         known = self.by_name(model)
         if {n: a.shape for n, a in known.items()} != {n: a.shape for n, a in averages.items()}:
             raise CheckpointError(
@@ -128,26 +122,22 @@ class AverageWeights(Algorithm):
         self._model = model
 
     def after_update(self, trainer: Trainer, result: StepResult) -> None:
-        """Move at once, before the weights do so again; where only the device knows, it chooses."""
+        """Move at once, before the weights change. A verdict on the device decides there."""
         if result.verdict is None:
             self.ema.update(result.skipped)
         elif not result.verdict.skipped:
             self.ema.update()
 
     def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """Within the block the weights are the averages."""
         return self.ema.applied()
 
     def on_load_weights(self, trainer: Trainer) -> None:
-        """Start again from the loaded weights."""
         self.ema.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name, and how many updates they have seen."""
         return {"ema": self.ema.by_name(self._model), "ema_updates": self.ema.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from them, if the checkpoint has any."""
         if state.get("ema") is not None:
             # An older checkpoint has no such count, and its decay was never warmed up.
             updates = state.get("ema_updates", state["progress"]["steps"])
@@ -155,6 +145,6 @@ class AverageWeights(Algorithm):
 
 
 def ema_of(trainer: Trainer) -> Ema | None:
-    """The average that a trainer keeps; None if it keeps none."""
+    """Return the average that a trainer keeps, or None."""
     kept = (a.ema for a in trainer.algorithms.values() if isinstance(a, AverageWeights))
     return next(kept, None)

@@ -1,8 +1,7 @@
 """Validation: the loss per sample and the metrics over one pass, and the best pass so far.
 
-`Evaluator` runs a trainer's model over the data, with averaged weights and in a mode of its own if
-it has one. `Evaluation` is the result, `Metrics` the metrics of one pass. `Best` remembers the best
-validation of a run, and tells whether the last one is much worse.
+`Evaluator` runs a trainer's model over the data, with averaged weights if there are any, and
+`Metrics` measures its outputs. `Best` remembers the best validation of a run.
 """
 
 import math
@@ -13,41 +12,33 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from numbers import Real
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, run_callbacks
-from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
+from mpframe.core.comm import Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import UserCode, described, name_of
-
-if TYPE_CHECKING:
-    from mpframe.training.trainer import Loader, Trainer
+from mpframe.training.trainer import InBatch, Loader, Trainer
 
 LOSS = "loss"
-"""The word for the validation loss in `monitor`; no metric has this name."""
+"""The word for the validation loss in `monitor`, and no metric's name."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One validation.
+    """One validation."""
 
-    Attributes:
-        loss: mean loss per sample.
-        metrics, higher_is_better: of each metric, its value, and its direction or None.
-        monitor: the name of the metric that tells progress, or `loss`.
-    """
-
-    loss: float
+    loss: float  # mean per sample
     metrics: Mapping[str, float] = field(default_factory=dict)
-    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
-    monitor: str = LOSS
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)  # of each metric
+    monitor: str = LOSS  # the metric that measures progress, or `loss`
 
     @property
     def value(self) -> float:
@@ -56,33 +47,27 @@ class Evaluation:
 
     @property
     def watched(self) -> float:
-        """The measure of progress: the monitored metric if it has a direction, else the loss."""
+        """The monitored metric if it has a direction, else the loss."""
         return self.loss if self.direction(self.monitor) is None else self.value
 
     def direction(self, name: str) -> bool | None:
-        """Whether higher is better, for a metric or `loss`; None if a metric has no direction."""
+        """Whether higher is better, for a metric or `loss`, or None for a metric without one."""
         return False if name == LOSS else self.higher_is_better.get(name)
 
 
 class NamedMetric:
-    """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
-
-    Each method raises UserCodeError if the metric's code raises.
+    """A user's metric over one validation. Raises UserCodeError if its code does.
 
     Args:
         name: the metric's.
-        code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
+        code: makes a new metric, or is one with `reset()` that is used again (torchmetrics).
         device: where the metric computes, if it can be moved.
-
-    Attributes:
-        merges: whether it has `merge(other)`, which takes in what another one has measured.
-        higher_is_better: None if it has no direction.
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
         self._option = f"metrics.{name}:"
         with UserCode(self._option, code):
-            self._metric: Any = _fresh(code)
+            self._metric: Any = _make_fresh(code)
             if device is not None and hasattr(self._metric, "to"):
                 self._metric = self._metric.to(device)
         for method in ("update", "compute"):
@@ -94,11 +79,12 @@ class NamedMetric:
         if getattr(self._metric, "sync_on_compute", False):
             self._metric.sync_on_compute = False  # torchmetrics' would ask ranks that do not.
         self.name, self._device = name, device
+        # Whether it has `merge(other)`, which adds another rank's measurements.
         self.merges = callable(getattr(self._metric, "merge", None))
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch; UserCodeError if the objective gave no outputs to measure."""
+        """Add one batch. UserCodeError if the objective gave no outputs to measure."""
         if outputs is None:
             raise UserCodeError(
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
@@ -108,7 +94,7 @@ class NamedMetric:
             self._metric.update(outputs, targets)
 
     def merge(self, comm: Comm) -> None:
-        """On rank 0, take in what the metrics of the other ranks have measured."""
+        """Add, on rank 0, the measurements of the other ranks."""
         if comm.size == 1:
             return
         measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
@@ -119,7 +105,7 @@ class NamedMetric:
                 self._metric.merge(other)
 
     def compute(self) -> float:
-        """The value over all batches; UserCodeError if it is not one number."""
+        """Return the value over all batches. UserCodeError if it is not one number."""
         with UserCode(self._option, self._metric):
             value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
@@ -137,19 +123,11 @@ class Metrics:
     Each rank measures its part with a metric that has `merge`. Other metrics run on rank 0, which
     receives every rank's outputs batch by batch, in the order of the samples.
 
-    Args:
-        codes: what makes each, by name, as `NamedMetric` takes it.
-        monitor: the name of the one that tells progress, or `loss`; None: the first one.
-        device: where they compute.
-        comm: the ranks that validate together.
+    Args: as `Evaluator` has them, and the device on which metrics compute.
     """
 
     def __init__(
-        self,
-        codes: Mapping[str, Any],
-        monitor: str | None,
-        device: torch.device,
-        comm: Comm = SINGLE_PROCESS,
+        self, codes: Mapping[str, Any], monitor: str | None, device: torch.device, comm: Comm
     ) -> None:
         self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
@@ -157,7 +135,7 @@ class Metrics:
         self._sent = [metric for metric in self._metrics if comm.size > 1 and not metric.merges]
 
     def update(self, part: tuple[Any, Any] | None) -> None:
-        """Take in one batch: its outputs and targets on this rank; None if it has no samples."""
+        """Add one batch: its outputs and targets on this rank, or None without samples."""
         for metric in self._metrics:
             if part is not None and metric not in self._sent:
                 metric.update(*part)
@@ -171,7 +149,7 @@ class Metrics:
                     metric.update(outputs, targets)
 
     def evaluation(self, sums: Tensor) -> Evaluation:
-        """The result, the same on all ranks.
+        """Return the result, the same on all ranks.
 
         Args:
             sums: of this rank's losses, each times its count, and of the counts: [2] float64.
@@ -189,11 +167,10 @@ class Metrics:
                 {metric.name: metric.higher_is_better for metric in self._metrics},
                 self._monitor,
             )
-        everywhere: Evaluation = self._comm.broadcast_object(evaluation)
-        return everywhere
+        return self._comm.broadcast_object(evaluation)  # type: ignore[no-any-return]
 
 
-def _fresh(code: Any) -> Any:
+def _make_fresh(code: Any) -> Any:
     if isinstance(code, type) or not hasattr(code, "reset"):
         return code()
     code.reset()
@@ -202,22 +179,17 @@ def _fresh(code: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates models.
+    """Evaluates a trainer's model."""
 
-    Attributes:
-        metrics: what makes each metric, by name; see `evaluation.NamedMetric`.
-        monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
-    """
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    monitor: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, see `NamedMetric`
+    monitor: str | None = None  # the metric that measures progress, or `loss`. None: the first
 
     @torch.no_grad()
-    def __call__(self, trainer: "Trainer", loader: "Loader", split: str) -> Evaluation:
-        """The mean loss per sample and the metrics over one pass; the model is left as it was.
+    def __call__(self, trainer: Trainer, loader: Loader, split: str) -> Evaluation:
+        """Return the loss per sample and the metrics over one pass. The model stays as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
-        losses it is their sum; count and metric inputs come from the first. Messages call the
+        losses it is their sum, and count and metric inputs come from the first. Messages call the
         samples `split`.
         """
         device = device_of(trainer.model)
@@ -234,8 +206,8 @@ class Evaluator:
                     sums += self._evaluate_batch(trainer, batch, metrics)
         return metrics.evaluation(sums)
 
-    def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
-        """This rank's losses times their counts, and the counts: [2] float64."""
+    def _evaluate_batch(self, trainer: Trainer, batch: Batch | None, metrics: Metrics) -> Tensor:
+        """Return this rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
         computed = [] if batch is None else self._compute(trainer, batch)
@@ -248,35 +220,10 @@ class Evaluator:
         losses = [weighted(output.loss.double(), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
-    def _compute(self, trainer: "Trainer", batch: Batch) -> list[StepOutput]:
+    def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:
         batch, model = trainer.on_device(batch), trainer.compiled_model
         with trainer.precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]
-
-
-class InBatch:
-    """Context manager in which an error in a user's code names the batch.
-
-    Args:
-        split: `training` or `validation`.
-        epoch, number: of the first batch.
-        count: how many batches a step has.
-        loader: if it has `batch_ids`, they are the indices of the samples.
-    """
-
-    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
-        self._place, self._loader = (split, epoch, number, count), loader
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserCodeError):
-            split, epoch, number, count = self._place
-            last = f" to {number + count - 1}" if count > 1 else ""
-            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
-                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
-                last = f", sample {ids[row]}" if len(ids) == rows else ""
-            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
 
 
 _TIMES_THE_CHANGE = 8.0
@@ -285,13 +232,7 @@ _SHARE_OF_BEST = 0.05
 
 @dataclass
 class Best:
-    """The best value of one metric.
-
-    Attributes:
-        name: the metric, or `loss`; empty before the first validation.
-        value: None before the first finite one.
-        step: `global_step` of its validation.
-    """
+    """The best value of one metric or of `loss`, and the `global_step` of its validation."""
 
     name: str = ""
     value: float | None = None
@@ -300,9 +241,9 @@ class Best:
     def offer(
         self, name: str, value: float, step: int, higher_is_better: bool, by: float = 0.0
     ) -> bool:
-        """Take a value if it is better by more than `by`, and return whether it was.
+        """Take a finite value if it is better by more than `by`, and return whether it was.
 
-        nan and inf never are; the value of another metric than before begins again.
+        A value of another metric than before begins again.
         """
         if name != self.name:
             self.name, self.value, self.step = name, None, None
@@ -319,12 +260,12 @@ class Best:
         return f"{self.value:g}" + ("" if self.step is None else f" (step {self.step})")
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Return all of it, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def saved(cls, state: dict[str, Any]) -> Self:
-        """Continue from what `state_dict` gave."""
+        """Make one from what `state_dict` returned."""
         value, step = state["value"], state["step"]
         return cls(
             str(state["name"]),
@@ -334,13 +275,11 @@ class Best:
 
 
 def much_worse(best: float, values: Sequence[float]) -> bool:
-    """Whether the last validation's value lies far from the run's best one, which is finite."""
+    """Return whether the last validation's value is far from the best one, which is finite."""
     *_, last = values
     if not math.isfinite(last):
         return True
     known = [value for value in values if math.isfinite(value)]
     changes = [abs(b - a) for a, b in pairwise(known)]
-    gap = abs(last - best)
-    return bool(changes) and gap > max(
-        _TIMES_THE_CHANGE * median(changes), _SHARE_OF_BEST * abs(best)
-    )
+    far = max(_TIMES_THE_CHANGE * median(changes or [0.0]), _SHARE_OF_BEST * abs(best))
+    return bool(changes) and abs(last - best) > far

@@ -13,11 +13,11 @@ from mpframe.core.tree import device_of
 
 
 class ExtraState:
-    """What training changes in modules and their `state_dict` does not bring back.
+    """The changes that training makes in modules and their `state_dict` does not bring back.
 
-    These are buffers that are not persistent; buffers of another shape than at the start, which
-    torch refuses; and, in modules with buffers, numbers and flags in plain attributes, such as the
-    pointer of a memory bank. What is as it was at the start is left out: a new model has it.
+    These are non-persistent buffers, buffers whose shape changed (torch refuses those), and, in
+    modules with buffers, numbers and flags in plain attributes, such as the pointer of a memory
+    bank. Values that are as at the start are left out, as a new model has them.
 
     Args:
         model: new, on its device.
@@ -25,24 +25,20 @@ class ExtraState:
 
     def __init__(self, model: nn.Module) -> None:
         self._device, self._places = device_of(model), _places(model)
-        saved = model.state_dict()  # Of what it holds, the shape is enough.
+        saved = model.state_dict()  # For its entries the shape is enough.
         self._start = {
             name: _copy_to(home[key], "meta" if name in saved else "cpu")
             for name, (home, key) in self._places.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, flags and None by name; not copied."""
+        """Return the changed tensors, numbers, flags and None by name, not copied."""
         now = {n: (home, home.get(key)) for n, (home, key) in self._places.items()}
         return {n: v for n, (h, v) in now.items() if _fits(h, v) and _differs(self._start[n], v)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave; what it lacks becomes as it was at the start.
-
-        Raises:
-            CheckpointError: an entry is no buffer or number of this model; nothing is taken.
-        """
+        """Set a state, and all else as at the start. CheckpointError if it is another model's."""
         for name, value in state.items():
             if name not in self._places or not _fits(self._places[name][0], value):
                 raise CheckpointError(
@@ -57,7 +53,7 @@ class ExtraState:
 
 
 def _places(model: nn.Module) -> dict[str, tuple[Any, str]]:
-    """By name where each buffer stands, and each number of a module with buffers; and its key."""
+    """Return, by name, the dict that has each buffer or plain number, and its key there."""
     return {
         f"{prefix}.{key}".lstrip("."): (home, key)
         for prefix, module in model.named_modules()
@@ -69,21 +65,21 @@ def _places(model: nn.Module) -> dict[str, tuple[Any, str]]:
 
 
 def _fits(home: Any, value: Any) -> bool:
-    """Whether a checkpoint may hold this. Nobody can load a jagged tensor."""
+    """Return whether a checkpoint may hold this. Nobody can load a jagged tensor."""
     if "_buffers" in home:  # The `vars` of a module.
         return type(value) in (bool, int, float, type(None))
     return value is None or (isinstance(value, Tensor) and not (value.is_nested or value.is_meta))
 
 
 def _copy_to(value: Any, device: torch.device | str) -> Any:
-    """A copy of a tensor on a device; one on `meta` becomes zeros."""
+    """Return a copy on a device, for a tensor on `meta` zeros."""
     if not isinstance(value, Tensor):
         return value
     return torch.zeros_like(value, device=device) if value.is_meta else value.to(device, copy=True)
 
 
 def _differs(before: Any, now: Any) -> bool:
-    """Whether a buffer or number changed; of a buffer that is kept on `meta`, its shape."""
+    """Return whether a buffer (if kept on `meta`, its shape) or number changed."""
     if not isinstance(before, Tensor) or not isinstance(now, Tensor):
         return type(before) is not type(now) or before != now
     if before.is_meta and now.layout is torch.strided:

@@ -4,9 +4,9 @@
     SIGINT   the user asks, by Ctrl-C
     SIGUSR1  a cluster warns before its time limit; with trainer.requeue the job is put back
 
-While a run trains, the first signal is only noted, and the run stops at the next point between two
-steps. Before training starts there is nothing to save, and it stops at once. Further signals change
-nothing: a checkpoint that is being written is finished.
+The first signal while a run trains is noted, and the run stops at the next point between two steps.
+Before training starts there is nothing to save, and it stops at once. Further signals change
+nothing, so a checkpoint that is being written is finished.
 """
 
 import os
@@ -28,21 +28,16 @@ SIGNALS = tuple(
 
 
 class Interruption(Callback):
-    """Catches the signals within a `with` block; outside the main thread it catches none.
+    """Catches the signals within a `with` block, in the main thread only.
 
     As a run's last callback it ends the run between two steps, or between two validated batches,
     once all others have dealt with the step.
-
-    Attributes:
-        received: the first signal that came, to this rank or to another, or None.
-        raised: whether the signal raised at once, and was not only noted.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.raised = False
-        self._process = os.getpid()
-        self._deferring = False
+        self.received: signal.Signals | None = None  # the first, on this rank or another
+        self.raised = False  # whether it raised at once, and was not only noted
+        self._process, self._deferring = os.getpid(), False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -56,7 +51,7 @@ class Interruption(Callback):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block a signal is noted for `raise_if_received`; outside it raises."""
+        """Only note a signal, for `raise_if_received`, within the block."""
         self._deferring = True
         try:
             yield
@@ -64,19 +59,15 @@ class Interruption(Callback):
             self._deferring = False
 
     def raise_if_received(self) -> None:
-        """Raise RunInterrupted if a signal came."""
         if self.received is not None:
             raise RunInterrupted(self.received)
 
     def on_prediction_step(self, trainer: Trainer) -> None:
-        """Abandon the validation if a signal came; a resumed run validates again."""
-        self._raise_on_all(trainer)
+        """Abandon the validation if a signal came. A resumed run validates again."""
+        self.on_step_end(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Raise RunInterrupted if a signal came, to this rank or to another."""
-        self._raise_on_all(trainer)
-
-    def _raise_on_all(self, trainer: Trainer) -> None:
         if trainer.comm.size > 1:
             (number,) = trainer.comm.max_of([self.received or 0])
             if not number:  # A signal that came since then waits, so that all ranks stop together.
@@ -86,7 +77,7 @@ class Interruption(Callback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process or self.received is not None:
-            return  # A loader's worker, which inherited this handler, works on until it is told.
+            return  # A loader's worker, which inherited this handler, works until it is told.
         self.received = signal.Signals(number)
         if not self._deferring:
             self.raised = True

@@ -1,11 +1,11 @@
 """Optimizers that evaluate the loss themselves, such as LBFGS: their step, and their trainer.
 
-They try points and go back, so their step cannot be taken or skipped as a whole. The losses that
-they compare must not be rounded: fp32 weights, no loss scaling, no clipping. torch's other
-optimizers only run a closure before they step: `MasterWeights.step` does that for them.
+They try points and go back, so their step cannot be skipped as a whole, and the losses that they
+compare must not be rounded: fp32 weights, no loss scaling, no clipping. torch's other optimizers
+only run a closure before they step, which `MasterWeights.step` does for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,20 +26,17 @@ from mpframe.training.trainer import Trainer
 
 
 def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> StepResult:
-    """Make the step of an optimizer that evaluates the loss itself. No such step is ever skipped.
+    """Step an optimizer that evaluates the loss itself, which is never skipped.
 
     Args:
-        masters: the optimizer, as `Precision.prepare` returns it.
-        closure: computes the loss and calls backward; called as often as the optimizer likes.
+        masters: the optimizer, as `Precision.prepare` returns it. ConfigError for half weights.
+        closure: computes the loss and calls backward, as often as the optimizer likes.
 
     Returns:
-        The loss is the optimizer's; amax and norm are of the last evaluation's gradients.
-
-    Raises:
-        ConfigError: there are half weights.
+        The optimizer's loss, amax and norm of the last evaluation's gradients.
     """
     parameters = [p for group in masters.param_groups for p in group["params"]]
-    check_beside_closure(masters.optimizer, half=any(p.dtype in HALF for p in parameters))
+    _check_closure(masters.optimizer, {"half weights": any(p.dtype in HALF for p in parameters)})
     loss = evaluate(lambda: masters.optimizer.step(closure))
     device = parameters[0].device
     last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
@@ -49,29 +46,23 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
     return StepResult(never, last.amax, last.norm(), one, loss=loss, verdict=verdict)
 
 
-def check_beside_closure(
-    optimizer: Optimizer,
-    *,
-    half: bool = False,
-    cast: bool = False,
-    scaled: bool = False,
-    clipped: bool = False,
-    accumulated: bool = False,
-    masked: bool = False,
-) -> None:
-    """Raise ConfigError if half weights or anything else does not go with a closure."""
-    for present, what, way in (
-        (half, "half weights", "dtype=fp32"),
-        (cast, "ops cast to half", "dtype=fp32"),
-        (scaled, "loss scaling", "loss_scaling=none"),
-        (clipped, "clipping", "trainer.clip_norm=null trainer.clip_value=null"),
-        (accumulated, "accumulation", "trainer.accumulate=1"),
-        (masked, "skipping", "callbacks.loss_spikes.policy=warn"),
-    ):
-        if present:
+_WAYS_OUT = {
+    "half weights": "dtype=fp32",
+    "ops cast to half": "dtype=fp32",
+    "loss scaling": "loss_scaling=none",
+    "clipping": "trainer.clip_norm=null trainer.clip_value=null",
+    "accumulation": "trainer.accumulate=1",
+    "skipping": "callbacks.loss_spikes.policy=warn",
+}
+
+
+def _check_closure(optimizer: Optimizer, present: Mapping[str, bool]) -> None:
+    """Raise ConfigError for the first of `_WAYS_OUT` that is present."""
+    for obstacle, way_out in _WAYS_OUT.items():
+        if present.get(obstacle):
             raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: a closure goes without {what}; use {way} "
-                "or an optimizer that takes no closure"
+                f"optimizer={type(optimizer).__name__}: a closure goes without {obstacle}; use "
+                f"{way_out} or an optimizer that takes no closure"
             )
 
 
@@ -84,7 +75,7 @@ class ClosureTrainer(Trainer):
     """
 
     def train_step(self, *batches: Batch) -> StepResult:
-        """One step on one batch; the optimizer evaluates the loss as often as it likes."""
+        """Make one step on one batch, whose loss the optimizer evaluates as often as it likes."""
         batch = self.on_device(*batches)
 
         def closure() -> Tensor:
@@ -109,12 +100,14 @@ class ClosureTrainer(Trainer):
             )
         spikes = spikes_of(self)
         if isinstance(self.optimizer, MasterWeights):
-            check_beside_closure(
+            _check_closure(
                 self.optimizer.optimizer,
-                half=self.precision.policy.mode == "mixed",
-                cast=self.precision.policy.casts,
-                scaled=bool(self.scalers),
-                clipped=(self.plan.clip_norm or self.plan.clip_value) is not None,
-                accumulated=self.plan.accumulate > 1,
-                masked=spikes is not None and spikes.policy != "warn",
+                {
+                    "half weights": self.precision.policy.mode == "mixed",
+                    "ops cast to half": self.precision.policy.casts,
+                    "loss scaling": bool(self.scalers),
+                    "clipping": (self.plan.clip_norm or self.plan.clip_value) is not None,
+                    "accumulation": self.plan.accumulate > 1,
+                    "skipping": spikes is not None and spikes.policy != "warn",
+                },
             )

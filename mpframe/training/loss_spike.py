@@ -2,14 +2,14 @@
 
     spike:  L > factor * median(L of the last 50 applied steps)
 
-The median is used and not the mean, so that one spike does not hide the next. No loss is judged
-before ten steps have been applied, or if the median is not positive, because a factor of it means
-nothing then. A loss that is nan or inf is an overflow and no spike, and its step is skipped anyway.
+The median, unlike the mean, does not let one spike hide the next. No loss is judged before ten
+steps have been applied, or while the median is not positive. A loss that is nan or inf is an
+overflow and no spike, and its step is skipped anyway.
 
-The policy decides what follows: `warn` only reports the spike, `skip` skips the step as after an
-overflow (nothing changes but the loss scale), `stop` skips it and ends the run, `off` judges
-nothing. The loss of a skipped step never enters the median, so a model that broke stays above it,
-and the guard against endless skips ends the run.
+`warn` only reports a spike, `skip` skips the step as after an overflow (nothing changes but the
+loss scale), `stop` skips it and ends the run, `off` judges nothing. The loss of a skipped step
+never enters the median, so a model that broke stays above it, and the guard against endless skips
+ends the run.
 """
 
 import logging
@@ -35,15 +35,8 @@ class LossSpikes(Algorithm):
     """Compares each step's loss with the median of the losses of applied steps.
 
     Args:
-        policy: `off`, `warn`, `skip` or `stop`; the last two leave the step out.
-        factor: how many times the median a loss may be, > 1.
-
-    Raises:
-        ConfigError: one of them is not allowed.
-
-    Attributes:
-        median: 0-d float32, the last loss was compared with it; nan if too few were known.
-        spiked: 0-d bool, the verdict on that loss.
+        policy: `off`, `warn`, `skip` or `stop`, else ConfigError.
+        factor: how many times the median a loss may be, > 1, else ConfigError.
     """
 
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
@@ -55,14 +48,13 @@ class LossSpikes(Algorithm):
                 + f"; {hint}" * bool(hint)
             )
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
-        self.policy = policy
-        self.factor = factor
-        self.median = torch.tensor(torch.nan)
-        self.spiked = torch.tensor(False)
+        self.policy, self.factor = policy, factor
+        self.median = torch.tensor(torch.nan)  # compared with the last loss, or nan
+        self.spiked = torch.tensor(False)  # the verdict on that loss
         self._losses = torch.empty(0)
 
     def judge(self, loss: Tensor) -> Tensor | None:
-        """Whether a loss (0-d) is a spike and its step is to be skipped; None if none ever is."""
+        """Return whether a 0-d loss is a spike to be skipped (0-d bool), or None for `warn`."""
         known = self._losses.to(loss.device)
         few = len(known) < LEAST
         self.median = torch.full_like(loss, torch.nan) if few else known.nanmedian()
@@ -71,23 +63,19 @@ class LossSpikes(Algorithm):
         return None if self.policy == "warn" else self.spiked
 
     def remember(self, loss: Tensor) -> None:
-        """Take in the loss (0-d) of a step that was applied."""
+        """Add the 0-d loss of an applied step to the median's."""
         kept = self._losses[1 - WINDOW :].to(loss.device)
         self._losses = torch.cat([kept, loss.detach().reshape(1)])
 
     def before_update(self, trainer: Trainer, losses: list[Tensor]) -> Tensor | None:
-        """Judge the loss, once it is known whether the step before was applied."""
+        """Judge the loss, after reading whether the step before was applied."""
         if self.policy == "off":
             return None
         trainer.read_verdicts()
         return self.judge(losses[0])
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Remember the loss, unless the step was skipped, and report a spike.
-
-        Raises:
-            DivergedError: the loss is a spike and the policy is `stop`; the step was left out.
-        """
+        """Remember an applied loss and report a spike, for `stop` by DivergedError."""
         if self.policy == "off" or result.loss is None:
             return
         if not result.known.skipped:
@@ -106,11 +94,11 @@ class LossSpikes(Algorithm):
         log.warning("warning: %s%s", text, "; skipped" if self.policy == "skip" else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses the median is taken of, the oldest first: [n], n up to 50."""
+        """Return the losses that the median is over, oldest first: [n], n up to 50."""
         return {} if self.policy == "off" else {"spikes": self._losses.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved losses; a checkpoint of a run that judged none has none."""
+        """Continue from saved losses, which a run that judged none did not save."""
         losses = state.get("spikes")
         if losses is None:
             return
@@ -123,6 +111,6 @@ class LossSpikes(Algorithm):
 
 
 def spikes_of(trainer: Trainer) -> LossSpikes | None:
-    """What judges a trainer's losses; None if nothing does."""
+    """Return the part that judges a trainer's losses, or None."""
     spikes = (a for a in trainer.algorithms.values() if isinstance(a, LossSpikes))
     return next((s for s in spikes if s.policy != "off"), None)

@@ -1,11 +1,10 @@
-"""Saving memory and ordering it: channels last, activation checkpointing, memory kept for a step.
+"""Memory: its order (channels last), activations recomputed, and freed memory kept.
 
-`to_channels_last` puts the channels of 2-d convolution weights last. Only the order in
-memory changes: shapes, names and values stay. What a convolution makes of such a weight has that
-order as well, and so has what follows; so batches need no change.
+`to_channels_last` puts the channels of 2-d convolution weights last. Only the order in memory
+changes. A convolution passes the order on to its output, so batches need no change.
 
 `recompute` keeps no activations of some modules, for a second forward pass (Chen et al. 2016).
-`keep_freed_memory` keeps what a step frees for the next step (glibc on Linux).
+`keep_freed_memory` keeps the memory a step frees for the next step (glibc on Linux).
 """
 
 import ctypes
@@ -29,11 +28,7 @@ _SAFE_CHANNELS = 8
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Store the 4-d weights of `model` in this order, in place.
-
-    Raises:
-        ConfigError: it has none, or one that is not safe in this order.
-    """
+    """Store the 4-d weights in this order. Raises ConfigError if there is none, or it is unsafe."""
     known = (parameter for parameter in model.parameters() if not is_lazy(parameter))
     if not any(parameter.dim() == 4 for parameter in known):
         raise ConfigError(
@@ -51,20 +46,18 @@ def to_channels_last(model: nn.Module) -> None:
 
 
 def _damages_memory(convolution: nn.Conv2d) -> bool:
-    """Whether oneDNN writes past the end of its buffers (seen with torch 2.15 on AVX2)."""
+    """Return whether oneDNN writes past the end of its buffers (torch 2.15 on AVX2)."""
     strided = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
     on_cpu = convolution.weight.device.type == "cpu"
     return on_cpu and strided and convolution.in_channels < _SAFE_CHANNELS
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Make modules of `model` run again in the backward pass, while they are trained.
-
-    Changes them in place; the names of modules and weights stay as they are.
+    """Make modules run again in the backward pass of training, in place and under the same names.
 
     Args:
-        model: whose modules.
-        patterns: of module names, as in `ops.modules`; a module within one that matches runs again
+        model: has the modules.
+        patterns: of module names, as in `ops.modules`. A module inside a matching one runs again
             with it. ConfigError if one matches no module.
     """
     names = [name for name, _ in model.named_modules()]
@@ -76,9 +69,9 @@ def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
             module.forward = _Recomputed(module)
 
 
-# A class and not a function within a function, so that a model can be copied and pickled.
+# A class, so that a model can be copied and pickled.
 class _Recomputed:
-    """The forward pass of a module, with a checkpoint around it where a backward pass follows."""
+    """A module's forward pass, checkpointed if a backward pass follows."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
@@ -91,7 +84,7 @@ class _Recomputed:
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of the first forward pass, and of the second."""
+        """Return the contexts of the first and of the second forward pass."""
         return nullcontext(), _AsFirst(self._module)
 
 
@@ -112,16 +105,16 @@ def _is_within(name: str, other: str) -> bool:
     return name != other and (other == "" or name.startswith(f"{other}."))
 
 
-# <malloc.h>; -1 and 0 are the values with which the manual of mallopt(3) turns both off.
+# <malloc.h>. The manual of mallopt(3) turns both off with -1 and 0.
 _TRIM_THRESHOLD, _NEVER = -1, -1
 _MMAP_MAX, _NONE = -4, 0
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory it frees to its end; False if the C library cannot.
+    """Make this process keep the memory it frees; return whether the C library can.
 
-    The process takes more memory, as what is kept does not always fit what is asked for next:
-    before glibc 2.38 an aligned request, as all of torch's are, seldom fits into a like space.
+    It takes more memory, as kept memory does not always fit the next request: before glibc 2.38 an
+    aligned request, as all of torch's are, seldom does.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,12 +1,12 @@
-"""The trainer of several losses, each lowered by an optimizer of its own, as a GAN's are.
+"""The trainer of several losses, each with its own optimizer, as a GAN's are.
 
     skip="each"    the losses take turns in their order: the second is computed with the weights
                    that the first one's update left, as a generator's after its discriminator's
     skip="all"     all losses are computed with the same weights before any optimizer steps,
                    because no part may move before the verdicts on all losses are known
 
-A loss reaches the parameters of its own part alone: a generator's loss runs through the
-discriminator and leaves no gradient there.
+A loss reaches only its own part: a generator's loss runs through the discriminator and leaves no
+gradient there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.step_result import StepResult
 from mpframe.training.loss_spike import spikes_of
-from mpframe.training.multi_optimizer import MultiOptimizer, joined, largest
+from mpframe.training.multi_optimizer import MultiOptimizer, largest, merge_results
 from mpframe.training.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ class MultiObjectiveTrainer(Trainer):
 
     @property
     def objectives(self) -> list[NamedObjective]:
-        """Every loss of a step, in their order, with its scaler and the parameters it moves."""
+        """A step's losses, in order, each with its scaler and the parameters it trains."""
         each, parts = isinstance(self.scaler, Mapping), self.optimizer.parts
         scaler: Any = self.scaler
         return [
@@ -52,14 +52,13 @@ class MultiObjectiveTrainer(Trainer):
         ]
 
     def train_step(self, *batches: Batch) -> StepResult:
-        """One step of every optimizer on one batch, or on the micro-batches of a window."""
         single = len(batches) == len(self.objective) == 1
         self.comm.begin_step(self.optimizer, self.plan.reduce if single else "after_backward")
         take = self._take_turns if self.optimizer.skip == "each" else self._step_together
         return self.finish_step(take(batches))
 
     def _take_turns(self, batches: Sequence[Batch]) -> StepResult:
-        """Each loss and its optimizer's step, one after the other."""
+        """Make each loss and its optimizer's step, one after the other."""
         shared = _SharedScaler(self.scaler) if "" in self.scalers else None
         results = {}
         for part in self.objectives:
@@ -69,14 +68,14 @@ class MultiObjectiveTrainer(Trainer):
             results[part.name] = replace(result, loss=losses[0])
         if shared is not None:
             shared.flush()
-        return joined(results)
+        return merge_results(results)
 
     def _step_together(self, batches: Sequence[Batch]) -> StepResult:
-        """All losses with the same weights, then one step of all optimizers."""
+        """Compute all losses with the same weights, then step all optimizers."""
         losses = self.accumulate_losses(self.optimizer, self.objectives, batches)
         result = self.update(self.optimizer, self.scaler, losses)
         parts = zip(result.each().items(), losses, strict=True)
-        return joined({name: replace(part, loss=loss) for (name, part), loss in parts})
+        return merge_results({name: replace(part, loss=loss) for (name, part), loss in parts})
 
     def check_fit(self) -> None:
         """Raise ConfigError unless each loss has its optimizer, and its scaler if any has one."""
@@ -102,24 +101,12 @@ class MultiObjectiveTrainer(Trainer):
 
 
 class _SharedScaler:
-    """A scaler that several turns share: updated once a step, with the largest amax of all turns.
-
-    So its scale is the same in all turns of a step.
-    """
+    """A scaler that several turns share at one scale, told once a step the largest amax of all."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler: LossScaler = scaler
         self._amaxes: list[Tensor] = []
-
-    @property
-    def scale(self) -> Tensor:
-        """The present scale."""
-        return self._scaler.scale
-
-    def update(self, amax: Tensor) -> None:
-        """Keep the amax of a turn."""
-        self._amaxes.append(amax)
+        self.scale, self.update = scaler.scale, self._amaxes.append
 
     def flush(self) -> None:
-        """All turns of the step are over: tell the scaler."""
         self._scaler.update(largest(self._amaxes))

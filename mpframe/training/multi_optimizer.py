@@ -1,13 +1,13 @@
 """Several optimizers that make one step: Muon beside AdamW, a generator's beside a discriminator's.
 
-Each part is a `MasterWeights` over parameters of its own. They share the verdict:
+Each part is a `MasterWeights` with its parameters. They share the verdict:
 
     skip="all"     no part moves unless the gradients of all are finite
     skip="each"    a part with finite gradients moves, even if others have none
 
-and what was scaled together. Parts that lower one loss went through one backward pass, so they
-have one scale, and are clipped together by the norm of all their gradients. Parts with losses of
-their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
+Parts that lower one loss share its backward pass: one scale, clipped together by the norm of all
+their gradients. Parts with a loss each are scaled and clipped apart. One scaler that they share is
+told the largest gradient of any.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,19 +28,20 @@ from mpframe.core.step_result import StepResult, Verdict, read
 
 SKIPS = ("all", "each")
 _OfParts = Tensor | float | Mapping[str, Tensor | float]
+_Tensors = Mapping[str, Tensor]
+_Grads = Mapping[str, Gradients]
 
 
 class MultiOptimizer:
-    """Optimizers that step together; it is used as one `MasterWeights` is.
+    """Optimizers that step together, used as one `MasterWeights` is.
 
     Args:
-        parts: by name; no parameter in two of them, all on one device.
+        parts: by name, no parameter in two of them, all on one device, none with a closure.
         skip: `all` or `each`, see above.
-        own_losses: each part lowers a loss of its own, named as it is.
+        own_losses: each part lowers the loss that has its name.
 
     Raises:
-        ConfigError: `skip` is another word; two parts have a parameter in common, or are on
-            different devices; or a part needs a closure.
+        ConfigError: the parts do not fit together, or `skip` is another word.
     """
 
     needs_closure = False
@@ -50,52 +51,39 @@ class MultiOptimizer:
     ) -> None:
         if skip not in SKIPS:
             hint = nearest(skip, SKIPS)
-            raise ConfigError(
-                f"optimizer.skip={skip}: must be all or each" + f"; {hint}" * bool(hint)
-            )
+            hint = f"; {hint}" * bool(hint)
+            raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
         _check_parts(parts)
-        self.parts = dict(parts)
-        self.skip = skip
-        self.own_losses = own_losses
+        self.parts, self.skip, self.own_losses = dict(parts), skip, own_losses
 
     @property
     def param_groups(self) -> list[Any]:
-        """The groups of all parts, in their order."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that the parts move, part by part."""
         return [parameter for part in self.parts.values() for parameter in part.parameters]
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         for part in self.parts.values():
             if part.holds(parameter):
                 return part.master_of(parameter)
         raise KeyError(parameter)
 
     def set_comm(self, comm: Comm) -> None:
-        """Step together with other ranks; see `MasterWeights.comm`."""
         for part in self.parts.values():
             part.set_comm(comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and masters, and the accumulated ones."""
         for part in self.parts.values():
             part.zero_grad(set_to_none)
 
     @torch.no_grad()
     def accumulate(self, scale: _OfParts = 1.0, count: _OfParts = 1) -> Tensor:
-        """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
+        """As `MasterWeights.accumulate`, with a scale and a count for all, or for each by name.
 
-        Args:
-            scale: the loss scale of the backward pass, or each part's.
-            count: how many samples the loss is the mean of, or each part's; see `MasterWeights`.
-
-        Returns:
-            0-d fp32, the largest amax; if it is inf or nan, parts dropped the micro-batch: all
-            of them with skip="all", those that overflowed with skip="each".
+        If the returned amax is inf or nan, parts dropped the micro-batch: with skip="all" all of
+        them, with skip="each" those that overflowed.
         """
         collected = {
             name: part.collect_grads(_of(scale, name), _of(count, name))
@@ -109,10 +97,7 @@ class MultiOptimizer:
             self.parts[name].accumulator.add(gradients)
         return amax
 
-    def set_reduced_grads(
-        self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
-    ) -> None:
-        """Set the gradients of a step, averaged over the ranks, by parameter."""
+    def set_reduced_grads(self, means: Mapping[Tensor, Tensor], amax: Any, before: Any) -> None:
         for part in self.parts.values():
             part.set_reduced_grads(means, None, before)  # Each computes its own amax.
 
@@ -128,20 +113,13 @@ class MultiOptimizer:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
 
         Args:
-            scaler: scaled this step's loss or losses; by part if they have one each. Or a closure
-                that computes the loss and calls backward: it is called once, before the step.
-            max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
-                finite.
-            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
-                and finite.
-            skip_mask: 0-d bool; True skips every part whatever its gradients are.
+            scaler: of this step's loss or losses, by name if each has one. Or a closure that
+                computes the loss and calls backward, once, before the step.
+            max_norm, max_value: as for `MasterWeights.step`, from which ConfigErrors come as well.
+                The norm is of all gradients that were scaled together.
+            skip_mask: 0-d bool, true to skip every part.
 
-        Returns:
-            The step of all, and by part. Afterwards no parameter has a gradient.
-
-        Raises:
-            ConfigError: a second step without new gradients in any part; `max_norm` or
-                `max_value` out of its range, or both given.
+        Returns the step of all, and by part. Afterwards no parameter has a gradient.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
         scaling: Any = None if is_closure(scaler) else scaler
@@ -170,22 +148,16 @@ class MultiOptimizer:
                 skipped, gradients.amax, norm, used, gradients.dropped, None, verdicts[name]
             )
         _update_scalers(scaling, grads)
-        return replace(joined(results), loss=loss)
+        return replace(merge_results(results), loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every part, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def inner_state_dict(self) -> dict[str, Any]:
-        """Return the state without masters, which are kept by name beside it."""
         return {name: part.inner_state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            CheckpointError: it is of other parts, or a part's is of other parameters.
-        """
+        """Load what `state_dict` returned. Raises CheckpointError if it is of other parts."""
         if set(state) != set(self.parts):
             raise CheckpointError(
                 f"optimizer.parts: the checkpoint has {', '.join(sorted(map(str, state)))}, this "
@@ -195,37 +167,23 @@ class MultiOptimizer:
             part.load_state_dict(state[name])
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
         named: dict[str, Tensor] = {}
         for part in self.parts.values():
             named |= part.masters_by_name(model)
         return named
 
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
-
-        Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
-        """
         load_weights(model, self.masters_by_name(model), weights)
 
-    def _skips(
-        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return which parts skip. A norm beyond fp32's range would clip each gradient to zero."""
+    def _skips(self, grads: _Grads, norms: _Tensors) -> dict[str, Tensor]:
+        """Return which parts skip. Clipping by an infinite norm would make gradients zero."""
         bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         if self.skip == "all":
             bad = dict.fromkeys(bad, torch.stack([*bad.values()]).any())
         return bad
 
-    def _clip(
-        self,
-        grads: Mapping[str, Gradients],
-        norms: Mapping[str, Tensor],
-        skips: Mapping[str, Tensor],
-        max_norm: float,
-    ) -> None:
+    def _clip(self, grads: _Grads, norms: _Tensors, skips: _Tensors, max_norm: float) -> None:
         # A part that skips must not spoil the others' norm with its inf.
         clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
         together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
@@ -233,8 +191,8 @@ class MultiOptimizer:
             gradients.clip(clean[name] if self.own_losses else together, max_norm)
 
 
-def joined(results: Mapping[str, StepResult]) -> StepResult:
-    """Return the result of a step over all its parts."""
+def merge_results(results: Mapping[str, StepResult]) -> StepResult:
+    """Merge the results of all parts into the step's."""
     parts = list(results.values())
     dropped = [part.dropped for part in parts if part.dropped is not None]
     losses = [part.loss for part in parts if part.loss is not None]
@@ -285,8 +243,8 @@ def _of(given: Any, name: str) -> Any:
     return given[name] if isinstance(given, Mapping) else given
 
 
-def _update_scalers(scaler: Any, grads: Mapping[str, Gradients]) -> None:
-    """Give each scaler its part's amax; one that is shared gets the largest, once."""
+def _update_scalers(scaler: Any, grads: _Grads) -> None:
+    """Give each scaler its part's amax, a shared one the largest, once."""
     amax = {n: g.amax if g.scaler_amax is None else g.scaler_amax for n, g in grads.items()}
     if isinstance(scaler, Mapping):
         for name, of_part in scaler.items():
@@ -322,5 +280,5 @@ def _device(part: MasterWeights) -> torch.device:
 
 
 def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
-    """Return the optimizers that make one step, by name; a single one is named ""."""
+    """Return the optimizers that make one step, by name, "" for a single one."""
     return optimizer.parts if isinstance(optimizer, MultiOptimizer) else {"": optimizer}

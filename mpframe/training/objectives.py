@@ -19,11 +19,8 @@ def cross_entropy(
     """Cross-entropy of logits [N, classes, ...] and classes, or probabilities of classes.
 
     Args:
-        weight: of each class, >= 0 and finite; None: all 1.
+        weight: of each class, >= 0 and finite, else ConfigError. None: all 1.
         label_smoothing: the share of each target that is spread over all classes, 0 to 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
     """
     if weight is not None and not all(math.isfinite(one) and one >= 0 for one in weight):
         raise ConfigError(f"objective.weight={list(weight)}: must be finite numbers >= 0, or null")

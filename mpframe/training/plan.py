@@ -1,4 +1,4 @@
-"""How long a run lasts, and how far it has come: the numbers that control the trainer's loop."""
+"""How long a run lasts, and how far it has come."""
 
 import math
 from collections.abc import Mapping
@@ -12,45 +12,29 @@ from mpframe.core.trainer import StepOptions
 
 @dataclass(frozen=True)
 class Plan(StepOptions):
-    """How long to train and how often to look, beside the options of a step.
+    """How long to train and how often to look, beside the options of a step."""
 
-    Attributes:
-        epochs: passes over the data, >= 1.
-        max_steps: stop after this many optimizer steps; None: after the epochs.
-        accumulate: micro-batches per step, >= 1.
-        eval_every: steps between validations; None: after each epoch.
-    """
-
-    epochs: int = 1
-    max_steps: int | None = None
-    accumulate: int = 1
-    eval_every: int | None = None
+    epochs: int = 1  #: passes over the data, >= 1
+    max_steps: int | None = None  #: stop after this many optimizer steps, or None: after the epochs
+    accumulate: int = 1  #: micro-batches per step, >= 1
+    eval_every: int | None = None  #: steps between validations, or None: after each epoch
 
     def total_steps(self, batches: int) -> int:
-        """Planned optimizer steps at `batches` micro-batches per epoch."""
+        """Return the planned optimizer steps at `batches` micro-batches per epoch."""
         planned = self.epochs * math.ceil(batches / self.accumulate)
         return planned if self.max_steps is None else min(planned, self.max_steps)
 
     def numbers(self, batches: int) -> dict[str, int]:
-        """The numbers that a schedule may need, each at least 1.
+        """Return the numbers that a schedule may need, each at least 1, for `batches` an epoch.
 
-        Args:
-            batches: micro-batches per epoch.
-
-        Returns:
-            `total_steps`, `epochs` (the last one perhaps in part) and `steps_per_epoch`.
+        These are `total_steps`, `epochs` (the last one perhaps in part) and `steps_per_epoch`.
         """
         total = max(1, self.total_steps(batches))
         each = max(1, math.ceil(batches / self.accumulate))
         return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
 
     def steps_left(self, progress: "Progress", batches: int) -> int:
-        """Steps to the planned end if none of them is skipped, from where a run stands.
-
-        Args:
-            progress: where it stands.
-            batches: micro-batches per epoch.
-        """
+        """Return the steps to the planned end if none is skipped, at `batches` an epoch."""
         epochs, present = self.epochs - progress.epoch, batches - progress.batch
         if epochs <= 0:
             return 0
@@ -63,31 +47,19 @@ class Plan(StepOptions):
 
 @dataclass
 class Progress:
-    """Where a run stands; all of it is in a checkpoint.
+    """How far a run has come, as a checkpoint keeps it."""
 
-    Attributes:
-        steps: optimizer steps that were applied.
-        skipped: steps that were not.
-        pending: steps of which the host does not know yet whether they were applied; 0 while the
-            callbacks are told of a step, and in a checkpoint.
-        skipped_in_a_row: skipped steps since the last applied one; of several optimizers, of the
-            one that skipped most.
-        dropped: micro-batches left out of an accumulated step.
-        epoch: passes completed.
-        batch: micro-batches of the present pass that were used.
-        validated: global_step at the last validation; 0 before the first.
-        part_skips: skipped steps of each optimizer, where there are several.
-        part_skips_in_a_row: of each, since its last applied step.
-    """
-
-    steps: int = 0
-    skipped: int = 0
+    steps: int = 0  #: optimizer steps that were applied
+    skipped: int = 0  #: optimizer steps that were not
+    #: Steps of which the host does not know yet whether they were applied. It is 0 when callbacks
+    #: hear of a step, and in a checkpoint.
     pending: int = 0
-    skipped_in_a_row: int = 0
-    dropped: int = 0
-    epoch: int = 0
-    batch: int = 0
-    validated: int = 0
+    skipped_in_a_row: int = 0  #: since the last applied step, by the optimizer that skipped most
+    dropped: int = 0  #: micro-batches left out of an accumulated step
+    epoch: int = 0  #: passes completed
+    batch: int = 0  #: micro-batches used of the present pass
+    validated: int = 0  #: global_step at the last validation
+    #: The same for each of several optimizers.
     part_skips: dict[str, int] = field(default_factory=dict)
     part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
@@ -98,7 +70,7 @@ class Progress:
 
     @property
     def mostly_skipped(self) -> str | None:
-        """A line where more steps were skipped than applied; None otherwise."""
+        """A line if more steps were skipped than applied, else None."""
         if self.skipped <= self.steps:
             return None
         steps = "step" if self.steps == 1 else "steps"
@@ -109,11 +81,7 @@ class Progress:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self:
-        """The progress that a checkpoint holds.
-
-        Raises:
-            CheckpointError: a count is not a whole number >= 0.
-        """
+        """Make the progress that a checkpoint holds. Raises CheckpointError for a wrong count."""
         for name, value in state.items():
             for count in value.values() if isinstance(value, dict) else (value,):
                 if type(count) is not int or not 0 <= count < 2**53:
@@ -123,13 +91,13 @@ class Progress:
         return cls(**state)
 
     def count_batches(self, used: int, per_epoch: int) -> None:
-        """Move on by the micro-batches of a step; behind the last one the next pass begins."""
+        """Add the micro-batches of a step, the last of which ends the pass."""
         self.batch += used
         if self.batch >= per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def count_step(self, result: StepResult) -> None:
-        """Count a step whose verdict is known; it is applied if one of its optimizers moved."""
+        """Count a step whose verdict is known. It is applied if one of its optimizers moved."""
         skipped, dropped = result.verdict or result.known
         self.steps += not skipped
         self.skipped += skipped

@@ -1,7 +1,7 @@
 """A model's outputs as columns of a table, one row a sample.
 
-It takes the place of a metric in an evaluation, so that predictions are made as the numbers of an
-evaluation are: with the same weights, formats and batches.
+It takes the place of a metric, so predictions have the weights, formats and batches of an
+evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ class Predictions:
 
     Args:
         write: called with the columns of each batch, in order.
-        samples: the name of each sample; None: samples are numbered.
-        outputs: `class`, `probabilities` or `raw`; None: the class if the targets are class
+        samples: the name of each sample. None: samples are numbered.
+        outputs: `class`, `probabilities` or `raw`. None: the class if the targets are class
             numbers or the classes have names, else raw.
         class_names: in the order of the numbers.
-        targets: whether to write them, where there is one number a sample.
+        targets: whether to write them, if there is one number a sample.
     """
 
     higher_is_better = None
@@ -51,12 +51,7 @@ class Predictions:
         self._columns: list[str] | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Write one batch.
-
-        Raises:
-            ConfigError: the outputs do not fit `outputs`, have no row for each sample, or have
-                other columns than the batch before.
-        """
+        """Write one batch. ConfigError if it does not fit `outputs`, the samples or the table."""
         _refuse_lists_of_samples(outputs)
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
@@ -83,7 +78,7 @@ class Predictions:
         self.count += size
 
     def compute(self) -> float:
-        """How many samples there were: the value of a metric, which nobody reads."""
+        """Return the number of samples, as the value of a metric, which nobody reads."""
         return float(self.count)
 
     def _classes(self, logits: Tensor, with_probabilities: bool) -> Columns:
@@ -118,7 +113,7 @@ def _shapes(named: dict[str, Tensor]) -> str:
 
 
 def _refuse_lists_of_samples(outputs: Any) -> None:
-    """Refuse what detectors give: how many boxes there are is not how many samples."""
+    """Refuse a detector's outputs: how many boxes there are is not how many samples."""
     if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
         raise ConfigError(
             f"outputs: the model gives {described(outputs)}, as detectors do, and a table has a "
@@ -137,7 +132,7 @@ def _samples_in(named: dict[str, Tensor]) -> int:
 
 
 def _raw(named: dict[str, Tensor]) -> Columns:
-    """Every number of a sample in a column of its own, named by its place."""
+    """Return a column for each number of a sample, named by its place."""
     count = sum(tensor[0].numel() for tensor in named.values())
     if count > _MOST_COLUMNS:
         raise ConfigError(

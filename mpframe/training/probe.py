@@ -1,17 +1,16 @@
-"""One backward pass before step 1 that tells how large the gradients are.
+"""One backward pass before step 1, to measure how large the gradients are.
 
-To find a first scale by trial costs a skipped step for every octave that it is too high. The probe
+Finding a first scale by trial costs a skipped step for every octave that it is too high. The probe
 runs the first batch once in fp32, which does not overflow, and measures
 
     a = max |dL/dy|, |dL/dw|      over the outputs y of all modules and all weights w
 
-The gradients of the activations count too: at a scale s they must fit into half as s dL/dy, and
-they are often the larger ones.
+The gradients of the activations, often the larger ones, must also fit into half as s dL/dy.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -43,20 +42,23 @@ def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None
 
 
 def probe_amax(model: nn.Module, objective: Objective, precision: Precision, batch: Any) -> Tensor:
-    """The largest gradient of the unscaled loss on a batch; the model is left as it was.
+    """Return the largest gradient of the unscaled loss on a batch, 0-d float32, inf or nan.
 
     Args:
-        model: as trained; its buffers, plain attributes and the random generators are put back.
+        model: as trained. Buffers, plain attributes and the random generators are put back.
         objective: computes the loss.
         precision: the mode the model was prepared with.
-        batch: what the objective takes, on the model's device.
-
-    Returns:
-        0-d float32; inf or nan if fp32 overflows too.
+        batch: on the model's device, as the objective takes it.
     """
-    seen = _Largest()
-    probe(model, objective, precision, batch, seen.add)
-    return seen.value()
+    amaxes: list[Tensor] = []
+
+    def see(gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel():
+            amaxes.append(values.detach().abs().max().float())
+
+    probe(model, objective, precision, batch, see)
+    return torch.stack(amaxes).max() if amaxes else torch.zeros(())
 
 
 def probe(
@@ -66,14 +68,12 @@ def probe(
     batch: Any,
     see: Callable[[Tensor], None],
 ) -> None:
-    """Show `see` every gradient of the unscaled loss on a batch; the model is left as it was.
+    """Call `see` with each gradient of the unscaled loss: every module's output, then parameters.
 
-    Args:
-        model, objective, precision, batch: as for `probe_amax`.
-        see: called with the gradient of each module's output, then of each parameter.
+    The arguments are `probe_amax`'s, and the model is left as it was.
     """
     with preserve_state(model), _wide_weights(model):
-        with _outputs_seen(model, see), _all_fp32(precision).cast():
+        with _watch_outputs(model, see), _all_fp32(precision).cast():
             loss = compute(objective, model, batch).loss
             with UserCode("model: the backward pass of", model):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -85,9 +85,9 @@ def probe(
 
 @contextmanager
 def _wide_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block half weights and buffers are fp32, and so are the weights' gradients.
+    """Make half weights and buffers fp32 within the block, and so the weights' gradients.
 
-    Otherwise an op in no list, such as a batch norm beside half weights, would mix formats.
+    An op in no list, such as a batch norm beside half weights, would mix formats.
     """
     half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALF]
     stored = [tensor.data for tensor in half]
@@ -100,40 +100,23 @@ def _wide_weights(model: nn.Module) -> Iterator[None]:
             tensor.data = narrow
 
 
-class _Largest:
-    """The largest magnitude of some gradients."""
-
-    def __init__(self) -> None:
-        self._values: list[Tensor] = []
-
-    def add(self, gradient: Tensor) -> None:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if values.numel():
-            self._values.append(values.detach().abs().max().float())
-
-    def value(self) -> Tensor:
-        return torch.stack(self._values).max() if self._values else torch.zeros(())
-
-
 @contextmanager
-def _outputs_seen(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within the block every module's output reports its gradient."""
+def _watch_outputs(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make every module's output report its gradient within the block."""
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(see)  # type: ignore[no-untyped-call]
 
-    handles = [module.register_forward_hook(watch) for module in model.modules()]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_hook(watch).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _all_fp32(precision: Precision) -> Precision:
-    """The same lists with nothing allowed in half: every listed op widens its inputs."""
+    """Return the same lists with nothing allowed in half: every listed op widens its inputs."""
     ops = precision.policy.ops
     wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
     return Precision("amp", precision.policy.half, ops=wide)

@@ -1,29 +1,21 @@
-"""The check that all ranks of a run hold the same: before its first step, and at each checkpoint.
+"""The check that all ranks hold the same, before the first step and at each checkpoint.
 
-Ranks that train together stay the same as long as nobody else writes their weights. If they drift
-apart, nothing else fails: each trains a model of its own, and their average means nothing.
+Ranks stay the same as long as nothing else writes their weights. If they drift apart, nothing else
+fails: each trains its own model, and their average means nothing.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
-
-if TYPE_CHECKING:
-    from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 
-def refuse_other_start(trainer: "Trainer", resume: str) -> None:
-    """Refuse ranks that do not begin at the same step with the same weights.
-
-    Raises:
-        CheckpointError: they go on from different steps; `resume` is the option.
-        UserCodeError: the model begins otherwise on one of them.
-    """
+def refuse_other_start(trainer: Trainer, resume: str) -> None:
+    """Raise CheckpointError or UserCodeError if ranks begin at other steps or weights."""
     if trainer.comm.size == 1:
         return
     steps = trainer.comm.broadcast_object(trainer.comm.gather_object(trainer.progress.global_step))
@@ -37,7 +29,7 @@ def refuse_other_start(trainer: "Trainer", resume: str) -> None:
 
 
 def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UserCodeError with the first weight that is another one on a rank, before step 1."""
+    """Raise UserCodeError with the first weight that differs between ranks before step 1."""
     differs = _first_difference(comm, named)
     if differs is not None:
         raise UserCodeError(
@@ -46,7 +38,7 @@ def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> Non
         )
 
 
-def refuse_drift(trainer: "Trainer") -> None:
+def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
@@ -60,7 +52,7 @@ def refuse_drift(trainer: "Trainer") -> None:
 
 @torch.no_grad()
 def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """A clause on the first tensor that is another one on a rank than on rank 0."""
+    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
     alike = {name: value for name, value in named if not is_sharded(value)}
     mine = [float(value.double().sum()) for value in alike.values()]
     sums = comm.broadcast_object(comm.gather_object(mine))

@@ -1,4 +1,4 @@
-"""What a run hands to its callbacks: set up with it before the training, torn down after it."""
+"""A run as its callbacks see it, and their setup and teardown around the training."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -6,52 +6,35 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpframe.core.callback import Callback, Callbacks, run_callbacks
 from mpframe.data.loading import Loader
 from mpframe.tracking.tracker import Tracker
-
-if TYPE_CHECKING:
-    from mpframe.training.callbacks.results import Results
-    from mpframe.training.callbacks.throughput import Throughput
-    from mpframe.training.trainer import Trainer
+from mpframe.training.callbacks.results import Results
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a callback may know and use of its run.
+    """The parts of a run that a callback may read and use."""
 
-    Attributes:
-        folder: the run's folder; exists, and a callback may write files into it.
-        config: the resolved options as YAML, without secrets.
-        identity: a name that no other run has; a resumed run keeps it.
-        tracker: writes to TensorBoard.
-        train: the loader of the training data, `len(train)` batches an epoch.
-        throughput: samples and seconds of the training so far.
-        results: the last loss, the last validation and the best one.
-        usage: what a stranger must know to use the weights, as JSON values; see run/description.py.
-    """
-
-    folder: Path
-    config: str
-    identity: str
-    tracker: Tracker
-    train: Loader
-    throughput: "Throughput"
-    results: "Results"
-    usage: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path  # exists, and a callback may write files into it
+    config: str  # the resolved options as YAML, without secrets
+    identity: str  # a name that no other run has, and that a resumed run keeps
+    tracker: Tracker  # writes to TensorBoard
+    train: Loader  # of the training data, `len(train)` batches an epoch
+    throughput: Throughput  # samples and seconds of the training so far
+    results: Results  # the last loss, the last validation and the best one
+    usage: Mapping[str, Any] = field(default_factory=dict)  # JSON values, see run/description.py
 
 
 @contextmanager
-def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
-    """Around the training: `setup` of each callback before it, `teardown` after it.
-
-    Raises:
-        UserCodeError: a user's callback raised, and nothing else did before.
-    """
+def set_up(trainer: Trainer, context: Any) -> Iterator[None]:
+    """Call `setup` of each callback before the block, and `teardown` after it."""
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
             run_callbacks({name: callback}, "setup", trainer, context)
@@ -60,12 +43,7 @@ def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
 
 
 def _tear_down(
-    trainer: "Trainer",
-    name: str,
-    callback: Callback,
-    kind: object,
-    error: BaseException | None,
-    trace: object,
+    trainer: Trainer, name: str, callback: Callback, kind: Any, error: Any, trace: Any
 ) -> None:
     try:
         run_callbacks({name: callback}, "teardown", trainer, error)
@@ -76,10 +54,10 @@ def _tear_down(
 
 
 def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has one, by its name."""
+    """Return the state of each callback that has one, by its name."""
     return run_callbacks({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
 
 
 def has_state(callback: Callback) -> bool:
-    """Whether a checkpoint is to keep anything of a callback."""
+    """Whether a checkpoint keeps any state of a callback."""
     return type(callback).state_dict is not Callback.state_dict

@@ -2,13 +2,17 @@
 
 Each function makes one of torch's schedules for an optimizer, and has a file in conf/scheduler/.
 `poly`, `exponential`, `transformer` and `piecewise_constant` are OpenSeq2Seq's: factors on every
-group's learning rate, by the number t of the steps before, 0 for the first one. An argument out of
-its range raises ConfigError.
+group's learning rate, by the number t of the steps before, 0 for the first one. Arguments that
+several have (any one out of its range raises ConfigError):
 
-Any other class of torch, timm or Hugging Face works as well. `PlannedSchedule` lets a resumed run
-follow the schedule of its new plan. `Schedules` steps each after every optimizer step that was not
-skipped; torch's `ReduceLROnPlateau` is stepped after every validation, with the metric if that has
-a direction, else with the loss.
+    total_steps    planned optimizer steps, >= 1
+    warmup         share of the steps in which the rate rises, 0 to 1
+    min_factor     the lowest learning rate of each group as a fraction of its first, 0 to 1
+    unit           optimizer steps in a unit, >= 1
+
+Any other class of torch, timm or Hugging Face works as well. `PlannedSchedule` makes a resumed run
+follow the schedule of its new plan. `Schedules` steps each after every applied optimizer step, and
+torch's `ReduceLROnPlateau` after every validation.
 """
 
 import logging
@@ -36,29 +40,22 @@ from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.user_code import UserCode
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.trainer import Trainer, load_states, states_of
+from mpframe.training.trainer import Trainer, load_states
 
 log = logging.getLogger(__name__)
 
 _COUNT = Range(low=1)
-_DECAY = Range(above=0.0, high=1.0)
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
-    """The optimizer's own learning rate throughout."""
+    """Keep the optimizer's learning rate throughout."""
     return ConstantLR(optimizer, factor=1.0)
 
 
 def warmup_cosine(
     optimizer: Optimizer, total_steps: int, warmup: float = 0.1, min_factor: float = 0.0
 ) -> LRScheduler:
-    """Linear warm-up to the learning rate, then half a cosine down.
-
-    Args:
-        total_steps: planned optimizer steps, >= 1.
-        warmup: share of the steps in which the rate rises, 0 to 1.
-        min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
-    """
+    """Rise linearly to the learning rate, then fall by half a cosine."""
     _require(FRACTION, "a fraction", warmup=warmup, min_factor=min_factor)
     rising = int(total_steps * warmup)
     falling = max(1, total_steps - rising)
@@ -70,7 +67,7 @@ def warmup_cosine(
 
 
 def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
-    """Half a cosine from each group's learning rate down to a fraction of it."""
+    """Fall by half a cosine from each group's learning rate to a fraction of it."""
     if not min_factor:
         return CosineAnnealingLR(optimizer, T_max=steps)
 
@@ -81,13 +78,9 @@ def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
 
 
 def onecycle(optimizer: Optimizer, total_steps: int, **options: Any) -> LRScheduler:
-    """torch's 1cycle policy with the optimizer's learning rate as its peak.
+    """Follow torch's 1cycle policy (with its `options`), the optimizer's learning rate its peak.
 
-    The momentum, or the first of `betas`, goes the other way: it falls while the rate rises.
-
-    Args:
-        total_steps: planned optimizer steps, >= 1.
-        options: further arguments of torch's `OneCycleLR`, such as `pct_start`.
+    The momentum, or the first of `betas`, falls while the rate rises.
     """
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
     # One step more than planned: the schedule is advanced after the last step as well.
@@ -102,18 +95,15 @@ def poly(
     min_factor: float = 0.0,
     begin: float = 0.0,
 ) -> LRScheduler:
-    """Linear warm-up over w steps, then from step b on a power of what is left of the run.
+    """Rise linearly over w steps, then fall from step b on by a power of the rest of the run.
 
         t < w:  (t + 1) / (w + 1)
         t < b:  1
         else:   min_factor + (1 - min_factor) * (1 - (t - b) / (total_steps - b))^power
 
     Args:
-        total_steps: planned optimizer steps, >= 1.
-        power: > 0; 1 falls in a line, 2 steeply at first.
-        warmup: share of the steps in which the rate rises, 0 to 1.
-        min_factor: the last learning rate as a fraction of the first, 0 to 1.
-        begin: share of the steps before the rate falls, 0 to 1; at least the warm-up.
+        power: > 0. 1 falls in a line, 2 steeply at first.
+        begin: share of the steps before the rate falls, 0 to 1, at least the warm-up.
     """
     _require(POSITIVE, power=power)
     _require(FRACTION, "a fraction", warmup=warmup, min_factor=min_factor, begin=begin)
@@ -139,20 +129,17 @@ def exponential(
     min_factor: float = 0.0,
     unit: int = 1,
 ) -> LRScheduler:
-    """The rate times `factor` for each `every` that has passed since `begin`.
+    """Multiply the rate by `factor` for each `every` that has passed since `begin`.
 
         t < begin:  1
         else:       max(min_factor, factor^((t - begin) / every))
 
     Args:
         factor: > 0 and <= 1.
-        every: in units, > 0.
-        begin: in units, >= 0.
-        staircase: the exponent is rounded down, so the rate falls in steps.
-        min_factor: the lowest learning rate as a fraction of the first, 0 to 1.
-        unit: optimizer steps in a unit, >= 1.
+        every, begin: in units, > 0 and >= 0.
+        staircase: round the exponent down, so that the rate falls in steps.
     """
-    _require(_DECAY, factor=factor)
+    _require(Range(above=0.0, high=1.0), factor=factor)
     _require(POSITIVE, every=every)
     _require(NOT_NEGATIVE, begin=begin)
     _require(_COUNT, unit=unit)
@@ -174,17 +161,15 @@ def transformer(
     coefficient: float = 1.0,
     max_factor: float | None = None,
 ) -> LRScheduler:
-    """The schedule of "Attention Is All You Need" (2017), also called noam.
+    """Follow "Attention Is All You Need" (2017), or noam. A rate of 1 or 2 is usual.
 
         coefficient / sqrt(d_model) * min((t + 1) / w^1.5, 1 / sqrt(t + 1))    for w = warmup_steps
 
-    A learning rate of 1 or 2 is usual.
-
     Args:
         d_model: width of the model, >= 1.
-        warmup_steps: steps in which the rate rises, >= 1; less is taken for 1.
-        coefficient: a factor on all, > 0.
-        max_factor: a bound on the factor, > 0; None: there is none.
+        warmup_steps: steps in which the rate rises, at least 1.
+        coefficient: > 0.
+        max_factor: a bound on the whole factor, > 0, or None.
     """
     most = math.inf if max_factor is None else max_factor
     _require(_COUNT, d_model=d_model)
@@ -203,12 +188,11 @@ def transformer(
 def piecewise_constant(
     optimizer: Optimizer, boundaries: Sequence[float], factors: Sequence[float], unit: int = 1
 ) -> LRScheduler:
-    """The learning rate itself up to the first boundary, then its product with factor after factor.
+    """Keep the learning rate up to the first boundary, then multiply it by factor after factor.
 
     Args:
-        boundaries: in units, rising; the step that begins at a boundary has the new rate.
-        factors: one for each boundary, >= 0; all are of the first rate.
-        unit: optimizer steps in a unit, >= 1.
+        boundaries: in units, rising. The step that begins at a boundary has the new rate.
+        factors: one for each boundary, >= 0, of the first rate.
     """
     if len(boundaries) != len(factors):
         raise ConfigError(
@@ -235,25 +219,18 @@ def _steps(units: float, unit: int) -> float:
 class Schedule(Protocol):
     """Sets the learning rates of an optimizer's groups, as torch's schedules do."""
 
-    def step(self) -> None:
-        """One optimizer step was applied."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that its future depends on, as tensors, numbers and text."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class PlannedSchedule:
-    """A schedule that a run resumes, or replays if it is planned otherwise.
+    """A schedule that a run resumes, or replays under another plan.
 
-    A state saved with the same arguments is loaded. If an argument differs, such as the length, a
-    new schedule takes as many steps as were applied: from there on the rates are those of the new
-    plan, whatever kind of schedule it is. The optimizer's learning rates stay the saved ones.
-
-    Skipped steps move no schedule. timm's are told the number of applied steps,
-    `step_update(updates)`, and after each epoch that of epochs, `step(epochs)`.
+    If an argument differs from the saved one, such as the length, a new schedule takes as many
+    steps as were applied: from there on the rates are the new plan's, whatever kind of schedule it
+    is. The optimizer's learning rates stay the saved ones. timm's schedules are told the applied
+    steps, `step_update(updates)`, and after each epoch the epochs, `step(epochs)`.
 
     Args:
         make: makes the schedule for the optimizer, from the learning rates of its groups.
@@ -270,14 +247,13 @@ class PlannedSchedule:
     ) -> None:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._make, self._optimizer = make, optimizer
-        self._arguments = dict(arguments)
-        self._steps_per_epoch = steps_per_epoch
+        self._arguments, self._steps_per_epoch = dict(arguments), steps_per_epoch
         self._updates = 0
         self.schedule = make()
         self.__name__ = type(self.schedule).__name__  # Errors in it name this.
 
     def step(self) -> None:
-        """One optimizer step was applied."""
+        """Follow an applied optimizer step."""
         self._updates += 1
         if not hasattr(self.schedule, "step_update"):
             self.schedule.step()
@@ -287,7 +263,6 @@ class PlannedSchedule:
             self.schedule.step(self._updates // self._steps_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state, the number of updates, and what it was made from."""
         return {
             "updates": self._updates,
             "rates": self._rates,
@@ -296,7 +271,7 @@ class PlannedSchedule:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there; a warning names the arguments that differ."""
+        """Continue, with a warning that names the arguments that differ."""
         self._rates = [float(rate) for rate in state_dict["rates"]]
         then, now = dict(state_dict["arguments"]), self._arguments
         self._updates = int(state_dict["updates"])
@@ -304,13 +279,14 @@ class PlannedSchedule:
             self.schedule.load_state_dict(state_dict["schedule"])
             return
         self._replay(self._updates)
+        changes = ", ".join(
+            f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
+        )
         log.warning(
             "warning: %s: from step %d on the learning rate follows this schedule",
-            ", ".join(
-                f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
-                for name in sorted(then.keys() | now.keys())
-                if then.get(name) != now.get(name)
-            ),
+            changes,
             self._updates,
         )
 
@@ -326,27 +302,25 @@ class PlannedSchedule:
 
 
 class Schedules(Algorithm):
-    """Advances a schedule after each applied step, `ReduceLROnPlateau` after each validation.
+    """Advances a schedule, or each optimizer's by its name, after each applied step.
 
-    Args:
-        schedule: one, or one for each of several optimizers by its name.
+    `ReduceLROnPlateau` is shown each validation: the metric if it has a direction, else the loss.
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule]) -> None:
-        self.by_name: Mapping[str, Any] = {"": schedule}
-        if isinstance(schedule, Mapping):
-            self.by_name = schedule
+        self.by_name: Mapping[str, Any] = (
+            schedule if isinstance(schedule, Mapping) else {"": schedule}
+        )
         plateaus = {n: s for n, s in self.by_name.items() if isinstance(s, ReduceLROnPlateau)}
         self._plateaus = list(plateaus.values())
         self._per_step = {n: s for n, s in self.by_name.items() if n not in plateaus}
 
     def before_update(self, trainer: Trainer, losses: list[Tensor]) -> None:
-        """Learn whether the step before was skipped: this update needs the rate that follows it."""
+        """Read whether the step before was skipped: this update needs the rate that follows it."""
         if self._per_step:
             trainer.read_verdicts()
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """A schedule moves with its optimizer's step, unless that was skipped."""
         parts = result.each()
         for name, schedule in self._per_step.items():
             if not parts[name].known.skipped:
@@ -354,14 +328,11 @@ class Schedules(Algorithm):
                     schedule.step()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Show plateaus what the validation gave."""
         for schedule in self._plateaus:
             schedule.step(evaluation.watched)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each by its name."""
-        return {"schedule": states_of(self.by_name)}
+        return {"schedule": {name: one.state_dict() for name, one in self.by_name.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from it; CheckpointError if it is of other schedules."""
         load_states(self.by_name, state.get("schedule", {}), "scheduler")

@@ -1,8 +1,7 @@
 """Which parameter belongs to which of several optimizers, or to which group of one.
 
-The selections are tried in their order, and a parameter belongs to the first one that takes it.
-With several optimizers one of them must take it. Parameters that no group takes are in the group
-`default`.
+A parameter belongs to the first selection that takes it. With several optimizers one of them must.
+Parameters that no group takes are in the group `default`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,27 +13,21 @@ from torch import nn
 from mpframe.core.errors import ConfigError, nearest
 
 DEFAULT = "default"
-"""The group of the parameters that no other selects."""
+"""The group of the parameters that no other group takes."""
 
 Selected = dict[str, list[nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which parameters an optimizer or a group takes.
+    """Which parameters an optimizer or a group takes."""
 
-    Attributes:
-        parameters: patterns for whole parameter names, e.g. `generator.*`.
-        without: patterns for names left to others.
-        ndim: only tensors with so many dimensions; None: any.
-    """
-
-    parameters: Sequence[str] = ("*",)
-    without: Sequence[str] = ()
-    ndim: int | None = None
+    parameters: Sequence[str] = ("*",)  # patterns for whole parameter names, e.g. `generator.*`
+    without: Sequence[str] = ()  # patterns for names left to others
+    ndim: int | None = None  # only tensors with so many dimensions, or None
 
     def takes(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether it selects a parameter."""
+        """Return whether it selects a parameter."""
         return (
             any(fnmatchcase(name, pattern) for pattern in self.parameters)
             and not any(fnmatchcase(name, pattern) for pattern in self.without)
@@ -43,12 +36,8 @@ class Selection:
 
 
 def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """The trainable parameters of each of several optimizers, by its name.
-
-    Raises:
-        ConfigError: a parameter is selected by none, or an optimizer gets none.
-    """
-    parts, rest = _selected(model, selections)
+    """Return each optimizer's trainable parameters. ConfigError if anything has no counterpart."""
+    parts, rest = _select(model, selections)
     if rest:
         raise ConfigError(
             f"optimizer.parts: none of {', '.join(selections)} takes {next(iter(rest))}; add a "
@@ -59,11 +48,7 @@ def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 
 
 def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """The trainable parameters of each group; first `default`, with those that no group takes.
-
-    Raises:
-        ConfigError: a pattern matches no name, or a group gets no parameter.
-    """
+    """Return each group's trainable parameters, first `default`. ConfigError for an idle group."""
     names = [name for name, _ in model.named_parameters()]
     for group, selection in selections.items():
         for pattern in selection.parameters:
@@ -72,25 +57,24 @@ def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
                     f"optimizer.groups.{group}.parameters: {pattern!r} matches no parameter; "
                     f"{hint(pattern, names)}"
                 )
-    groups, rest = _selected(model, selections)
+    groups, rest = _select(model, selections)
     _refuse_empty("optimizer.groups", model, groups, selections)
     return {DEFAULT: list(rest.values()), **groups} if rest else groups
 
 
-def _selected(
+def _select(
     model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
-    """The parameters that each selection takes, and those that none does, by name."""
+    """Return the parameters that each selection takes, and by name those that none takes."""
     taken: Selected = {name: [] for name in selections}
     rest = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            takers = (part for part, one in selections.items() if one.takes(name, parameter))
-            taker = next(takers, None)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            taker = next((part for part, one in selections.items() if one.takes(name, p)), None)
             if taker is None:
-                rest[name] = parameter
+                rest[name] = p
             else:
-                taken[taker].append(parameter)
+                taken[taker].append(p)
     return taken, rest
 
 
@@ -107,7 +91,7 @@ def _refuse_empty(
 
 
 def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError for a pattern that matches none of the names, which are of this kind."""
+    """Raise ConfigError for a pattern that matches none of the names of this kind."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             known = [name for name in names if name]
@@ -115,5 +99,5 @@ def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:
-    """Names near a pattern that matches none of them, or the first ones."""
+    """Return names near a pattern that matches none, or the first ones."""
     return nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."

@@ -1,14 +1,13 @@
 """Split masters: an fp32 master in the 16 bits that its bfloat16 weight lacks.
 
-bfloat16 is the upper half of fp32. So beside the weight w only the difference is kept, as int16:
+bfloat16 is the upper half of fp32. So only the difference to the weight w is kept, as int16:
 
     bits(m) = bits(w) * 2^16 + low,    -2^15 <= low < 2^15
 
-and 4 bytes hold what takes 6 with a master of its own. The weight is the nearest to the master, as
-otherwise, but of two that are equally near the one away from zero, for ties to even would need one
-more bit. The fp32 tensor that the optimizer steps has memory only while its bucket is updated.
-
-A master beyond the end of bfloat16 is held there with its weight: a difference cannot say more.
+and 4 bytes hold what takes 6 otherwise. The weight is the bfloat16 nearest to the master, or the
+one away from zero if two are equally near, as ties to even would need one more bit. The fp32 tensor
+that the optimizer steps has memory only while its bucket is updated. A master beyond the end of
+bfloat16 is held there with its weight.
 """
 
 from collections.abc import Collection
@@ -28,15 +27,12 @@ class SplitMaster(Master):
     """The fp32 value behind a bfloat16 weight, kept as the weight and its `low` bits.
 
     Args:
-        weight: bfloat16; it is written.
-        start: the value to begin with, of the weight's shape and any format; copied.
+        weight: bfloat16, which is overwritten. Raises ConfigError for float16.
+        start: the first value, of the weight's shape and any format.
 
     Attributes:
-        value: the tensor in the optimizer's groups, fp32; it has memory only during an update.
+        value: fp32, in the optimizer's groups. It has memory only during an update.
         low: int16, of the weight's shape.
-
-    Raises:
-        ConfigError: the weight is float16, whose bits are no part of fp32's.
     """
 
     option = "split"
@@ -51,7 +47,6 @@ class SplitMaster(Master):
 
     @classmethod
     def check_format(cls, half: torch.dtype) -> None:
-        """Raise ConfigError unless the weights are bfloat16."""
         if half != torch.bfloat16:
             raise ConfigError(
                 f"dtype.master_weights=split: the weights are {str(half)[6:]}, and only bfloat16 "
@@ -59,24 +54,20 @@ class SplitMaster(Master):
             )
 
     def current(self, weight: Tensor) -> Tensor:
-        """Return a new tensor with the fp32 value: writing to it does not reach the master."""
+        """Return a copy of the fp32 value."""
         sync_from_weights([(weight, self)])
         if self._in_update:
             return self.value.detach().clone()
         return self._fp32_into(torch.empty_like(self.low, dtype=torch.float32), weight)
 
     def start_from(self, weight: Tensor, start: Tensor) -> None:
-        """Take another value, and write it into the weight."""
         self._write(weight, start)
         self._drop_value()
         mark_known([(weight, self)])
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> bool:
-        """Take over the weight's values; its low bits stay, so that it still is the nearest half.
-
-        Only to zero, inf and nan no bits can be added.
-        """
+        """Take over the weight's values and keep its low bits, which zero, inf and nan lose."""
         if weight.dtype == torch.bfloat16:
             bits = weight.detach().view(torch.int16) & 0x7FFF
             self.low.masked_fill_((bits == 0) | (bits >= 0x7F80), 0)
@@ -134,7 +125,7 @@ class SplitMaster(Master):
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor by its first axis, in pieces that a CPU's cache holds."""
+    """Split a tensor along its first axis into parts that fit a CPU's cache."""
     if not tensor.dim():
         return (tensor,)
     size = _PIECE if tensor.is_cpu else max(1, tensor.numel())

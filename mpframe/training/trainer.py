@@ -1,7 +1,7 @@
-"""The trainer: the step of the engine, and the loop around it.
+"""The trainer: the engine's step, and the loop around it.
 
-All parts are arguments; what watches a run (logs, checkpoints, progress) is a `Callback`. The
-trainers of several losses and of LBFGS are beside it, over the same step.
+Logs, checkpoints and progress are callbacks. The trainers of several losses and of LBFGS use the
+same step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,14 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mpframe.core.callback import Batch, Callbacks, run_callbacks
-from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import name_of, raised
 from mpframe.core.widening import widen_named, widened_names
-from mpframe.training.evaluation import InBatch
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
@@ -29,7 +28,7 @@ _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
 
 class Loader(Protocol):
-    """Batches of a dataset in an order that depends on the epoch alone."""
+    """Batches of a dataset in an order that depends only on the epoch."""
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -44,10 +43,10 @@ class Trainer(StepTrainer):
 
     Attributes:
         plan: how long to train, how often to look, and the options of each step.
-        evaluator: evaluates the model; None: it cannot be validated.
+        evaluator: evaluates the model. None: it cannot be validated.
         callbacks: by name, called in this order, after the algorithms.
         progress: how far the run has come.
-        stop_reason: why the run is to end before its plan does; None: it is not.
+        stop_reason: why the run ends before its plan does, or None.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -63,12 +62,12 @@ class Trainer(StepTrainer):
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
-        """The scalers by the name of their loss; the only one, or a shared one, is named ""."""
+        """The scalers by the name of their loss, "" for a single or shared one."""
         named = self.scaler if isinstance(self.scaler, Mapping) else {"": self.scaler}
         return {n: one for n, one in named.items() if one and not isinstance(one, NoScaling)}
 
     def finish_step(self, result: StepResult) -> StepResult:
-        """Let all that follows a step follow it, once it is known whether it was skipped."""
+        """Do all that follows a step, once it is known whether it was skipped."""
         self._unread.append(super().finish_step(result))
         self.progress.pending += 1
         if result.verdict or self.progress.pending >= _MOST_PENDING:
@@ -76,14 +75,13 @@ class Trainer(StepTrainer):
         return result
 
     def read_verdicts(self) -> None:
-        """Let the host know which of the steps so far were skipped, and act on it.
+        """Read on the host which of the steps so far were skipped, and act on it.
 
-        All that depends on the verdict happens here, and only here: the counts, the schedule and
-        the callbacks, for one step after the other. A plain optimizer has read its verdict already,
-        and each step comes here at once. An optimizer that skips on the device reads nothing, and
-        its steps wait for this call: the host waits for the device once for all of them. `fit`
-        calls it when something is due that depends on them, and before the next update if there is
-        a schedule; `state_dict` calls it, and so may a callback.
+        The counts, the schedule and the callbacks follow here, and only here, step by step. A plain
+        optimizer knows its verdict, and each step comes here at once. With an optimizer that skips
+        on the device, steps wait for this call, and the host waits for the device once for all of
+        them. `fit` calls it when something due depends on them, and before the next update if there
+        is a schedule. `state_dict` calls it, and so may a callback.
         """
         results, self._unread = self._unread, []
         self.progress.pending = 0
@@ -106,11 +104,7 @@ class Trainer(StepTrainer):
         self._call("on_train_end")
 
     def stop(self, reason: str) -> None:
-        """End `fit` after this step, as if the plan ended here.
-
-        Args:
-            reason: one line, for the summary of the run.
-        """
+        """End `fit` after this step. The reason is one line for the run's summary."""
         self.stop_reason = reason
 
     def probe(self, batch: Batch) -> None:
@@ -124,12 +118,10 @@ class Trainer(StepTrainer):
                 scaler.start_from(self.comm.max(largest(amaxes)))
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
-        """Forward and scaled backward of every loss, for measurements: no step follows.
+        """Run forward and scaled backward of every loss, for measurements: no step follows.
 
-        Gradients are added to the parameters' own, buffers move.
-
-        Returns:
-            The unscaled sum of the losses.
+        Gradients are added to the parameters' own, buffers move. Returns the unscaled sum of the
+        losses.
         """
         batch, total = self.on_device(batch), 0.0
         for part in self.objectives:
@@ -140,21 +132,13 @@ class Trainer(StepTrainer):
         return total
 
     def test(self, loader: Loader) -> Any:
-        """Evaluate on data that chose nothing, and tell the callbacks."""
+        """Evaluate on data that no choice depended on, and tell the callbacks."""
         evaluation = self.evaluate(loader, "test")
         self._call("on_test", evaluation)
         return evaluation
 
     def evaluate(self, loader: Loader, split: str = "validation") -> Any:
-        """Evaluate one pass over data; the model is left as it was.
-
-        Args:
-            loader: the samples.
-            split: what they are for, in messages.
-
-        Raises:
-            ConfigError: there is no evaluator.
-        """
+        """Evaluate one pass over `split` data, the model unchanged. ConfigError if nothing can."""
         if self.evaluator is None:
             raise ConfigError(
                 "Trainer.evaluator=None: nothing evaluates the model; give Trainer an "
@@ -163,14 +147,14 @@ class Trainer(StepTrainer):
         return self.evaluator(self, loader, split)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that can change the run's future; weights as their fp32 masters."""
+        """Return all that can change the run's future, the weights as their fp32 masters."""
         self.read_verdicts()
         state = {
             "weights": self.weights(),
             "extra_state": self.extra_state.state_dict(),
             "widened": widened_names(self.model),
-            "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
-            "scaler": states_of(self.scalers),
+            "optimizer": self.optimizer.inner_state_dict(),  # Masters are among the weights.
+            "scaler": {name: scaler.state_dict() for name, scaler in self.scalers.items()},
             "precision": str(self.precision),
             "products": self.precision.state_dict(),
             "progress": asdict(self.progress),
@@ -180,11 +164,7 @@ class Trainer(StepTrainer):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
-
-        Raises:
-            CheckpointError: the state belongs to another model, optimizer or scaler.
-        """
+        """Continue from what `state_dict` returned. CheckpointError if it is of other parts."""
         self.extra_state.load_state_dict(state.get("extra_state", {}))
         widen_named(self.model, state.get("widened", ()))
         self.load_weights(state["weights"])
@@ -196,24 +176,20 @@ class Trainer(StepTrainer):
         self.progress, self._unread = Progress.saved(state["progress"]), []
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters, as their fp32 masters, and buffers by name; not copied."""
+        """Return parameters, as their fp32 masters, and buffers by name, not copied."""
         masters = self.optimizer.masters_by_name(self.model)
         return {**self.model.state_dict(), **masters}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load parameters (fp32) and buffers by name; masters exactly, half weights rounded.
-
-        Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs.
-        """
+        """Load fp32 parameters and buffers by name, masters exactly. CheckpointError if unfit."""
         self.optimizer.load_masters(self.model, weights)
         for algorithm in self.algorithms.values():
             algorithm.on_load_weights(self)
 
     def _run_epoch(self, train: Loader, val: Loader | None) -> None:
         self.model.train()
-        batches = train.epoch(self.progress.epoch, start=self.progress.batch)
-        for window in _windows(batches, self.plan.accumulate):
+        batches = iter(train.epoch(self.progress.epoch, start=self.progress.batch))
+        while window := list(islice(batches, self.plan.accumulate)):
             self._call("on_step_begin", window)
             at = self.progress.epoch, self.progress.batch
             place = InBatch("training", *at, len(window), train)
@@ -234,7 +210,7 @@ class Trainer(StepTrainer):
         return self.progress.epoch >= self.plan.epochs or self._at_last_step()
 
     def _at_last_step(self) -> bool:
-        """True after the last step; while steps are pending, if it may be one of them."""
+        """True after the last step, and while steps are pending if it may be one of them."""
         known, pending = self.progress.steps, self.progress.pending
         last = self.plan.max_steps is not None and known + pending >= self.plan.max_steps
         return last or self.stop_reason is not None
@@ -262,22 +238,33 @@ class Trainer(StepTrainer):
         run_callbacks(self.callbacks, event, self, *values)
 
 
-def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:
-    while window := list(islice(batches, size)):
-        yield window
+class InBatch:
+    """Context manager in which an error in a user's code names the batch.
 
+    Args:
+        split: `training` or `validation`.
+        epoch, number: of the first batch.
+        count: how many batches a step has.
+        loader: if it has `batch_ids`, they are the indices of the samples.
+    """
 
-def states_of(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each, by its name."""
-    return {name: one.state_dict() for name, one in named.items()}
+    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
+        self._place, self._loader = (split, epoch, number, count), loader
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserCodeError):
+            split, epoch, number, count = self._place
+            last = f" to {number + count - 1}" if count > 1 else ""
+            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
+                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
+                last = f", sample {ids[row]}" if len(ids) == rows else ""
+            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
 
 
 def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
-    """Load what `states_of` gave.
-
-    Raises:
-        CheckpointError: there was another number of them, or others, or one refuses its state.
-    """
+    """Load a state into each object. CheckpointError if names differ, or one refuses its state."""
     if named and states and set(named) != set(states):
         raise CheckpointError(
             f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "

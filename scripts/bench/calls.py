@@ -1,8 +1,8 @@
 """How many Python calls a step makes: what a reader has to follow, and what a tiny step waits for.
 
 Counted is every call of a function in mpframe/, comprehensions included, outside the casts: what
-they do, and whatever they call, depends on the model's ops. The model is that of
-the tiny step, with AdamW and Backoff, one micro-batch and no callback.
+they do, and whatever they call, depends on the model's ops. The model is the
+tiny step's, with AdamW and Backoff, one micro-batch and no callback.
 """
 
 import sys
@@ -23,7 +23,7 @@ _CASTS = (
 
 
 def calls_of_a_step(trainer: Trainer, batch: Any) -> int:
-    """The calls of `trainer.train_step(batch)`; two steps before it are not counted."""
+    """The calls of `trainer.train_step(batch)`, after two steps that are not counted."""
     for _ in range(2):  # The first one makes the optimizer's state.
         trainer.train_step(batch)
     counter = _Counter()
@@ -37,7 +37,7 @@ def calls_of_a_step(trainer: Trainer, batch: Any) -> int:
 
 
 class _Counter:
-    """Counts calls; for `sys.setprofile`."""
+    """Counts calls, for `sys.setprofile`."""
 
     def __init__(self) -> None:
         self.calls = 0

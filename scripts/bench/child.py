@@ -19,7 +19,7 @@ def run_python(arguments: Sequence[str], folder: Path, name: str, expected: int 
         expected: the exit code.
 
     Returns:
-        What it printed.
+        The text it printed.
 
     Raises:
         MpframeError: it ended with another exit code.

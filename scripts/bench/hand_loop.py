@@ -28,7 +28,7 @@ class HandLog:
         self._since = time.perf_counter()
 
     def on_optimizer_step(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        """Log the step if it is due; its gradients are still there."""
+        """Log the step if it is due, while its gradients are there."""
         self._step += 1
         if self._step % LOG_EVERY:
             return

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: without it, a time says nothing."""
+"""The machine that a benchmark ran on: without it, a time says nothing."""
 
 import datetime
 import os

@@ -5,7 +5,7 @@ short turn each per round, in a random order, and what is compared is
 
     r_i = t_i(competitor) / t_i(baseline)        the times of one round i, seconds apart
 
-A burst of somebody else's work spoils the few rounds it falls into; the median and the quartiles
+A burst of somebody else's work spoils the few rounds it falls into. The median and the quartiles
 over many rounds hardly move.
 """
 
@@ -26,16 +26,11 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Competitor:
-    """One of those that are compared.
+    """One of those that are compared."""
 
-    Attributes:
-        name: stands in the table.
-        turn: runs one turn and returns the seconds it took per step.
-        rounds: takes part in the first so many rounds only, and in no warm-up: for the very slow.
-    """
-
-    name: str
-    turn: Callable[[], float]
+    name: str  # stands in the table
+    turn: Callable[[], float]  # runs one turn and returns the seconds it took per step
+    # Takes part only in the first so many rounds, and in no warm-up: for the very slow.
     rounds: int | None = None
 
 
@@ -58,7 +53,7 @@ class Spread:
 
 
 def race(competitors: Sequence[Competitor], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Let all take turns.
+    """Make all take turns.
 
     Args:
         competitors: with different names.
@@ -86,7 +81,7 @@ def race(competitors: Sequence[Competitor], rounds: int, warmup: int = 1) -> dic
 def ratio(times: Times, name: str, baseline: str) -> Spread:
     """`name` over `baseline`, within each round that both took part in."""
     pairs = zip(times[name], times[baseline], strict=False)
-    return Spread.of([own / other for own, other in pairs])
+    return Spread.of([one / other for one, other in pairs])
 
 
 def timed(step: Callable[[], Any], steps: int = 1, clock: Clock = time.perf_counter) -> Any:
@@ -104,16 +99,16 @@ def timed(step: Callable[[], Any], steps: int = 1, clock: Clock = time.perf_coun
 class Stopwatch:
     """Batches that note the time when the next one is asked for, by any loop.
 
-    What a trainer does before the first batch and after the last is not counted, and
-    neither are the first `skipped` steps.
+    Neither the time before the first batch and after the last counts, nor the first `skipped`
+    steps.
 
     Args:
-        batches: what a pass gives; at least `skipped` + 2.
+        batches: of a pass, at least `skipped` + 2.
         skipped: steps at the start of a pass that do not count.
         clock: seconds.
 
     Attributes:
-        waited: 0; the batches are there, for `Curves`.
+        waited: 0, for `Curves`: the batches are there.
     """
 
     waited = 0.0
@@ -159,7 +154,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _quick_collections() -> Iterator[None]:
-    """Within the block the garbage collector leaves alone what stands before it."""
+    """Keep all older objects from the garbage collector within the block."""
     gc.collect()
     gc.freeze()
     try:

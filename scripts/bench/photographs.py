@@ -7,14 +7,14 @@ from PIL import Image
 
 _SIZE = (320, 240)
 _PATCHES = (15, 20)  # rows and columns of colours, which fade into each other
-_NOISE = 8.0  # of 255; smooth pictures alone would be smaller, and faster to decode, than real ones
+_NOISE = 8.0  # of 255: smooth pictures would be smaller, and faster to decode, than real ones
 
 
 def make_photographs(root: Path, count: int) -> None:
     """Write `count` JPEG files to train on and an eighth as many to validate on, in two classes.
 
     Args:
-        root: a folder, which is made; gets train/a/0.jpg and so on.
+        root: a folder, which is made, for train/a/0.jpg and so on.
         count: >= 16.
     """
     generator = np.random.default_rng(0)

@@ -7,8 +7,8 @@ Usage: python scripts/bench.py [GROUP ...] [repeats=N] [out=FOLDER]
 
 Options:
     GROUP ...     tiny, resnet18, large, small, options, products, growth, ranges, input, runs,
-                  startup, distributed, cuda; default: all
-    repeats=N     rounds, at least 1; default: the group's own number
+                  startup, distributed, cuda (default: all)
+    repeats=N     rounds, at least 1 (default: each group's number)
     out=FOLDER    default: runs/bench
 
 The tables are printed and written as GROUP.md and GROUP.json.
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the groups that are named.
 
     Args:
-        arguments: names of groups, `repeats=N`, `out=FOLDER`; the command line if None.
+        arguments: names of groups, `repeats=N`, `out=FOLDER`. None: the command line.
     """
     # Before torch is loaded. Threads that wait by spinning fight whatever else the machine runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -44,11 +44,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _main(arguments: list[str]) -> None:
     from bench import groups
 
-    own, names = take_options(arguments, _OPTIONS)
+    options, names = take_options(arguments, _OPTIONS)
     others = [name for name in names if name not in groups.GROUPS]
     refuse_words(others, [*groups.GROUPS, *_OPTIONS])
-    repeats = _count(own["repeats"]) if "repeats" in own else None
-    groups.measure(names or list(groups.GROUPS), repeats, Path(own.get("out") or "runs/bench"))
+    repeats = _count(options["repeats"]) if "repeats" in options else None
+    groups.measure(names or list(groups.GROUPS), repeats, Path(options.get("out") or "runs/bench"))
 
 
 def _count(text: str) -> int:

@@ -38,7 +38,7 @@ def accelerate(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: 
 
 
 def lightning(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: Path) -> Loop:
-    """One pass of Lightning's Trainer; it logs no speed."""
+    """One pass of Lightning's Trainer, which logs no speed."""
     package = import_module("lightning.pytorch")
     loggers = import_module("lightning.pytorch.loggers")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -84,7 +84,7 @@ def skipped() -> list[str]:
 
 
 def lightning_module(package: Any, model: nn.Module, optimizer: Optimizer) -> Any:
-    """Lightning's module for a classifier that logs what the loop by hand logs, but for the speed.
+    """Lightning's module for a classifier that logs what the loop by hand logs, except the speed.
 
     Args:
         package: `lightning.pytorch`.

@@ -1,4 +1,4 @@
-"""What was measured, as Markdown for people and JSON for programs."""
+"""Measured numbers, as Markdown for people and JSON for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,15 @@ from bench.measure import Spread, Times, ratio
 
 @dataclass(frozen=True)
 class Claim:
-    """A ratio and the most it may be.
+    """A ratio and the most it may be."""
 
-    Attributes:
-        text: what is compared with what.
-        ratio: as measured.
-        limit: the largest median with which the claim holds.
-    """
-
-    text: str
-    ratio: Spread
-    limit: float
+    text: str  # what is compared with what
+    ratio: Spread  # as measured
+    limit: float  # the largest median with which the claim holds
 
     @classmethod
     def between(cls, times: Times, name: str, other: str, limit: float, what: str = "") -> Self:
-        """That `name` takes at most `limit` times as long as `other`; `what` ends the text."""
+        """That `name` takes at most `limit` times as long as `other`. `what` ends the text."""
         return cls(f"{name} / {other}{what}", ratio(times, name, other), limit)
 
     @property
@@ -39,25 +33,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        title: what is compared.
-        setting: what all competitors have in common: sizes, optimizer, threads.
-        baseline: the competitor the others are divided by.
-        times: seconds per step of each round, by competitor.
-        claims: what the ratios are to be.
-        notes: lines below the table: who was left out and why, further numbers.
-        details: further columns by their heading: values of each round, by competitor; the median
-            is shown.
-    """
-
-    title: str
-    setting: str
-    baseline: str
-    times: Times
-    claims: Sequence[Claim] = ()
+    title: str  # what is compared
+    setting: str  # what all competitors have in common: sizes, optimizer, threads
+    baseline: str  # the competitor the others are divided by
+    times: Times  # seconds per step of each round, by competitor
+    claims: Sequence[Claim] = ()  # what the ratios are to be
+    # Lines below the table: who was left out and why, further numbers.
     notes: Sequence[str] = field(default_factory=tuple)
+    # Further columns by their heading: values of each round, by competitor, of which the median is
+    # shown.
     details: Mapping[str, Times] = field(default_factory=dict)
 
     def markdown(self) -> str:

@@ -1,9 +1,9 @@
-"""What several processes send and hold: a model to plan with.
+"""A model, to plan with, of the bytes that several processes send and hold.
 
 Usage, in scripts/: python -m bench.traffic, which prints the tables of docs/distributed.md.
 
-What a step hands to the collectives is known exactly, and counted by a test. What each rank then
-sends is that of the ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+The bytes that a step hands to the collectives are known exactly, and counted by a test. Each rank
+then sends as the ring algorithms do (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
 for clusters of workstations", 2009), the least if only ranks add, for n ranks and S bytes:
 
     all-reduce                      2 S (n - 1) / n
@@ -21,21 +21,16 @@ PARALLEL = ("in_backward", "after_backward", "fsdp")
 MODES = WIDE, MIXED, SPLIT = "fp32, amp", "mixed", "mixed, split masters"
 SIZES = (1, 2, 8, 64, 1024)
 
-_AGREED = 3 * 4  # bytes: the amax of one rank, that of the average, the loss
+_AGREED = 3 * 4  # bytes: the amaxes of one rank and of the average, the loss
 _ADAM = 8  # bytes for each weight: two moments in fp32
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A trained tensor.
+    """A trained tensor."""
 
-    Attributes:
-        shape: its sizes.
-        half: whether it is stored in half.
-    """
-
-    shape: Sequence[int]
-    half: bool = False
+    shape: Sequence[int]  # its sizes
+    half: bool = False  # whether it is stored in half
 
     @property
     def count(self) -> int:
@@ -65,13 +60,13 @@ def payload(
     found["all_reduce"] += 8 if parallel.startswith("in_backward") else 3 * 8  # Counts, in float64.
     if buffers:
         found["broadcast"] = buffers
-    count = sum(own.count for own in weights)
+    count = sum(weight.count for weight in weights)
     if parallel != "fsdp":
         found["all_reduce"] += 4 * count + 8 * len(weights)  # Which were used, as int64.
     else:
         found["all_reduce"] += 8  # The square of the norm, in float64.
         found["all_gather"] = 2 * sum((2 if w.half else 4) * w.padded(ranks) for w in weights)
-        found["reduce_scatter"] = 4 * sum(own.padded(ranks) for own in weights)
+        found["reduce_scatter"] = 4 * sum(w.padded(ranks) for w in weights)
     return found
 
 
@@ -90,7 +85,7 @@ def held(mode: str, parallel: str, ranks: int) -> float:
     Args:
         mode: one of MODES.
         parallel: one of PARALLEL.
-        ranks: >= 1; one process has its gradients in the format of the weights.
+        ranks: >= 1. One process has its gradients in the format of the weights.
     """
     stored = {WIDE: 4, MIXED: 2 + 4, SPLIT: 2 + 2}[mode]
     if parallel == "fsdp":  # The part of a rank is its master.
@@ -101,13 +96,13 @@ def held(mode: str, parallel: str, ranks: int) -> float:
 
 
 def tables() -> str:
-    """What is sent and what is held, in bytes for each weight, as Markdown."""
+    """Return the bytes sent and held for each weight, as Markdown."""
     sends = {
         "ddp": ("in_backward", False),
         "fsdp in `fp32` and `amp`": ("fsdp", False),
         "fsdp in `mixed`": ("fsdp", True),
     }
-    many = 2**30  # Of so many weights the few bytes that do not grow with them are nothing.
+    many = 2**30  # Beside so many weights the bytes that do not grow with them are nothing.
     holds = {
         "ddp in `fp32` and `amp`": (WIDE, "in_backward"),
         "ddp in `mixed`": (MIXED, "in_backward"),

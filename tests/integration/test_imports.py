@@ -70,7 +70,7 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
         "mpframe.lab.autopsy.diagnosis",
         "mpframe.checkpoint.export_graph",
         "mpframe.checkpoint.init_from",
-        "mpframe.training.callbacks.larc",
+        "mpframe.training.callbacks.step_hooks",
         "mpframe.training.lbfgs",
         "mpframe.training.multi_objective",
         "mpframe.training.callbacks.profile",

@@ -13,8 +13,7 @@ from mpframe.core import gradients, master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.run.target import make
-from mpframe.training.callbacks.larc import LARC
-from mpframe.training.callbacks.step_hooks import Penalty
+from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]

@@ -170,7 +170,7 @@ def test_an_error_in_a_callback_of_ours_passes_as_it_is() -> None:
         )
 
 
-OURS = "mpframe.training.callbacks.curves"
+OURS = "mpframe.training.callbacks.records"
 
 
 def build(node: Any) -> Any:

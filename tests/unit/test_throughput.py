@@ -13,7 +13,7 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.objective import supervised
 from mpframe.core.step_result import StepResult
 from mpframe.data import Loader
-from mpframe.training.callbacks.curves import Curves
+from mpframe.training.callbacks.records import Curves
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan

@@ -1,14 +1,13 @@
 """When a run is saved, and what goes into the checkpoint.
 
 A checkpoint holds everything that can change the run's future: the trainer's state, every random
-generator, and the state of the callbacks. It is taken between two steps, when no accumulation
-window is open. Two numbers say how far the data has been read (see data.loader).
+generator, and the state of the callbacks. It is taken between two steps.
 
 All ranks save at the same step and rank 0 writes: apart from the random generators and the amax
-histories of 8-bit products, their state is the same. If they divide the weights, each writes its
+histories of 8-bit products, their state is the same. If they shard the weights, each writes its
 part.
 
-A save in the background copies the state first, so the run can go on while the copy is written. At
+A save in the background copies the state first, so the run continues while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
 """
 
@@ -41,48 +40,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavePlan:
-    """When to save and what to keep.
+    """When to save and what to keep."""
 
-    Attributes:
-        every: steps between two checkpoints; None: `minutes` decides, or else each epoch.
-        minutes: time between two checkpoints; None: time does not count.
-        keep_last: how many of the newest are kept, >= 0; with 0 only the best are saved.
-        keep_best: how many of the best by validation are kept besides; if this is not 0, a step
-            is saved as soon as its validation is among the best.
-        background: write while the training continues.
-        on_error: `stop` or `warn` if a checkpoint cannot be written.
-    """
-
-    every: int | None = None
-    minutes: float | None = None
-    keep_last: int = 2
-    keep_best: int = 0
-    background: bool = False
-    on_error: str = "stop"
+    every: int | None = None  # steps between two, or None: by `minutes`, or else each epoch
+    minutes: float | None = None  # between two, or None
+    keep_last: int = 2  # how many of the newest are kept, with 0 only the best
+    keep_best: int = 0  # how many of the best by validation are kept besides, each saved at once
+    background: bool = False  # write while the training continues
+    on_error: str = "stop"  # or `warn`, if a checkpoint cannot be written
 
 
 class Checkpoints(Callback):
     """Saves the run when its plan says so."""
 
-    _context: RunContext
-
     def __init__(self, plan: SavePlan) -> None:
-        self._plan = plan
-        self._background = Background()
+        self._plan, self._background = plan, Background()
         self._saved: tuple[int, int] | None = None
-        self._saved_at = time.monotonic()
-        self._said = False
+        self._saved_at, self._said = time.monotonic(), False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder to save into, and the options and name of the run."""
         self._context = context
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is due.
-
-        After a skipped step only one of the best is saved, if any step was applied: the last good
-        checkpoint stays.
-        """
+        """Save if it is due. After a skipped step only one of the best: the last good one stays."""
         if self._due(trainer):
             trainer.read_verdicts()
             progress = trainer.progress
@@ -91,11 +71,9 @@ class Checkpoints(Callback):
                 self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Save the run as it stands, unless this state is saved already.
+        """Save the run as it is now, unless this state is saved already.
 
-        Raises:
-            CheckpointError: this checkpoint or the one before it could not be written, and the
-                plan is to stop the run then. Also raised by `close`.
+        A checkpoint that could not be written raises CheckpointError here, later or in `close`.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
         if not trainer.comm.any(self._saved != stands):
@@ -107,16 +85,16 @@ class Checkpoints(Callback):
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
             if trainer.comm.sharding is not None:
-                with self._reported():
+                with self._report_errors():
                     save_together(self._context.folder, snapshot, trainer.comm)
                     if trainer.comm.is_main:
                         self._prune()
                 return
             if not trainer.comm.is_main:
                 return
-            with self._reported():
+            with self._report_errors():
                 self._background.wait()
-            with self._reported():
+            with self._report_errors():
                 if self._plan.background:
                     self._background.start(partial(self._write, snapshot.detached()))
                 else:
@@ -124,15 +102,12 @@ class Checkpoints(Callback):
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
-        with self._reported():
+        with self._report_errors():
             self._background.close()
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
-        """Save at the end of the block, also if a signal ended it, and wait for all writing.
-
-        If none of the newest checkpoints is kept, the end is not saved.
-        """
+        """Save at the end of the block, also if a signal ended it, and wait for all writing."""
         try:
             yield
             if self._plan.keep_last:
@@ -162,16 +137,15 @@ class Checkpoints(Callback):
             return False
         if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
             return trainer.comm.any(False)
-        with self._reported():
+        with self._report_errors():
             self._background.wait()  # A checkpoint that is being written counts as well.
         beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.comm.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
-        global_step = trainer.progress.global_step
         of_rank = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
-            global_step,
+            trainer.progress.global_step,
             {
                 "trainer": trainer.state_dict(),
                 "rng": of_rank["rng"],
@@ -199,8 +173,8 @@ class Checkpoints(Callback):
             log.warning("warning: an old checkpoint could not be deleted: %s", error)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Within the block a checkpoint that cannot be written stops the run or gives a warning."""
+    def _report_errors(self) -> Iterator[None]:
+        """Stop the run or warn, as planned, if the block cannot write a checkpoint."""
         try:
             yield
         except CheckpointError as error:
@@ -210,7 +184,7 @@ class Checkpoints(Callback):
             log.warning("warning: %s", error)
 
     def _validation(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The facts by which a checkpoint of this step is ranked, if the step was validated."""
+        """Return the facts by which a checkpoint of this step ranks, if it was validated."""
         evaluation, progress = self._context.results.evaluation, trainer.progress
         if evaluation is None or progress.validated != progress.global_step:
             return None

@@ -25,11 +25,9 @@ log = logging.getLogger(__name__)
 class LogLines(Callback):
     """Logs a line at every validation, and a debug line every `log_every` steps.
 
-    Once, it warns of a step whose gradients are all 0. The time left is estimated from the pace of
-    this start of the run so far, validations included.
+    Once, it warns of a step whose gradients are all 0. The time left follows from the pace of this
+    start of the run so far, validations included.
     """
-
-    _context: RunContext
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -37,12 +35,10 @@ class LogLines(Callback):
         self._warned = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Note when and where this start of the run began."""
         self._context = context
         self._began, self._first_step = time.monotonic(), trainer.progress.global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Log the step if it is due."""
         self._amax = result.amax
         if self._due(trainer):
             loss = "" if result.loss is None else f"loss {float(result.loss):.4g}, "
@@ -51,12 +47,10 @@ class LogLines(Callback):
             self._warn_of_zeros(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Make the trainer report a step that is due before it moves on."""
         if self._due(trainer):
             trainer.read_verdicts()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Log the validation, and where the training stands."""
         loss = self._context.results.loss
         words = [] if loss is None else [f"train loss {float(loss):.4g}"]
         step = trainer.progress.global_step
@@ -64,8 +58,8 @@ class LogLines(Callback):
         for name, value in evaluation.metrics.items():
             words.append(f"{name} {value:.4f}{self._beside_best(name, step)}")
         words.append(_state(trainer))
-        left = self._time_left(trainer)
-        words += [] if left is None else [f"{left} left"]
+        if left := self._time_left(trainer):
+            words.append(f"{left} left")
         log.info("%s: %s", self._place(trainer), ", ".join(words))
         self._warn_of_zeros(trainer)
 
@@ -79,9 +73,8 @@ class LogLines(Callback):
             )
 
     def _due(self, trainer: Trainer) -> bool:
-        return trainer.progress.global_step % self._log_every == 0 and log.isEnabledFor(
-            logging.DEBUG
-        )
+        step = trainer.progress.global_step
+        return step % self._log_every == 0 and log.isEnabledFor(logging.DEBUG)
 
     def _place(self, trainer: Trainer) -> str:
         progress, batches = trainer.progress, len(self._context.train)
@@ -104,7 +97,7 @@ class LogLines(Callback):
 
 
 def _state(trainer: Trainer) -> str:
-    """The learning rate, the scales and the skipped steps."""
+    """Return the learning rate, the scales and the skipped steps as words."""
     words = [f"lr {float(trainer.optimizer.param_groups[0]['lr']):.3g}"]
     for name, scaler in trainer.scalers.items():
         words.append(" ".join(filter(None, ("scale", name, f"{float(scaler.scale):g}"))))
@@ -114,35 +107,29 @@ def _state(trainer: Trainer) -> str:
 class ProgressBar(Callback):
     """A progress bar on stderr: steps, loss, scale, skipped steps, last and best validation.
 
-    Lines that are logged to the console appear above it.
+    Log lines on the console appear above it.
 
     Args:
-        shown: `on`; `off`; or `auto`: on if stderr is a terminal. True is `on`, False `off`.
+        shown: `on` or True, `off` or False, or `auto`: if stderr is a terminal. Else ConfigError.
         verbosity: `auto` shows no bar if this is `quiet`.
-
-    Raises:
-        ConfigError: `shown` is none of these.
     """
 
     _bar: Any
 
     def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
+        if shown not in ("auto", "on", "off", True, False):
+            raise ConfigError(f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off")
+        self._disabled: bool | None = shown in ("off", False)
         if shown == "auto":
             self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
-        else:
-            if shown not in ("on", "off", True, False):
-                raise ConfigError(
-                    f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off"
-                )
-            self._disabled = shown in ("off", False)
         self._validated: dict[str, str] = {}
         self._redirected = ExitStack()
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Draw the bar; in a resumed run it begins at its step."""
+        """Draw the bar, which in a resumed run begins at its step."""
         self._results, self._batches = context.results, len(context.train)
         self._bar = tqdm(disable=True)
-        with self._disabled_on_error():
+        with self._disable_on_error():
             self._bar = tqdm(
                 total=self._total(trainer),
                 initial=trainer.progress.global_step,
@@ -155,9 +142,9 @@ class ProgressBar(Callback):
             self._redirected.enter_context(logging_redirect_tqdm())
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Move the bar on; its texts change only as often as it is drawn."""
+        """Move the bar on. Its texts change only when it is drawn."""
         drawn = None
-        with self._disabled_on_error():
+        with self._disable_on_error():
             drawn = self._bar.update(1)
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
@@ -166,27 +153,24 @@ class ProgressBar(Callback):
             self._bar.set_postfix({**words, **self._validated}, refresh=False)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Ask for the verdicts on the last steps as often as the bar is drawn."""
-        if self._bar.disable:
-            return
-        if time.time() - self._bar.last_print_t >= self._bar.mininterval:
+        """Read the last steps' verdicts as often as the bar is drawn."""
+        bar = self._bar
+        if not bar.disable and time.time() - bar.last_print_t >= bar.mininterval:
             trainer.read_verdicts()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Show the validation's result, and the best one, from now on."""
         self._validated = {f"val_{evaluation.monitor}": f"{evaluation.value:.4f}"}
         if self._results.best.value is not None:
             self._validated["best"] = f"{self._results.best.value:.4f}"
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Take the bar off the screen."""
         self._redirected.close()
-        with self._disabled_on_error():
+        with self._disable_on_error():
             self._bar.close()
 
     @contextmanager
-    def _disabled_on_error(self) -> Iterator[None]:
-        """Draw no more if whoever read stderr has gone, or its terminal; the run continues."""
+    def _disable_on_error(self) -> Iterator[None]:
+        """Draw no more, and let the run continue, if stderr's reader or terminal has gone."""
         try:
             yield
         except OSError:

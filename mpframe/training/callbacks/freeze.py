@@ -1,8 +1,8 @@
 """Freezes layers for the first epochs or steps, as in fine-tuning below a new head.
 
-A frozen parameter gets no gradient, so the optimizer leaves it, its master and its state as they
-are. It stays in its group: schedules and checkpoints are the same with and without freezing. What
-is frozen follows from the step and the epoch alone, so a resumed run needs no state for it.
+A frozen parameter gets no gradient, so the optimizer does not change it, its master or its state.
+It stays in its group, so schedules and checkpoints are the same with and without freezing. The
+step and the epoch say what is frozen, so a resumed run needs no state for it.
 """
 
 import logging
@@ -48,18 +48,14 @@ class _Frozen:
 class Freeze(Callback):
     """Freezes parameters when a run begins, and trains them from an epoch or a step on.
 
-    A parameter belongs to the first pattern that matches its name, those of `steps` first. A
+    A parameter belongs to the first pattern that matches its name, `steps` before `epochs`. A
     parameter that a group of the optimizer freezes stays frozen for the whole run.
 
     Args:
-        epochs: name pattern -> frozen for so many epochs, >= 1.
-        steps: name pattern -> frozen for so many steps, >= 1; skipped ones count.
-        eval_mode: modules whose parameters are all frozen, here or by a group of the optimizer, are
-            in eval mode in training: BatchNorm uses its running statistics and does not move them,
-            and dropout is off.
-
-    Raises:
-        ConfigError: a count is not a whole number >= 1.
+        epochs: name pattern -> frozen for so many epochs, >= 1, else ConfigError.
+        steps: name pattern -> frozen for so many steps, skipped ones included, >= 1.
+        eval_mode: whether modules whose parameters are all frozen, here or by a group of the
+            optimizer, train in eval mode: BatchNorm keeps its running statistics, no dropout.
     """
 
     def __init__(
@@ -77,38 +73,31 @@ class Freeze(Callback):
         self._modules: list[nn.Module] = []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Freeze what is not yet to be trained.
-
-        Raises:
-            ConfigError: a pattern matches no parameter, or an optimizer has none left to train.
-        """
-        chosen = self._chosen(trainer.model)
-        self._frozen = [own for own in chosen if not own.is_over(trainer.progress)]
-        for own in self._frozen:
-            set_requires_grad(trainer.optimizer, own.parameters, False)
-            log.info("frozen for %d %s: %s", own.count, own.unit, own)
-        optimizer = trainer.optimizer
-        parts = parts_of(optimizer).values()
-        if not all(part.parameters for part in parts):
+        """Freeze. ConfigError if a pattern matches nothing, or an optimizer has nothing left."""
+        self._frozen = [f for f in self._choose(trainer.model) if not f.is_over(trainer.progress)]
+        for frozen in self._frozen:
+            set_requires_grad(trainer.optimizer, frozen.parameters, False)
+            log.info("frozen for %d %s: %s", frozen.count, frozen.unit, frozen)
+        if not all(part.parameters for part in parts_of(trainer.optimizer).values()):
             raise ConfigError(
                 "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"
             )
         self._find_modules(trainer.model)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Train what has been frozen for long enough; keep the modules of the rest in eval mode."""
-        over = [own for own in self._frozen if own.is_over(trainer.progress)]
-        for own in over:
-            self._frozen.remove(own)
-            set_requires_grad(trainer.optimizer, own.parameters, True)
-            log.info("trained from step %d on: %s", trainer.progress.global_step + 1, own)
+        """Train what was frozen for long enough, and keep the modules of the rest in eval mode."""
+        over = [frozen for frozen in self._frozen if frozen.is_over(trainer.progress)]
+        for frozen in over:
+            self._frozen.remove(frozen)
+            set_requires_grad(trainer.optimizer, frozen.parameters, True)
+            log.info("trained from step %d on: %s", trainer.progress.global_step + 1, frozen)
         if over:
             trainer.model.train()
             self._find_modules(trainer.model)
-        for module in self._modules:  # `train` of the whole model has reached them, too.
+        for module in self._modules:  # `train` of the whole model has reached them.
             module.eval()
 
-    def _chosen(self, model: nn.Module) -> list[_Frozen]:
+    def _choose(self, model: nn.Module) -> list[_Frozen]:
         free = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names, chosen = list(free), []
         for unit, counts in self._counts.items():
@@ -117,8 +106,7 @@ class Freeze(Callback):
                 if not taken:
                     raise ConfigError(
                         f"callbacks.freeze.{unit}={{{pattern}: {count}}}: matches no parameter "
-                        f"that is trained and that no earlier pattern takes; "
-                        f"{hint(pattern, names)}"
+                        f"that is trained and that no earlier pattern takes; {hint(pattern, names)}"
                     )
                 chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
         return chosen
@@ -128,13 +116,10 @@ class Freeze(Callback):
 
 
 def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_grad: bool) -> None:
-    """Freeze some of an optimizer's parameters, or train them from the next step on.
+    """Freeze some of the model's parameters, or train them from the next step on.
 
-    Args:
-        optimizer: a `MasterWeights`, or a `MultiOptimizer`.
-        parameters: of the model.
-        requires_grad: False: they get no gradient, so the optimizer leaves them, their masters and
-            their state alone.
+    The optimizer, a `MasterWeights` or a `MultiOptimizer`, then changes neither them nor their
+    masters and state.
     """
     chosen = list(parameters)
     for part in parts_of(optimizer).values():
@@ -143,7 +128,7 @@ def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_gra
         for tensor in (*held, *stepped):
             tensor.requires_grad_(requires_grad)
         if held:
-            part.skips_on_device = None  # What is trained again may have no state yet.
+            part.skips_on_device = None  # A parameter that is trained again may have no state yet.
         if requires_grad:
             _fill_momentum(part.optimizer, stepped)
 
@@ -152,7 +137,7 @@ def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
     """Give masters without momentum a buffer of zeros, if others of their group have one.
 
     Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
-    gives momentum * 0 + g = g, which is what SGD starts with. Other optimizers begin by themselves.
+    gives momentum * 0 + g = g, as SGD's first step does.
     """
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
@@ -162,7 +147,7 @@ def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
 
 
 def _all_frozen(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with parameters that are all frozen."""
+    """Yield the outermost modules with parameters that are all frozen."""
     parameters = list(module.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         yield module

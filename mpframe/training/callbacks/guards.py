@@ -4,7 +4,7 @@ SkipGuard            ends a run that only skips
 EarlyStopping        ends a run whose validation no longer improves
 SaturationWarning    warns of half weights at the end of their range
 
-A run that a signal asked to stop is ended by training/interruption.py.
+training/interruption.py ends a run that a signal asked to stop.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SkipGuard(Callback):
-    """Ends a run that only skips, and reports one that came to its end in that way.
+    """Ends a run that only skips, also if it reached its end like that.
 
     Args:
         limit: skipped steps in a row that end it.
@@ -37,21 +37,19 @@ class SkipGuard(Callback):
     """
 
     def __init__(self, limit: int, tried: int = 1) -> None:
-        self._limit = limit
-        self._tried = tried
+        self._limit, self._tried = limit, tried
         self._last: StepResult | None = None
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Raise DivergedError, which says what was not finite, if the limit is reached."""
+        """Raise DivergedError, with the cause, if the limit is reached."""
         self._last = result
         if trainer.progress.skipped_in_a_row >= self._limit:
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise DivergedError if the model learnt nothing, or did not learn until the end.
+        """Raise DivergedError if the run learnt nothing, or not until its end.
 
-        That is if no step was applied, though no scaler still searched for its first scale; if the
-        last ones were all skipped; or if the last one was applied at a loss that is not finite.
+        If no step was applied, a scaler may still search for its first scale.
         """
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
@@ -59,8 +57,7 @@ class SkipGuard(Callback):
                 raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
         elif in_a_row > self._tried:
             raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
-        loss = None if self._last is None else self._last.loss
-        if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
+        if not in_a_row and self._last is not None and not _finite(self._last):
             raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
 
     def _diverged(self, trainer: Trainer, what: str) -> DivergedError:
@@ -74,7 +71,7 @@ class SkipGuard(Callback):
 
 
 def _cause(trainer: Trainer, result: StepResult) -> str:
-    """Why the last step was skipped, and what may help."""
+    """Say why the last step was skipped, and what may help."""
     spikes = spikes_of(trainer)
     if spikes is not None and bool(spikes.spiked):
         return (
@@ -96,7 +93,7 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
 
 
 def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
-    """Whether every scaler may still go down to a scale at which nothing overflows."""
+    """Return whether every scaler may still reach a scale at which nothing overflows."""
     scalers = trainer.scalers.values()
     floors = [(scaler.scale, getattr(scaler, "floor", torch.inf)) for scaler in scalers]
     above = bool(floors) and all(float(scale) > floor for scale, floor in floors)
@@ -111,18 +108,16 @@ _EARLY = "callbacks.early_stopping"
 
 
 class EarlyStopping(Callback):
-    """Ends a run after a number of validations in a row without a better value.
-
-    The metric says whether more or less is better (`higher_is_better`); nan and inf never are.
+    """Ends a run after a number of validations in a row without a better finite value.
 
     Args:
         patience: validations in a row without a better value, >= 1.
-        min_delta: a value counts as better if it is better by more than this, >= 0.
-        monitor: the metric's name, or `loss`; None: the metric of `trainer.monitor`.
+        min_delta: how much better a value must be, >= 0.
+        monitor: the metric's name, or `loss`. None: the metric of `trainer.monitor`.
 
     Raises:
-        ConfigError: an argument is out of its range; later: the metric is not known, or does not
-            say which value is better.
+        ConfigError: an argument is out of its range, or later, the metric is not known or does
+            not say which value is better (`higher_is_better`).
     """
 
     def __init__(
@@ -134,11 +129,10 @@ class EarlyStopping(Callback):
         self._best, self._waited = Best(), 0
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """End a resumed run at once if it was stopped here before, unless the patience grew."""
+        """End a resumed run that was stopped here before, unless the patience grew."""
         self._stop_if_due(trainer)
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Count the validation, and end the run if it was one too many."""
         name = evaluation.monitor if self._monitor is None else self._monitor
         value, higher = self._watched(evaluation, name)
         step = trainer.progress.global_step
@@ -147,11 +141,9 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and the number of validations since then."""
         return {"best": self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved ones."""
         self._best, self._waited = Best.saved(state["best"]), int(state["waited"])
 
     def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
@@ -181,14 +173,14 @@ class SaturationWarning(Callback):
     """Warns after each epoch of half weights at the end of their format's range."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Warn if there are any; this takes one transfer from the device."""
+        """Warn if there are any, after one transfer from the device."""
         message = saturation_warning(trainer.optimizer, trainer.model)
         if message:
             log.warning("warning: %s", message)
 
 
 def saturation_warning(optimizer: StepOptimizer, model: nn.Module) -> str | None:
-    """Return a line on the half weights beyond their range, if any; this waits for the device."""
+    """Return a line on half weights beyond their range, or None. Waits for the device."""
     trained, beyond = set(optimizer.parameters), {}
     for name, parameter in model.named_parameters():
         if parameter in trained and parameter.dtype in HALF:

@@ -1,9 +1,8 @@
 """Where the time of a step goes: `callbacks.profile.enabled=true`.
 
-`Profile` records a few steps with torch.profiler and takes its hooks off again. Marks in the trace
-say which module a forward pass is in. From the trace each op gets its module, its format and its
-time, and the largest costs become a table, as text and as Markdown. docs/profile.md says what is
-attributed to what, and what is not.
+`Profile` records a few steps with torch.profiler and then removes its hooks. Marks in the trace
+name the module of a forward pass. Each op of the trace gets its module, its format and its time,
+and the largest costs become a table. docs/profile.md says how costs are attributed.
 """
 
 import gzip
@@ -27,40 +26,32 @@ from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 MARK = "module: "
-"""The beginning of a mark's name; the module's qualified name follows, empty for the model."""
+"""The beginning of a mark's name, before the module's qualified name (empty for the model)."""
 
 
 @contextmanager
 def marked(model: nn.Module) -> Iterator[None]:
-    """Within the block each forward pass of a module of the model is a range in the trace.
+    """Make each forward pass of a module of the model a range in the trace, within the block.
 
-    Hooks on the backward pass would change the graph. The trace gives the module of a backward op
-    by the forward op that it belongs to.
+    Hooks on the backward pass would change the graph. A backward op has the module of
+    its forward op, which the trace names.
     """
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            enter, leave = _hooks(MARK + name)
-            for handle in (
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-        yield
-
-
-def _hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The hooks of one module, which may be called again before it is left."""
+    names = {module: name for name, module in model.named_modules()}
     ranges: list[record_function] = []
 
-    def enter(*arguments: object) -> None:
-        ranges.append(record_function(name))
+    def enter(module: nn.Module, *arguments: object) -> None:
+        ranges.append(record_function(MARK + names[module]))
         ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(*arguments: object) -> None:
         if ranges:  # A module that was entered before the hooks came has none.
             ranges.pop().__exit__(None, None, None)
 
-    return enter, leave
+    with ExitStack() as stack:
+        for module in names:
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 MODEL, OPTIMIZER, OUTSIDE = "(the model itself)", "(optimizer)", "(outside of modules)"
@@ -81,30 +72,17 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Op:
-    """One op of a trace.
+    """One op of a trace."""
 
-    Attributes:
-        name: as PyTorch calls it, e.g. `aten::linear`.
-        module: the qualified name of its module, or one of the words in brackets above.
-        format: e.g. `float16`; of a cast `float32 to float16`; `no float` without such a tensor.
-        backward: whether it belongs to the backward pass.
-        milliseconds: its time.
-    """
-
-    name: str
-    module: str
-    format: str
-    backward: bool
+    name: str  # as PyTorch calls it, e.g. `aten::linear`
+    module: str  # the qualified name of its module, or one of the words in brackets above
+    format: str  # e.g. `float16`, for a cast `float32 to float16`, or `no float`
+    backward: bool  # whether it belongs to the backward pass
     milliseconds: float
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it only changes the format."""
-        return " to " in self.format
 
 
 class _Range:
-    """An event with those within it."""
+    """An event with the events within it."""
 
     def __init__(self, event: Event) -> None:
         self.name, self.category = str(event["name"]), event["cat"]
@@ -114,18 +92,17 @@ class _Range:
 
     @property
     def is_op(self) -> bool:
-        """Whether its time counts: not for ranges, and what autograd wraps around ops."""
+        """Whether its time counts: not for ranges, nor for autograd's wrappers of ops."""
         known = self.category == "cpu_op" and "::" in self.name
         return known and not self.name.startswith(("autograd::", "torch::autograd::"))
 
     def all(self) -> Iterator["_Range"]:
-        """It and all within it, in the order of their beginnings."""
         yield self
         for child in self.children:
             yield from child.all()
 
     def module(self, around: str) -> str:
-        """The module that a mark names, else the one around it."""
+        """Return the module that a mark names, else the one around it."""
         if self.category == "user_annotation":
             if self.name.startswith(MARK):
                 return self.name.removeprefix(MARK) or MODEL
@@ -134,20 +111,15 @@ class _Range:
         return around
 
     def formats(self) -> list[str]:
-        """The formats of its floating-point tensors."""
         types = self.arguments.get("Input type", ())
         return [_FORMATS.get(name, name) for name in types if name in _FORMATS or "Float8" in name]
 
 
 def read_ops(path: Path) -> list[Op]:
-    """All ops of a trace.
-
-    Args:
-        path: what `export_chrome_trace` wrote, compressed; recorded with `record_shapes`.
-    """
+    """Return all ops of a compressed chrome trace, recorded with `record_shapes`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    roots = _nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
+    roots = _nest(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
     kernels: dict[int, float] = defaultdict(float)  # microseconds, by the op that started them
     for event in events:
         if event.get("cat") in _ON_DEVICE:
@@ -156,8 +128,8 @@ def read_ops(path: Path) -> list[Op]:
     return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
 
 
-def _nested(events: Iterable[Event]) -> list[_Range]:
-    """The outermost ranges of every thread, each with those within it."""
+def _nest(events: Iterable[Event]) -> list[_Range]:
+    """Return the outermost ranges of every thread, each with its children."""
     roots: list[_Range] = []
     open_of_thread: dict[Any, list[_Range]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
@@ -170,18 +142,14 @@ def _nested(events: Iterable[Event]) -> list[_Range]:
 
 
 def _ops(
-    node: _Range,
-    module: str,
-    backward: bool,
-    modules: dict[int, str],
-    kernels: Mapping[int, float],
+    node: _Range, module: str, backward: bool, modules: dict[int, str], kernels: Mapping[int, float]
 ) -> Iterator[Op]:
-    """The ops of a range; `modules` learns the module of each forward op's sequence number."""
+    """Yield the ops of a range, and note in `modules` each forward sequence number's module."""
     module = node.module(module)
     if node.name.startswith(_NODE):
         backward, number = True, node.arguments.get("Sequence number", -1)
         module = modules.get(number, OUTSIDE)
-    if not backward:  # Of several ops with one number the last made the node.
+    if not backward:  # If several ops have one number, the last made the node.
         given = [op.arguments for op in (node.all() if node.is_op else [node])]
         modules |= {a["Sequence number"]: module for a in given if "Sequence number" in a}
     if node.is_op:
@@ -219,12 +187,12 @@ class Costs:
 
     @property
     def milliseconds(self) -> float:
-        """The time of all ops, per step."""
+        """The time of all ops in a step."""
         return _total(self.ops) / self.steps
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The head, the five largest costs by module and format, and the rest."""
-        ranked = _ranked(self.ops, lambda op: (op.module, op.format))
+        """Return the head, the five largest costs by module and format, and the rest."""
+        ranked = _rank(self.ops, lambda op: (op.module, op.format))
         largest, rest = ranked[:_LARGEST], ranked[_LARGEST:]
         rows = [_HEAD, *(self._row(module, form, ops) for (module, form), ops in largest)]
         if rest:
@@ -233,19 +201,16 @@ class Costs:
         return rows
 
     def formats(self) -> str:
-        """The share of each format above 0.05 %, the largest first, then of all casts."""
-        shares = {form: self._share(ops) for form, ops in _ranked(self.ops, lambda op: op.format)}
+        """Return the share of each format above 0.05 %, the largest first, then of all casts."""
+        shares = {form: self._share(ops) for form, ops in _rank(self.ops, lambda op: op.format)}
         words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
-        casts = self._share([op for op in self.ops if op.is_cast])
+        casts = self._share([op for op in self.ops if " to " in op.format])
         return f"{', '.join(words)}; casts {casts}"
 
     def text(self) -> str:
-        """The table for a log."""
-        table = aligned(self.rows(), right=_NUMBERS)
-        return f"{table}\nby format: {self.formats()}"
+        return f"{aligned(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
 
     def markdown(self) -> str:
-        """The table for TensorBoard's text."""
         return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"
 
     def _row(self, module: str, form: str, ops: Sequence[Op]) -> tuple[str, ...]:
@@ -258,8 +223,8 @@ class Costs:
         return f"{_total(ops) / whole:.1%}" if whole else "0 %"
 
 
-def _ranked(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
-    """The ops by a key, the costliest first."""
+def _rank(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
+    """Group the ops by a key, the costliest group first."""
     groups: dict[Any, list[Op]] = defaultdict(list)
     for op in ops:
         groups[key(op)].append(op)
@@ -279,12 +244,9 @@ _BEFORE, _WARM_UP, _RECORDED = 5, 1, 3  # steps
 class Profile(Callback):
     """Records three steps with torch.profiler, from the seventh step of this start of the run on.
 
-    The trace goes into the run's folder, the largest costs by module and format into the log and
-    into TensorBoard's text. A validation in between ends the recording. A compiled model has no
-    modules to attribute costs to: it counts as one.
+    The trace goes into the run's folder, the largest costs into the log and TensorBoard's text. A
+    validation in between ends the recording. A compiled model counts as one module.
     """
-
-    _context: RunContext
 
     def __init__(self) -> None:
         self._pending = True
@@ -293,27 +255,24 @@ class Profile(Callback):
         self._first_step = self._began_at = self._recorded = 0
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder for the trace; note where this start of the run begins."""
         self._context = context
         self._first_step = trainer.progress.global_step + _BEFORE
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Begin before the first step that is due."""
         if self._pending and trainer.progress.global_step >= self._first_step:
             self._pending, self._recorded = False, 0
             self._began_at = trainer.progress.global_step
             self._begin(trainer)
 
     def on_prediction_step(self, trainer: Trainer) -> None:
-        """End before the validation of a step, which is no part of what the step costs."""
+        """End before the validation of a step, which is not part of the step's costs."""
         self._recorded += 1
         self._end()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Go on to the next step, or end after the last one."""
         if self._profiler is None:
             return
-        trainer.read_verdicts()  # What the device still computes belongs to this step.
+        trainer.read_verdicts()  # The work that the device has left belongs to this step.
         self._recorded += 1
         if self._recorded == _WARM_UP + _RECORDED:
             self._end()
@@ -321,7 +280,7 @@ class Profile(Callback):
             self._profiler.step()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """End with the run, and say so if that was too short."""
+        """End with the run, with a warning if that was too short."""
         self._end(save=error is None)
         if self._pending and error is None:
             log.warning(
@@ -364,9 +323,7 @@ class Profile(Callback):
         temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
-        costs = Costs(read_ops(path), steps)
-        title = (
-            f"profile of steps {first} to {first + steps - 1}: {costs.milliseconds:.3g} ms a step"
-        )
+        costs, last = Costs(read_ops(path), steps), first + steps - 1
+        title = f"profile of steps {first} to {last}: {costs.milliseconds:.3g} ms a step"
         log.info("%s\n%s\ntrace: %s", title, costs.text(), path)
         self._context.tracker.text(Tag.TEXT_PROFILE, f"{title}\n\n{costs.markdown()}")

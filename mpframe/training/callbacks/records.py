@@ -1,13 +1,19 @@
-"""Callbacks that keep numbers: metrics.csv, and the largest gradient of every step."""
+"""Callbacks that write numbers: TensorBoard's curves, metrics.csv, each step's largest gradient."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
 from mpframe.tracking.amax_record import AmaxRecord
+from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.metrics_csv import MetricsCsv
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import checked_events
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
@@ -18,33 +24,28 @@ _COLUMNS = (
 
 
 class CsvLog(Callback):
-    """Writes a row for every step that is logged or validated; losses and gradients unscaled.
+    """Writes a row of unscaled numbers for every step that is logged or validated.
 
     A row is written at the end of its step. A checkpoint holds the last row, because a run may be
-    stopped in the validation that belongs to it. The last row is the test's. If the disk is full,
-    `on_error` says whether to `stop` or `warn`.
+    stopped in that step's validation. The last row is the test's. `on_error` says whether a full
+    disk is to `stop` the run or only `warn`.
     """
 
-    _file: MetricsCsv
-
     def __init__(self, log_every: int, on_error: str = "stop") -> None:
-        self._log_every = log_every
-        self._on_error = on_error
+        self._log_every, self._on_error = log_every, on_error
         self._last: dict[str, float | int] = {}
         self._of_step: dict[str, Any] = {}
         self._pending = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the table, and cut off the rows of steps that a resumed run takes again."""
+        """Open the table without the rows of steps that a resumed run takes again."""
         global_step = trainer.progress.global_step
         names = trainer.evaluator.metrics if trainer.evaluator else ()
         metrics = [f"{split}_{name}" for split in ("val", "test") for name in names]
-        columns = [*_COLUMNS, *metrics]
-        self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
+        self._file = MetricsCsv(context.folder, [*_COLUMNS, *metrics], global_step, self._on_error)
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the step's numbers, still on the device; put them into a row if it is due."""
         self._of_step = {
             "train_loss": result.loss,
             "learning_rate": trainer.optimizer.param_groups[0]["lr"],
@@ -57,18 +58,15 @@ class CsvLog(Callback):
             self._note(trainer, **_numbers(self._of_step))
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Put the validation's numbers into a row, with the numbers of its step."""
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
         self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
 
     def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Write the test's row."""
         metrics = {f"test_{name}": value for name, value in evaluation.metrics.items()}
         self._write()
         self._file.add(_at(trainer) | {"test_loss": evaluation.loss, **metrics})
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Write the step's row, if it has one."""
         if trainer.progress.global_step % self._log_every == 0:
             trainer.read_verdicts()
         self._write()
@@ -78,11 +76,10 @@ class CsvLog(Callback):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last row, and the numbers of the last step, which may yet be validated."""
+        """Return the last row, and the numbers of the last step, which may yet be validated."""
         return {"row": dict(self._last), "of_step": _numbers(self._of_step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the last row: its step may be validated again."""
         self._last = _numbers(state["row"])
         self._of_step = _numbers(state["of_step"])
 
@@ -104,7 +101,7 @@ def _at(trainer: Trainer) -> dict[str, float | int]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
-    """Values as plain numbers, which waits for those on a device; without those that are None."""
+    """Return the values that are not None as plain numbers, and wait for a device."""
     return {
         str(name): value if type(value) is int else float(value)
         for name, value in values.items()
@@ -115,23 +112,106 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
 class RecordAmax(Callback):
     """Keeps the largest gradient of every step in the run's folder, for replays."""
 
-    _record: AmaxRecord
-
     def __init__(self, on_error: str = "stop") -> None:
         self._on_error = on_error
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the record, and cut off the steps that a resumed run takes again."""
+        """Open the record without the steps that a resumed run takes again."""
         self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the step's amax."""
         self._record.add(result.amax)
 
     def on_save(self, trainer: Trainer) -> None:
-        """Write all values so far, because a checkpoint relies on them."""
         self._record.flush()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Write all values so far."""
         self._record.flush()
+
+
+class Curves(Callback):
+    """Writes the run's scalars to TensorBoard, over the number of steps tried.
+
+    The training scalars are written every `log_every` steps, and at skipped ones. A checkpoint
+    keeps its last step's, and a resumed run writes them again: it may have been stopped between a
+    step's training scalars and its validation's.
+    """
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self._last_step: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        self._tracker, self._throughput = context.tracker, context.throughput
+        self._train, self._waited = context.train, context.train.waited
+        if self._last_step is not None:
+            self._tracker.write_again(self._last_step)
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        global_step = trainer.progress.global_step
+        if global_step % self._log_every == 0 or trainer.progress.skipped_in_a_row:
+            self._tracker.scalars(global_step, self._of_step(trainer, result))
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.global_step % self._log_every == 0:
+            trainer.read_verdicts()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self._log(trainer, evaluation, Tag.LOSS_VAL, "val")
+
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self._log(trainer, evaluation, Tag.LOSS_TEST, "test")
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Wait until the curves are in their file, which must not be older than a checkpoint."""
+        self._tracker.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._tracker.last_step()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_step = checked_events(state["last_step"])
+
+    def _log(self, trainer: Trainer, evaluation: Evaluation, loss: str, split: str) -> None:
+        values = {loss: evaluation.loss}
+        values |= {metric_tag(name, split): value for name, value in evaluation.metrics.items()}
+        self._tracker.scalars(trainer.progress.global_step, values)
+
+    def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
+        optimizer, progress = trainer.optimizer, trainer.progress
+        values = _scalars(result, "", progress.skipped)
+        values |= {Tag.LR: optimizer.param_groups[0]["lr"], Tag.PEAK_BYTES: peak_memory()}
+        for group in optimizer.param_groups:
+            if "name" in group:
+                values[Tag.LR.of(group["name"])] = group["lr"]
+        for name, part in (result.parts or {}).items():
+            values |= _scalars(part, name, progress.part_skips.get(name, 0))
+            if isinstance(optimizer, MultiOptimizer):
+                values[Tag.LR.of(name)] = optimizer.parts[name].param_groups[0]["lr"]
+        for name, scaler in trainer.scalers.items():
+            for tag, attribute in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
+                statistic = getattr(scaler, attribute, None)
+                if statistic is not None:
+                    values[tag.of(name)] = statistic
+        return values | self._speed()
+
+    def _speed(self) -> dict[str, float | Tensor]:
+        """Measure the steps since the last point: their pace, and the share of waiting for data."""
+        samples, seconds = self._throughput.since_last_asked()
+        before, self._waited = self._waited, self._train.waited
+        return {
+            Tag.SAMPLES_PER_SECOND: samples / seconds,
+            Tag.INPUT_FRACTION: (self._waited - before) / seconds,
+        }
+
+
+def _scalars(result: StepResult, name: str, skipped: int) -> dict[str, float | Tensor]:
+    """Return the scalars of the step, or of one of several optimizers by its name."""
+    values: dict[str, float | Tensor] = {
+        Tag.GRAD_NORM.of(name): result.grad_norm,
+        Tag.GRAD_AMAX.of(name): result.amax,
+        Tag.SCALE.of(name): result.scale,
+        Tag.LOG2_SCALE.of(name): result.scale.log2(),
+        Tag.SKIPPED_TOTAL.of(name): skipped,
+    }
+    return values if result.loss is None else values | {Tag.LOSS_TRAIN.of(name): result.loss}

@@ -1,4 +1,4 @@
-"""Keeps what the summary says of a run: the last loss, the last and best validation, the test."""
+"""Keeps a run's results: the last loss, the last and the best validation, the test."""
 
 from collections import deque
 from dataclasses import asdict
@@ -15,38 +15,29 @@ _RECENT = 100  # validations
 
 
 class Results(Callback):
-    """Keeps the last loss, the last validation, the best one and the test.
-
-    Attributes:
-        loss: unscaled, of the last step; None before the first one.
-        evaluation: the last validation; None before the first one.
-        best: of the monitored metric; without a value if the metric has no direction.
-        test: None unless the run was tested; a checkpoint never holds it.
-    """
+    """Keeps the last loss, the last validation, the best one and the test."""
 
     def __init__(self) -> None:
-        self.loss: float | Tensor | None = None
-        self.evaluation: Evaluation | None = None
-        self.best = Best()
-        self.test: Evaluation | None = None
+        self.loss: float | Tensor | None = None  # unscaled, of the last step
+        self.evaluation: Evaluation | None = None  # the last validation
+        self.best = Best()  # without a value if the monitored metric has no direction
+        self.test: Evaluation | None = None  # in no checkpoint
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property
     def worsening(self) -> str | None:
-        """A line if the last validation is much worse than the best one; None otherwise."""
+        """A line if the last validation is much worse than the best one, else None."""
         best, last = self.best.value, self.evaluation
         if best is None or last is None or not much_worse(best, self._recent):
             return None
-        name = self.best.name
-        return f"the last val_{name}, {last.value:g}, is much worse than the best, {self.best}"
+        named = f"the last val_{self.best.name}, {last.value:g}"
+        return f"{named}, is much worse than the best, {self.best}"
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the loss; it stays on the device."""
         if result.loss is not None:
             self.loss = result.loss
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Keep the validation, and whether it is the best one so far."""
         self.evaluation = evaluation
         name, value = evaluation.monitor, evaluation.value
         higher = evaluation.direction(name)
@@ -58,11 +49,9 @@ class Results(Callback):
         self.best.offer(name, value, trainer.progress.global_step, higher)
 
     def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Keep the test."""
         self.test = evaluation
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it but the test, as numbers."""
         return {
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
@@ -71,7 +60,6 @@ class Results(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved ones."""
         self.loss = None if state["loss"] is None else float(state["loss"])
         held = state["evaluation"]
         if held is not None:

@@ -1,6 +1,6 @@
-"""Callbacks that change gradients right before a step: their base, and a penalty on the weights.
+"""Callbacks that change gradients right before a step: their base, a penalty, and LARC.
 
-There the weights are masters, and their gradients fp32, unscaled, checked and clipped.
+The weights are then masters, and their gradients fp32, unscaled, checked and clipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
-from mpframe.core.ranges import POSITIVE, require
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
+from mpframe.core.step_result import StepResult
 from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.selection import Selection, refuse_idle
@@ -25,24 +26,28 @@ class StepHook(Callback):
 
     Args:
         option: its path in the configuration, for messages.
-        without: patterns of the names of weights that it leaves alone.
-
-    Attributes:
-        names: the names of all weights, by the tensors that the optimizers step.
-        left_out: the tensors that it leaves alone.
+        without: patterns of the names of weights that it does not change.
     """
 
     def __init__(self, option: str, without: Sequence[str]) -> None:
         self._option, self._without = option, without
-        self.names: dict[Tensor, str] = {}
-        self.left_out: set[Tensor] = set()
+        self.names: dict[Tensor, str] = {}  # of all weights, by the tensors that are stepped
+        self.left_out: set[Tensor] = set()  # tensors that it does not change
         self._handles: list[RemovableHandle] = []
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Change the gradients of an optimizer that is about to step."""
+    @torch.no_grad()
+    def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        """Change the gradients that an optimizer is about to step with."""
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight not in self.left_out:
+                    self.change(weight, group["lr"])
+
+    def change(self, weight: Any, lr: Tensor | float) -> None:
+        """Change one weight's gradient, without a graph."""
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin; ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
+        """Hook in. ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
         if trainer.optimizer.needs_closure:
             raise ConfigError(
                 f"{self._option}: the optimizer makes its gradients within its step, where no hook "
@@ -58,7 +63,6 @@ class StepHook(Callback):
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
 
@@ -67,12 +71,9 @@ class Penalty(StepHook):
     """Adds the gradient of `strength * penalty(weight)` to the gradient of each weight.
 
     Args:
-        penalty: penalty(weight) -> 0-d tensor with a gradient; it is given the fp32 master.
-        strength: > 0.
+        penalty: penalty(weight) -> 0-d tensor with a gradient, called with the fp32 master.
+        strength: > 0, else ConfigError.
         without: patterns of the names of weights that have no penalty.
-
-    Raises:
-        ConfigError: `strength` is out of its range.
     """
 
     def __init__(
@@ -82,11 +83,84 @@ class Penalty(StepHook):
         super().__init__("callbacks.penalty", without)
         self._penalty, self._strength = penalty, strength
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Add to the gradients; a weight without one is left alone."""
-        for weight in (w for group in optimizer.param_groups for w in group["params"]):
-            if weight.grad is not None and weight not in self.left_out:
-                with torch.enable_grad():
-                    master = weight.detach().requires_grad_()
-                    (gradient,) = torch.autograd.grad(self._penalty(master), master)
-                weight.grad = torch.add(weight.grad, gradient, alpha=self._strength)
+    def change(self, weight: Any, lr: Tensor | float) -> None:
+        with torch.enable_grad():
+            master = weight.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._penalty(master), master)
+        weight.grad = torch.add(weight.grad, gradient, alpha=self._strength)
+
+
+class LARC(StepHook):
+    """LARC and LARS (You et al. 2017): each gradient is scaled by the size of its weight.
+
+        clip    LARC    g <- g * min(1, max(eta * |w| / (lr * (|g| + epsilon)), min_update))
+        scale   LARS    g <- g * max(eta * |w| / (|g| + epsilon), min_update)
+
+    |.| is the 2-norm of one parameter, in fp32. One step of plain SGD then moves a weight by `eta`
+    of its norm: at most that much in `clip`, and the learning rate times that much in `scale`. The
+    optimizer adds weight decay later, unscaled. A run writes each rate to TensorBoard.
+
+        optimizer.register_step_pre_hook(LARC(eta=0.001))    in your loop
+
+    Args (ConfigError if out of their range):
+        eta: the trust coefficient: a weight's step as a share of its norm, > 0.
+        mode: `clip` (LARC) never makes a gradient larger, `scale` (LARS) sets its norm.
+        min_update: the smallest factor, >= 0, and the factor of a weight that is zero.
+        epsilon: added to the gradient's norm, > 0.
+        without: patterns of the names of parameters whose gradients stay as they are.
+        log_every: steps between two writes of the rates.
+    """
+
+    def __init__(
+        self,
+        eta: float,
+        mode: str = "clip",
+        min_update: float = 1e-7,
+        epsilon: float = 1e-7,
+        without: Sequence[str] = (),
+        log_every: int = 10,
+    ) -> None:
+        require("larc.eta", eta, POSITIVE, "0.001 is usual", "a finite number")
+        require("larc.min_update", min_update, NOT_NEGATIVE, "1e-07 is usual", "a finite number")
+        require("larc.epsilon", epsilon, POSITIVE, "1e-07 is usual", "a finite number")
+        if mode not in ("clip", "scale"):
+            raise ConfigError(f"larc.mode={mode}: choose clip (LARC) or scale (LARS)")
+        super().__init__("callbacks.larc", without)
+        self.eta, self.mode, self.min_update, self.epsilon = eta, mode, min_update, epsilon
+        self.rates: dict[Tensor, Tensor] = {}  # each weight's last, its factor included, 0-d
+        self._log_every = log_every
+
+    def change(self, weight: Any, lr: Tensor | float) -> None:
+        values = weight.grad._values() if weight.grad.is_sparse else weight.grad
+        factor = self._factor(weight, values, lr)
+        values.mul_(factor)
+        self.rates[weight] = factor * lr
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Hook in. Raises ConfigError if gradients are clipped by their norm as well."""
+        if trainer.plan.clip_norm is not None:
+            raise ConfigError(
+                f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "
+                "clipping, and would undo it; set trainer.clip_norm=null, or leave callbacks=larc "
+                "out"
+            )
+        super().setup(trainer, context)
+        self._context = context
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        step = trainer.progress.global_step
+        if step % self._log_every == 0 and not result.known.skipped:
+            rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self.rates.items()}
+            self._context.tracker.scalars(step, rates)
+
+    def _factor(self, weight: Tensor, gradient: Tensor, lr: Tensor | float) -> Tensor:
+        """Return the gradient's factor, 0-d, within the gradient's format."""
+        slope = _norm(gradient) + self.epsilon
+        bounded_by = lr * slope if self.mode == "clip" else slope
+        factor = torch.clamp(self.eta * _norm(weight) / bounded_by, min=self.min_update)
+        most = 1.0 if self.mode == "clip" else torch.finfo(gradient.dtype).max
+        return factor.clamp(max=most)
+
+
+def _norm(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values.float())  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
-"""How fast a run trains: the whole run over all its starts, and not only its last steps.
+"""How fast a run trains, over all its starts.
 
-    training time    from step to step: loading, the step, its logging; compiling in the first
+    training time    from step to step: loading, the step, its logging, at first compiling
     left out         validating and saving
     step time        the median, which neither the first step nor a pause changes
 
-A checkpoint holds the sums, and a resumed run continues to add to them. The steps that a killed
-start took after its last checkpoint are taken again, and count once. Step times are counted in bins
-of one percent, so that a run of any length keeps few numbers.
+A checkpoint holds the sums, and a resumed run adds to them. The steps that a killed start took
+after its last checkpoint are taken again, and count once. Step times are counted in bins of one
+percent, so that a run of any length keeps few numbers.
 """
 
 import math
@@ -20,6 +20,7 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
 from mpframe.training.trainer import Trainer
 
+Clock = Callable[[], float]
 _BIN = math.log(1.01)
 _SHORTEST = 1e-9  # seconds, for a clock that stood still
 
@@ -28,23 +29,15 @@ class Throughput(Callback):
     """Counts samples, and the seconds it took to train on them.
 
     Args:
-        batch_size: samples per micro-batch; a partial accumulation window counts what it has.
-        began: what `clock` said when this start of the run began; None: now.
+        batch_size: samples per micro-batch.
+        began: the `clock`'s time when this start of the run began. None: now.
         clock: seconds, from any zero.
-
-    Attributes:
-        samples: training samples in the steps tried.
-        train_seconds: what the steps took.
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        began: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, batch_size: int, began: float | None = None, clock: Clock = time.perf_counter
     ) -> None:
-        self.samples = 0
-        self.train_seconds = 0.0
+        self.samples, self.train_seconds = 0, 0.0  # of the steps tried
         self._batch_size, self._clock = batch_size, clock
         self._lap_began = clock()
         self._began = self._lap_began if began is None else began
@@ -56,12 +49,12 @@ class Throughput(Callback):
 
     @property
     def samples_per_second(self) -> float | None:
-        """Training samples over training time; None before the first step."""
+        """Training samples over training time, or None before the first step."""
         return self.samples / self.train_seconds if self.train_seconds else None
 
     @property
     def median_step_seconds(self) -> float | None:
-        """The median time of a step, to half a percent; None before the first one."""
+        """The median time of a step, to half a percent, or None before the first one."""
         passed, half = 0, self._step_times.total() / 2
         for number, steps in sorted(self._step_times.items()):
             passed += steps
@@ -71,21 +64,20 @@ class Throughput(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of all starts, evaluation included; a resumed one that did nothing: 0."""
+        """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
     def since_last_asked(self) -> tuple[int, float]:
-        """Samples and training seconds of the steps since the last call, or since this start."""
+        """Return samples and training seconds since the last call, or since this start."""
         samples, seconds = self._asked
         self._asked = self.samples, self.train_seconds
         return self.samples - samples, self.train_seconds - seconds
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Count the samples of the step."""
         self._untold.append(len(batches) * self._batch_size)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Count the step and its time; steps that are reported together share it evenly."""
+        """Count the step and its time. Steps that are reported together share it evenly."""
         lap = max((self._clock() - self._lap_began) / len(self._untold), _SHORTEST)
         self._lap_began += lap
         self.samples += self._untold.popleft()
@@ -98,12 +90,11 @@ class Throughput(Callback):
         self._pause()
 
     def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
-        """Start the clock again."""
         self._go_on()
         self._idle = False
 
     def on_test(self, trainer: Trainer, evaluation: object) -> None:
-        """Start it again; a finished run that is only tested once more keeps its time."""
+        """Start the clock. A finished run that is only tested once more keeps its time."""
         self._go_on()
 
     @contextmanager
@@ -116,7 +107,6 @@ class Throughput(Callback):
             self._go_on()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums so far."""
         return {
             "samples": self.samples,
             "train_seconds": self.train_seconds,
@@ -125,7 +115,6 @@ class Throughput(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue to add to saved sums."""
         self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
         self._earlier, self._idle = float(state["seconds"]), True
         self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})

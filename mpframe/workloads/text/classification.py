@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import model_loss
 from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out

@@ -44,11 +44,11 @@ GROUPS = {
 
 
 def measure(names: Sequence[str], repeats: int | None, out: Path) -> None:
-    """Measure groups, one after the other; print each and write `OUT/GROUP.md` and `.json`.
+    """Measure groups, one after the other, print each and write `OUT/GROUP.md` and `.json`.
 
     Args:
         names: of groups.
-        repeats: rounds, >= 1; None: each group's own number.
+        repeats: rounds, >= 1. None: each group's number.
         out: a folder, which is made.
     """
     with _quiet():
@@ -65,7 +65,7 @@ def measure(names: Sequence[str], repeats: int | None, out: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence runs, but for warnings."""
+    """Silence runs, except warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

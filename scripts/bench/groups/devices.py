@@ -5,7 +5,7 @@ one process. Scaling efficiency is the step of one process with its batch over t
 such a batch each: 1 if the second process cost no time at all.
 
 cuda: a train step beside a hand-written torch.amp loop. Both train ResNet-18 in float16 with fused
-AdamW, loss scaling and clipping. A step should queue its work and go on; each wait for the device
+AdamW, loss scaling and clipping. A step should queue its work and go on. Each wait for the device
 (`.item()`, `bool(tensor)`, a copy to the host) leaves it idle. They are counted with
 `torch.cuda.set_sync_debug_mode`.
 """
@@ -79,17 +79,19 @@ def _of_workload(
 
 def claims_of(times: Times) -> list[Claim]:
     """How the step is to compare with that by hand."""
-    return [Claim.between(times, own, hand, MOST) for own, hand in _BESIDE.items() if hand in times]
+    return [
+        Claim.between(times, name, hand, MOST) for name, hand in _BESIDE.items() if hand in times
+    ]
 
 
 def efficiencies(times: Times) -> list[str]:
-    """A line for each step that one process takes alone, too."""
+    """A line for each step that one process takes as well."""
     lines = []
     for alone in (name for name in times if name.endswith(SINGLE_PROCESS)):
-        own = alone.removesuffix(SINGLE_PROCESS)
-        found = ratio(times, alone, own)
+        together = alone.removesuffix(SINGLE_PROCESS)
+        found = ratio(times, alone, together)
         spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
-        lines.append(f"scaling efficiency, {own}: {spread}")
+        lines.append(f"scaling efficiency, {together}: {spread}")
     return lines
 
 

@@ -3,7 +3,7 @@
 tiny: a step so short that only the trainer's own overhead shows. An MLP 64-128-128-10 with batches
 of 64 on one thread: forward, backward and AdamW take about half a millisecond. Every competitor
 trains the same model on the same batches and logs the same four curves (loss, learning rate,
-gradient norm, speed) every ten steps to TensorBoard: mpframe through its own callbacks, the loop by
+gradient norm, speed) every ten steps to TensorBoard: mpframe through its callbacks, the loop by
 hand through `SummaryWriter.add_scalar`, Lightning through `log`. mpframe logs four more, and checks
 and records the gradients of every step.
 
@@ -12,7 +12,7 @@ so the time of training grows by
 
     (99 + t(step with report) / t(step)) / 100
 
-Hooks, counts, the transfer, the record and the scalars are in it; pictures, which are drawn at the
+Hooks, counts, the transfer, the record and the scalars are in it. Pictures, which are drawn at the
 end of a run and at most once a minute, are not.
 """
 
@@ -39,9 +39,8 @@ from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.records import RecordAmax
+from mpframe.training.callbacks.records import Curves, RecordAmax
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.plan import Plan
@@ -62,7 +61,7 @@ LR = 1e-6
 
 
 def tiny_tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
-    """The step with logging, beside other trainers; and without.
+    """The step with logging, beside other trainers, and without.
 
     Args:
         rounds: measured rounds, >= 1.
@@ -127,7 +126,7 @@ def _without_logging(rounds: int, data: Stopwatch) -> Table:
 
 def _scalers(rounds: int, data: Stopwatch) -> Table:
     scalers: list[Scaling] = [Static(), Backoff(), LogMax()]
-    loops = {type(own).__name__: _passes(_trainer("mixed", own), data) for own in scalers}
+    loops = {type(one).__name__: _passes(_trainer("mixed", one), data) for one in scalers}
     times = _race(loops, rounds, data)
     return Table(
         "Tiny model, the scalers",
@@ -180,7 +179,7 @@ def _trainer(mode: str, scaler: Scaling, plan: Plan | None = None) -> Trainer:
 
 
 def watched_loop(data: Stopwatch, folder: Path, plan: Plan | None = None) -> Loop:
-    """The same with what watches a default run, but for its progress bar and checkpoints."""
+    """The same with what watches a default run, except its progress bar and checkpoints."""
     return _watched(data, folder, plan)[1]
 
 
@@ -232,7 +231,7 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _data(steps: int) -> Stopwatch:
-    """As many batches as are measured, after those of one log, and one that ends the last step."""
+    """One log's batches, as many as are measured, and one that ends the last step."""
     generator = torch.Generator().manual_seed(0)
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -254,19 +253,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model that is measured.
+    """A model that is measured."""
 
-    Attributes:
-        name: stands in the table.
-        make: builds the model.
-        shape: of its inputs.
-        steps: per turn.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    steps: int
+    name: str  # stands in the table
+    make: Callable[[], nn.Module]  # builds the model
+    shape: tuple[int, ...]  # of its inputs
+    steps: int  # per turn
 
 
 def range_tables(rounds: int, folder: Path, batch: int = 128, width: int = 64) -> list[Table]:

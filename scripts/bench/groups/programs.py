@@ -5,7 +5,7 @@ other trainers, a process for each: loading, steps, logging, validating. Beside 
 that the processor computed for it, which other load disturbs less, and the whole process, imports
 and start-up included.
 
-input: shipped workloads, fed by their own loader. One trainer takes the same step on batches that
+input: shipped workloads, fed by their loader. One trainer takes the same step on batches that
 are there already and on batches that its loader fetches, in the main process (workers=0) and in a
 process beside it (workers=1). The loader counts the seconds in which the trainer waits for it, and
 
@@ -14,7 +14,7 @@ process beside it (workers=1). The loader counts the seconds in which the traine
 is taken within the turn, so that a busy machine hardly moves it. The ratio of the whole steps has
 more noise, and has in it what a worker takes from the trainer: a core, the cache.
 
-startup: the help, a refused mistake, the first step; each as a new process. Importing only torch is
+startup: the help, a refused mistake, the first step, each as a new process. Importing only torch is
 the baseline: help and a mistake are answered without it.
 """
 
@@ -46,7 +46,7 @@ from mpframe.training.trainer import Trainer
 
 MOST_OF_RUN = 1.03  # times a loop by hand
 SIZES: dict[str, dict[str, int]] = {name: {} for name in WORKLOADS}
-"""The workloads, each with its own sizes."""
+"""The workloads, each with its sizes."""
 
 
 def run_tables(
@@ -61,7 +61,7 @@ def run_tables(
         rounds: measured rounds, >= 1.
         folder: not used: runs go into a temporary folder.
         workloads: the sizes of each, by its name.
-        names: the trainers that take part; None: all that are installed.
+        names: the trainers that take part. None: all that are installed.
     """
     chosen = [OURS, *(trainers.installed() if names is None else names)]
     return [_of_runs(name, sizes, rounds, chosen) for name, sizes in workloads.items()]
@@ -73,11 +73,11 @@ def _of_runs(name: str, sizes: Mapping[str, int], rounds: int, names: Sequence[s
     if why is not None:
         return Table(work.title, "", trainers.BY_HAND, {}, notes=[f"skipped: {why}"])
     with tempfile.TemporaryDirectory() as scratch:
-        runs = {own: Runs(name, sizes, own, Path(scratch)) for own in names}
+        runs = {row: Runs(name, sizes, row, Path(scratch)) for row in names}
         # No warm-up: nothing of a process is left for the next.
-        times = race([Competitor(own, run) for own, run in runs.items()], rounds, warmup=0)
-    cpu = {own: [time.cpu_seconds for time in run.times] for own, run in runs.items()}
-    whole = {own: run.whole for own, run in runs.items()}
+        times = race([Competitor(row, run) for row, run in runs.items()], rounds, warmup=0)
+    cpu = {row: [time.cpu_seconds for time in run.times] for row, run in runs.items()}
+    whole = {row: run.whole for row, run in runs.items()}
     return Table(
         work.title,
         _run_setting(work),
@@ -96,7 +96,7 @@ class Runs:
         workload: one of `WORKLOADS`.
         sizes: its arguments.
         trainer: who trains.
-        folder: of all that is logged; exists.
+        folder: an existing one for all that is logged.
 
     Attributes:
         times: of the loop of each run so far.
@@ -114,8 +114,8 @@ class Runs:
         Raises:
             MpframeError: the process failed.
         """
-        own = tempfile.mkdtemp(dir=self._folder)
-        words = ["-m", "bench.whole.one_run", json.dumps({**self._given, "folder": own})]
+        folder = tempfile.mkdtemp(dir=self._folder)
+        words = ["-m", "bench.whole.one_run", json.dumps({**self._given, "folder": folder})]
         began = perf_counter()
         printed = run_python(words, self._folder, f"runs: {self._given['trainer']!r}")
         self.whole.append(perf_counter() - began)
@@ -124,20 +124,20 @@ class Runs:
 
 
 def _run_claims(times: Times, kind: str) -> list[Claim]:
-    others = [own for own in times if own != OURS]
+    others = [name for name in times if name != OURS]
     by_hand = (trainers.BY_HAND, trainers.CUT)
     return [
-        Claim.between(times, OURS, own, MOST_OF_RUN if own in by_hand else 1.0, kind)
-        for own in others
+        Claim.between(times, OURS, name, MOST_OF_RUN if name in by_hand else 1.0, kind)
+        for name in others
     ]
 
 
 def _in_ms(times: Times) -> dict[str, list[float]]:
-    return {own: [value * 1e3 for value in values] for own, values in times.items()}
+    return {name: [value * 1e3 for value in values] for name, values in times.items()}
 
 
 def _missing(work: Workload) -> str | None:
-    """What this machine lacks for a workload; None: nothing."""
+    """Return the reason why this machine cannot run a workload, or None."""
     try:
         work.data(), work.model()
     except (ImportError, MpframeError) as error:
@@ -172,7 +172,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "image folder, kept in memory": _FOLDER,
     DECODED: (*_FOLDER, "dataset.cache_bytes=0"),
 }
-"""The options of each; FOLDER becomes a folder of photographs."""
+"""The options of each. FOLDER becomes a folder of photographs."""
 
 
 def input_tables(
@@ -205,7 +205,7 @@ class Turn:
     Args:
         trainer: takes the steps.
         batches: without end.
-        loader: what they come from; None: they are there.
+        loader: what they come from. None: they are there.
         steps: those that count.
         clock: seconds.
 
@@ -283,7 +283,7 @@ def _endless(loader: Loader) -> Iterator[Any]:
 
 def _config(options: Sequence[str], photographs: Path) -> Config:
     given = [option.replace("FOLDER", str(photographs)) for option in options]
-    # A CPU is slow at float16, which would hide the input; and a schedule ends some time.
+    # A CPU is slow at float16, which would hide the input, and a schedule ends some time.
     return checked(compose_named([*given, "dtype=fp32", "scheduler=none"])[1])
 
 
@@ -303,7 +303,7 @@ optimizer.step()
 _STEP, _TYPO = "import torch, one step of AdamW", "a refused typo"
 _RUN = "default run, to the end of its first step"
 _FIRST_STEP = ["-m", "bench.first_step", "callbacks.progress_bar=null", "hydra.run.dir=run"]
-# What is measured: the command, and the exit code it must have.
+# For each row the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),
     _STEP: (["-c", _ADAMW_STEP], 0),

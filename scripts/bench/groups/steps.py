@@ -11,7 +11,7 @@
     growth      time against one size; the slope of log(time) over log(size) is 0 if the size costs
                 nothing, 1 if the time grows as the size does, 2 as its square
 
-Most competitors take turns in this process; those whose memory counts have a process for each turn.
+Most competitors take turns in this process. If memory counts, each turn has a new process.
 """
 
 import json
@@ -237,7 +237,7 @@ def slope(times: Times, sizes: Sequence[int]) -> Spread:
 
 
 def _rounds_of(row: str) -> int | None:
-    """Let torch's own kernels take part in few rounds where they take 40 times as long."""
+    """Return in how many rounds torch's kernels take part if they take 40 times as long."""
     slow = row.startswith("torch.autocast float16") or not has_native_half("bfloat16")
     return SLOW_ROUNDS if row.startswith("torch.autocast") and slow else None
 
@@ -268,7 +268,7 @@ class Turn:
         self.turns: list[OneTurn] = []
 
     def __call__(self) -> float:
-        """Return seconds per step; raises MpframeError if the process failed."""
+        """Return seconds per step. Raises MpframeError if the process failed."""
         words = ["-m", "bench.step.one_turn", self._arguments]
         printed = run_python(words, Path(tempfile.gettempdir()), f"bench: {self._row!r}")
         self.turns.append(OneTurn(**json.loads(printed)))

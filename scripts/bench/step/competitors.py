@@ -38,7 +38,7 @@ def by_hand(
     parallel: Callable[[nn.Module], nn.Module] | None = None,
     sgd: bool = False,
 ) -> Step:
-    """A step in plain torch; under torch.autocast if `half` is given, wrapped in `parallel`."""
+    """A step in plain torch, under torch.autocast if `half` is given, wrapped in `parallel`."""
     model, optimizer = work.model, _optimizer(work.model, sgd)
     if parallel is not None:
         model = parallel(model)
@@ -71,7 +71,7 @@ def by_trainer(
     reduce: str = "in_backward",
     sgd: bool = False,
 ) -> Step:
-    """A step of the trainer; float16 with loss scaling."""
+    """A step of the trainer, float16 with loss scaling."""
     precision = Precision(mode, half, master_weights=master_weights, products=products)
     model, optimizer = precision.prepare(work.model, _optimizer(work.model, sgd))
     inner, update = supervised(work.loss), optimizer.step
@@ -131,7 +131,7 @@ RECIPE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     },
     "torchao mxfp8": by_torchao,
 }
-"""Who takes part below 16 bits; all of mpframe's in `mixed` and float16."""
+"""Who takes part below 16 bits, all of mpframe's in `mixed` and float16."""
 
 
 _AUTOCAST_FLOAT16 = partial(by_hand, half=torch.float16)

@@ -1,4 +1,4 @@
-"""Steps that the ranks of one torchrun take together, beside those of rank 0 alone.
+"""Steps that the ranks of one torchrun take together, beside the steps of rank 0 by itself.
 
 Usage: torchrun --nproc-per-node 2 -m bench.step.on_ranks JSON, the arguments of `measure`
 by name. Rank 0 prints the times.
@@ -38,7 +38,7 @@ _TRAINED: dict[str, dict[str, Any]] = {
 def measure(
     workload: str, sizes: Mapping[str, int], names: Sequence[str], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds per step of each round, by competitor; on every rank, with one thread each.
+    """Seconds per step of each round, by competitor, on every rank with one thread each.
 
     Args:
         workload: one of `WORKLOADS`, with the batch of one rank.
@@ -75,7 +75,7 @@ def _by_trainer(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
 
 
 def _alone(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
-    """Of rank 0; the others wait."""
+    """Step on rank 0, while the others wait."""
     return by_trainer(work, laps, **how) if comm.is_main else lambda: None
 
 

@@ -30,17 +30,12 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class OneTurn:
-    """What was measured.
+    """One measured turn."""
 
-    Attributes:
-        seconds: per step.
-        laps: of them, forward, backward and step.
-        bytes_per_parameter: the most that was resident at once, above what the imports take; None
-            where the system does not tell.
-    """
-
-    seconds: float
-    laps: dict[str, float]
+    seconds: float  # per step
+    laps: dict[str, float]  # of them, forward, backward and step
+    # The most that was resident at once, above what the imports take, or None if the system does
+    # not tell.
     bytes_per_parameter: float | None
 
 
@@ -61,7 +56,7 @@ def measure(
         sizes: its arguments.
         name: one of ALL_STEPS.
         threads: that torch computes with.
-        steps: that count, >= 1; `WARMUP` before them do not.
+        steps: that count, >= 1, after `WARMUP` that do not.
         keep_memory: what is freed, as `mpframe train` does.
         channels_last, recompute: as the options of `trainer`.
     """
@@ -88,9 +83,9 @@ def measure(
 
 
 def status_bytes(key: str) -> int | None:
-    """`VmRSS`, the memory that is resident now, or `VmHWM`, the most so far; None without /proc.
+    """`VmRSS`, the memory that is resident now, or `VmHWM`, the most so far, or None without /proc.
 
-    Not ru_maxrss: that of a new process begins at the peak of the one that started it.
+    Not ru_maxrss, which in a new process begins at the peak of the one that started it.
     """
     if not _STATUS.exists():
         return None

@@ -41,7 +41,7 @@ class Parts:
         setattr(owner, method, timed)
 
     def _turn(self) -> None:
-        """What has passed belongs to the innermost method that runs."""
+        """Count the time since the last turn for the innermost method that runs."""
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

@@ -15,21 +15,13 @@ from mpframe.workloads.text.language_model import GPT
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a batch to train it on.
+    """A model and a batch to train it on."""
 
-    Attributes:
-        title: what the model is, for a heading.
-        sizes: of model and batch, in words.
-        model: in fp32, the same in every process.
-        batch: inputs and targets.
-        loss: loss(outputs, targets) -> 0-d tensor.
-    """
-
-    title: str
-    sizes: str
-    model: nn.Module
-    batch: tuple[Any, Tensor]
-    loss: Callable[[Any, Any], Tensor]
+    title: str  # what the model is, for a heading
+    sizes: str  # of model and batch, in words
+    model: nn.Module  # in fp32, the same in every process
+    batch: tuple[Any, Tensor]  # inputs and targets
+    loss: Callable[[Any, Any], Tensor]  # loss(outputs, targets) -> 0-d tensor
 
     @property
     def parameters(self) -> int:
@@ -49,7 +41,7 @@ def linear(width: int = 2048, layers: int = 16, batch: int = 32) -> Workload:
 def transformer(
     vocab_size: int = 16384, context: int = 128, depth: int = 8, width: int = 512, batch: int = 4
 ) -> Workload:
-    """The GPT that ships, of a size for few cores; heads of 64."""
+    """The GPT that ships, of a size for few cores, with heads of 64."""
     torch.manual_seed(0)
     model = GPT(vocab_size, context, depth=depth, heads=max(1, width // 64), width=width)
     tokens = torch.randint(0, vocab_size, (batch, context + 1))
@@ -106,7 +98,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def bert_classifier(width: int = 128, layers: int = 2) -> nn.Module:
-    """Maps tokens [N, T] below 1000 to logits [N, 2]; without dropout, whose numbers all draw."""
+    """Maps tokens [N, T] below 1000 to logits [N, 2], without dropout's random numbers."""
     package = import_module("transformers")
     config = package.BertConfig(
         vocab_size=1000,

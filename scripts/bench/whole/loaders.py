@@ -1,4 +1,4 @@
-"""Batches for the other trainers: those of mpframe's loader, in its order, without what it checks.
+"""Batches for the other trainers: mpframe's loader's, in its order, without its checks.
 
 Both hold all samples ready as tensors, normalised once.
 """
@@ -32,12 +32,12 @@ def cut(work: Workload) -> tuple[Any, Any]:
     task = work.data()
     train, val = _samples(task.train), _samples(task.val)
     order = Order(len(train[0]), work)
-    parts = [torch.split(own, work.batch_size) for own in val]
+    parts = [torch.split(samples, work.batch_size) for samples in val]
     return _Cut(train, work.batch_size, order), list(zip(*parts, strict=True))
 
 
 class Order(Sampler[int]):
-    """The samples of mpframe's next epoch, those of whole batches and before the last step."""
+    """The samples of mpframe's next epoch in whole batches, up to the last step."""
 
     def __init__(self, size: int, work: Workload) -> None:
         whole = size // work.batch_size
@@ -63,7 +63,7 @@ class _Cut:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         for chosen in torch.split(self._order.next_epoch(), self._batch_size):
-            yield tuple(own[chosen] for own in self._samples)
+            yield tuple(values[chosen] for values in self._samples)
 
 
 def _samples(dataset: Dataset[Any]) -> tuple[Tensor, ...]:

@@ -7,21 +7,16 @@ from typing import Self
 
 @dataclass(frozen=True)
 class LoopTime:
-    """Two clocks: of the wall, and of the processor, which other load disturbs less.
+    """Two clocks: of the wall, and of the processor, which other load disturbs less."""
 
-    Attributes:
-        seconds: that passed.
-        cpu_seconds: that this process computed, in all its threads.
-    """
-
-    seconds: float
-    cpu_seconds: float
+    seconds: float  # that passed
+    cpu_seconds: float  # that this process computed, in all its threads
 
     @classmethod
     def now(cls) -> Self:
-        """What both clocks show."""
+        """Read both clocks."""
         return cls(perf_counter(), process_time())
 
     def since(self, began: Self) -> Self:
-        """What has passed since `began`."""
+        """Return the time since `began`."""
         return type(self)(self.seconds - began.seconds, self.cpu_seconds - began.cpu_seconds)

@@ -1,9 +1,9 @@
-"""One run of one trainer in this process; prints the time of its loop as JSON.
+"""One run of one trainer in this process, which prints the time of its loop as JSON.
 
 Usage: python -m bench.whole.one_run JSON, the arguments of `run` by name.
 
-A process for each, since a whole run begins with a new one; and what one keeps of memory, threads
-and warm code is not there for the next.
+Each has a process, as a whole run begins with a new one, and leaves the next one no memory, threads
+or warm code.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What mpframe is started with to train a workload, and the clock that it carries."""
+"""How mpframe is started to train a workload, and the clock that it carries."""
 
 import json
 import sys

@@ -29,20 +29,15 @@ CUT = "by hand, batches cut from tensors"
 
 @dataclass
 class Done:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        time: of its loop.
-        model: as it was trained.
-    """
-
-    time: LoopTime
-    model: nn.Module
+    time: LoopTime  # of its loop
+    model: nn.Module  # as it was trained
 
 
 @dataclass
 class Parts:
-    """What a loop by hand works with; `train` and `val` give batches (inputs, classes)."""
+    """The parts of a loop by hand. `train` and `val` give batches (inputs, classes)."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -132,7 +127,7 @@ def fastai(work: Workload, folder: Path) -> Done:
         def after_epoch(self) -> None:
             log.on_validation(*self.learn.recorder.values[-1][-2:])
 
-    own = learner.Learner(
+    learn = learner.Learner(
         core.DataLoaders(parts.train, parts.val),
         parts.model,
         loss_func=parts.loss,
@@ -141,9 +136,9 @@ def fastai(work: Workload, folder: Path) -> Done:
         metrics=accuracy,
         cbs=[CurvesByHand()],
     )
-    with own.no_bar(), own.no_logging():
+    with learn.no_bar(), learn.no_logging():
         began = LoopTime.now()
-        own.fit(work.epochs)
+        learn.fit(work.epochs)
         return Done(LoopTime.now().since(began), parts.model)
 
 

@@ -1,4 +1,4 @@
-"""What is trained from the first step to the last validation: data, model and length of a run."""
+"""The workloads of whole runs: data, model and length."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,24 +19,15 @@ _FASHION = ("/usr/share/datasets/fashion-mnist", "data")  # Debian's folder, and
 
 @dataclass(frozen=True)
 class Workload:
-    """A run: classes are learnt with cross-entropy and AdamW, fp32.
+    """A run: classes are learnt with cross-entropy and AdamW, fp32."""
 
-    Attributes:
-        title: what is trained, for a heading.
-        data: makes the data: whole samples (inputs, class).
-        model: makes the model.
-        batch_size: samples per step; a last incomplete batch is left out.
-        lr: of AdamW.
-        epochs: each ends with a validation.
-        max_steps: the run ends, with a validation, after so many; None: after the epochs.
-    """
-
-    title: str
-    data: "partial[Task]"
-    model: "partial[nn.Module]"
-    batch_size: int
-    lr: float
-    epochs: int = 1
+    title: str  # what is trained, for a heading
+    data: "partial[Task]"  # makes the data: whole samples (inputs, class)
+    model: "partial[nn.Module]"  # makes the model
+    batch_size: int  # samples per step, without a last incomplete batch
+    lr: float  # of AdamW
+    epochs: int = 1  # each ends with a validation
+    # The run ends, with a validation, after so many, or None: after the epochs.
     max_steps: int | None = None
 
 
@@ -85,7 +76,7 @@ def untested_fashion_mnist(root: str) -> Task:
 
 
 def pictures(count: int) -> Task:
-    """Noise of 3 x 32 x 32 in ten classes; as many images as a fifth of `count` validate."""
+    """Noise of 3 x 32 x 32 in ten classes. As many images as a fifth of `count` validate."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
     targets = torch.randint(0, 10, (count,), generator=generator)
@@ -97,7 +88,7 @@ def pictures(count: int) -> Task:
 
 
 def texts(count: int, tokens: int = 32) -> Task:
-    """Texts of random tokens in two classes; a fifth of them validate as well."""
+    """Texts of random tokens in two classes. A fifth of them validate as well."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, 1000, (count, tokens), generator=generator)
     classes = torch.randint(0, 2, (count,), generator=generator)
