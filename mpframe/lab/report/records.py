@@ -32,7 +32,7 @@ class Record:
 
     name: str  # its folder, relative to the folder of all runs
     status: str  # finished, interrupted, diverged, failed, `no summary`, or `unreadable`
-    reason: str = ""  # why it is not finished; one line
+    reason: str = ""  # why it is not finished, in one line
     options: Mapping[str, Any] = field(default_factory=dict)  # by dotted path
     summary: Summary | None = None  # how it ended
     curves: Mapping[str, Curve] = field(default_factory=dict)  # by tag, (step, value) in order
@@ -58,11 +58,11 @@ class Record:
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
-    """Read every run in or below some folders.
+    """Read every run in or below some folders, in the order of their names.
 
     Returns:
-        The folder for a report on them, which is the first one, or its parent if that is a run;
-        and the runs, folder by folder in the order of their names.
+        The folder for a report on them (the first one, or its parent if that is a run), and the
+        runs.
 
     Raises:
         ConfigError: a folder is missing or holds no run.
@@ -81,7 +81,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 
 
 def read(folder: Path, top: Path) -> Record:
-    """Read the run in a folder, named relative to `top`; its reason says what cannot be read.
+    """Read the run in a folder, named relative to `top`. Its reason says what cannot be read.
 
     Its files may come from anybody, so its names and texts are made printable.
     """
