@@ -31,9 +31,8 @@ _LONG_LABEL = 55  # letters from which on the legend has one column
 _FEW_POINTS = 40  # points up to which each is marked
 _INK = "#010203"  # stands for the reader's text colour until the picture is written
 _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-_SCHEME = (
-    b"svg { color: #1c2430 } @media (prefers-color-scheme: dark) { svg { color: #dfe5ec } } *{"
-)
+_DARK = b"@media (prefers-color-scheme: dark) { svg { color: #dfe5ec } }"
+_SCHEME = b"svg { color: #1c2430 } " + _DARK + b" *{"
 
 
 def draw(groups: Sequence[RunGroup]) -> bytes:
@@ -193,9 +192,8 @@ def _table(table: Table) -> str:
 
 
 def _cells(head: Iterable[str], row: Iterable[str]) -> str:
-    return "".join(
-        f"<td{_kind(name)}>{_lines(cell)}</td>" for name, cell in zip(head, row, strict=True)
-    )
+    cells = zip(head, row, strict=True)
+    return "".join(f"<td{_kind(name)}>{_lines(cell)}</td>" for name, cell in cells)
 
 
 def _lines(cell: str) -> str:
@@ -247,9 +245,8 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 
 def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """Write the tables on all `records`, and the names of the range pictures."""
-    pictures = [
-        f"- {_escaped(f'{run.name}: {name}')}" for run in records for name, _ in run.pictures
-    ]
+    names = [f"{run.name}: {name}" for run in records for name, _ in run.pictures]
+    pictures = [f"- {_escaped(name)}" for name in names]
     parts = [f"# {_escaped(title)}"]
     for section in sections(groups):
         table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])

@@ -18,9 +18,9 @@ from mpframe.files.durable import write_atomically
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.text import aligned, markdown, printable
 from mpframe.files.turns import turn_in
+from mpframe.lab.report.records import NO_SUMMARY
 from mpframe.tracking.summary import Status, Summary
 
-NO_SUMMARY = "no summary"
 COLUMNS = (
     "job",
     "folder",
@@ -66,10 +66,7 @@ class JobRow:
 
 
 def find_jobs(folder: Path) -> list[JobRow]:
-    """Find the jobs of a sweep in its folder, which may have been moved, by their numbers.
-
-    A single run below the folder is none of them, nor is a job of a sweep inside it.
-    """
+    """Find the jobs of a sweep by their numbers, without other runs and sweeps below its folder."""
     jobs = []
     for path in folder.rglob(".hydra/hydra.yaml"):
         home = path.parents[1]
@@ -111,13 +108,10 @@ _LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes 
 
 
 def write_table(folder: Path) -> list[JobRow]:
-    """Write `sweep.csv` and `sweep.md` into a sweep's folder, and return their jobs.
-
-    Processes take turns, from reading to writing, so the last one has written all jobs.
-    """
+    """Write `sweep.csv` and `sweep.md` into a sweep's folder, and return their jobs."""
     if not folder.is_dir():
         return []
-    with turn_in(folder):
+    with turn_in(folder):  # From reading to writing, so that the last process writes all jobs.
         jobs = find_jobs(folder)
         if jobs:
             write_atomically(folder / "sweep.csv", _csv(jobs))

@@ -30,7 +30,6 @@ SHOWN_APART = (
 )
 
 Number = Callable[[Summary], float | None]
-_VAL_LOSS: Number = attrgetter("val_loss")
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def results(groups: Sequence[RunGroup]) -> Table:
         f"test {metric}" if tested else metric: lambda g: _spread(g.span(value), ".4f"),
         "best": lambda g: _spread(g.span(attrgetter("best")), ".4f"),
         "gap to fp32": lambda g: _gap(g, value, g.fp32, "fp32"),
-        "val loss": lambda g: _spread(g.span(_VAL_LOSS), ".4g"),
+        "val loss": lambda g: _spread(g.span(attrgetter("val_loss")), ".4g"),
     }
     return _tabulate(groups, columns)
 
@@ -228,7 +227,7 @@ def recipes(groups: Sequence[RunGroup]) -> Table:
     columns: _Columns = {
         "precision, scaling": _shown,
         "n": _count,
-        "loss gap to none": lambda group: _gap(group, _VAL_LOSS, group.in_half, "none"),
+        "loss gap to none": lambda g: _gap(g, attrgetter("val_loss"), g.in_half, "none"),
         "saturated": lambda g: _spread(Span.of(_saturated(r) for r in g.runs if r.finished), ".2%"),
     }
     narrow = any(group.products != NO_RECIPE for group in groups)
@@ -264,7 +263,6 @@ def unfinished(groups: Sequence[RunGroup]) -> Table:
 
 
 def every_run(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate all runs."""
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
