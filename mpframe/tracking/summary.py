@@ -100,7 +100,7 @@ class Summary:
             values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
             plain = {key: value for key, value in entries.items() if key not in values}
             plain |= _metrics_in(entries) | {"status": Status(entries["status"])}
-            return cls(**_typed(cls, plain))
+            return cls(**_check_types(cls, plain))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             what = f"{path}: not a run's summary ({said:.120})"
@@ -131,7 +131,7 @@ def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
 
 
-def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
+def _check_types(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a file that may hold anything, each of its field's type."""
     hints = get_type_hints(summary)
     for name, value in entries.items():

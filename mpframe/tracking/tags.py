@@ -181,7 +181,7 @@ def meaning_of(tag: str) -> Meaning | None:
             return replace(known.meaning, title=f"{known.meaning.title} of `{name}`")
     for pattern, meaning in PATTERNS.items():
         if found := _expression(pattern).fullmatch(tag):
-            return _filled(meaning, found.groupdict())
+            return _fill(meaning, found.groupdict())
     return None
 
 
@@ -191,7 +191,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(text.replace("NAME", "(?P<NAME>.+)").replace("LAYER", "(?P<LAYER>.+)"))
 
 
-def _filled(meaning: Meaning, names: dict[str, str]) -> Meaning:
+def _fill(meaning: Meaning, names: dict[str, str]) -> Meaning:
     title, text = meaning.title, meaning.text
     for word, name in names.items():
         shown = KINDS[name] if word == "KIND" else f"`{name}`"

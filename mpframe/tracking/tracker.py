@@ -146,7 +146,7 @@ class Tracker:
         if last_step["step"] < self._first_step:
             return
         for event in last_step["events"]:
-            self._add(_decoded(event), last_step["step"])
+            self._add(_decode(event), last_step["step"])
 
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
@@ -200,7 +200,7 @@ def checked_events(last_step: Any) -> dict[str, Any]:
     """Return a checkpoint's `last_step`. ValueError, TypeError or LookupError if it is none."""
     events = [str(event) for event in last_step["events"]]
     for event in events:
-        _decoded(event)
+        _decode(event)
     return {"step": int(last_step["step"]), "events": events}
 
 
@@ -217,7 +217,7 @@ def _explain(value: Any) -> None:
         value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
 
 
-def _decoded(event: str) -> Any:
+def _decode(event: str) -> Any:
     try:
         return Summary.FromString(base64.b64decode(event))
     except DecodeError as error:

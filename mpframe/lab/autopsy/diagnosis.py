@@ -289,11 +289,11 @@ class _Examination:
     def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Diagnosis:
         down = self._octaves_down()
         if not down:
-            pins, proven = self._pinned(-self._case.room_below)
+            pins, proven = self._pin_culprits(-self._case.room_below)
             return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=proven)
         underflow = underflow_share(self._replay(Setting(octaves=-down)), full)
         if underflow > UNDERFLOW_LIMIT:
-            pins, proven = self._pinned(0)
+            pins, proven = self._pin_culprits(0)
             if proven and underflow_share(self._replay(pins), full) < underflow * _GAIN:
                 return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=True)
         lowered = {"octaves": -down, "underflow_then": underflow, "proven": True}
@@ -333,7 +333,7 @@ class _Examination:
             up -= 1
         return max(up, 0)
 
-    def _pinned(self, octaves: int) -> tuple[Setting, bool]:
+    def _pin_culprits(self, octaves: int) -> tuple[Setting, bool]:
         """Pin culprit after culprit to fp32 until the step is finite, and say whether it is."""
         setting = Setting(octaves=octaves)
         full = self._replay(Setting(fp32=True))

@@ -116,7 +116,7 @@ class Replay:
 def replay(case: Case, setting: Setting) -> Replay:
     """Repeat a step's forward and backward passes, and leave all as it was."""
     precision = _precision(case.precision, setting)
-    with _restored(case), ExitStack() as stack:
+    with _preserve(case), ExitStack() as stack:
         if setting.recast:
             formats = formats_of(case.model, precision.policy, case.precision.uses(case.model))
             narrow = {weight for weight, dtype in formats.items() if dtype != torch.float32}
@@ -177,7 +177,7 @@ def _precision(run: Precision, setting: Setting) -> Precision:
 
 
 @contextmanager
-def _restored(case: Case) -> Iterator[None]:
+def _preserve(case: Case) -> Iterator[None]:
     """Context manager that starts as the step did, and puts everything back."""
     gradients = {parameter: parameter.grad for parameter in case.model.parameters()}
     modes = {module: module.training for module in case.model.modules()}

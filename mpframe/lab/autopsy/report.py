@@ -157,14 +157,14 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
 
 
 def _pins(diagnosis: Diagnosis) -> str:
-    typed = _typed(diagnosis.remedy)
+    typed = _type_remedy(diagnosis.remedy)
     if diagnosis.proven:
         return f"add to the command line: {typed}   (replayed with it: finite)"
     tried = f"; {typed} alone does not help" if typed else ""
     return f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
 
 
-def _typed(remedy: Setting) -> str:
+def _type_remedy(remedy: Setting) -> str:
     """Return a remedy as it is typed on the command line."""
     return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
@@ -221,7 +221,7 @@ def _table(replays: Sequence[Replay]) -> list[list[str]]:
 def _name_setting(setting: Setting) -> str:
     if setting.fp32:
         return "fp32"
-    more = _typed(setting).replace("|", "")
+    more = _type_remedy(setting).replace("|", "")
     return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
 
 

@@ -154,7 +154,7 @@ def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -
     """Write the page on all `records`. A group is a row of the tables, and a colour."""
     *first, last = map(_section, sections(groups))
     curves = ["<h2>Curves</h2>", _figure("svg+xml", draw(groups), _CAPTION)]
-    about = f"<p class=quiet>{escape(_counted(groups, records))}</p>"
+    about = f"<p class=quiet>{escape(_count_runs(groups, records))}</p>"
     parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, *_range_pictures(records), last]
     return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
 
@@ -168,7 +168,7 @@ _HEAD = """<!DOCTYPE html>
 """
 
 
-def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
+def _count_runs(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     finished = sum(record.finished for record in records)
     said = [f"{finished} of {len(records)} runs finished, in {len(groups)} groups"]
     summaries = [record.summary for record in records if record.summary]
@@ -246,8 +246,8 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """Write the tables on all `records`, and the names of the range pictures."""
     names = [f"{run.name}: {name}" for run in records for name, _ in run.pictures]
-    pictures = [f"- {_escaped(name)}" for name in names]
-    parts = [f"# {_escaped(title)}"]
+    pictures = [f"- {_escape_markdown(name)}" for name in names]
+    parts = [f"# {_escape_markdown(title)}"]
     for section in sections(groups):
         table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])
         parts += [f"## {section.title}", table, *section.notes]
@@ -257,8 +257,8 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
 
 def _in_one_line(cell: str) -> str:
     first, *others = cell.split("\n")
-    return _escaped(f"{first} ({'; '.join(others)})" if others else first)
+    return _escape_markdown(f"{first} ({'; '.join(others)})" if others else first)
 
 
-def _escaped(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     return _MARKUP.sub(r"\\\1", " ".join(text.split()))

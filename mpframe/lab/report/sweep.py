@@ -134,7 +134,7 @@ def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
 
 
 def _csv(jobs: Sequence[JobRow]) -> str:
-    shared = _shared(jobs)
+    shared = _find_shared(jobs)
     swept = [_options(o for o in job.overrides if o not in shared) for job in jobs]
     names = dict.fromkeys(name for options in swept for name in options)
     text = io.StringIO()
@@ -144,7 +144,7 @@ def _csv(jobs: Sequence[JobRow]) -> str:
     return text.getvalue()
 
 
-def _shared(jobs: Sequence[JobRow]) -> set[str]:
+def _find_shared(jobs: Sequence[JobRow]) -> set[str]:
     """Return the overrides that all jobs have. A single job's stay in its line."""
     return set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
 
@@ -160,26 +160,26 @@ def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
     A metric and its value, the best and its step, the test and whose weights were tested share a
     cell. The folder is left out, as it is named after the overrides.
     """
-    shared = _shared(jobs)
-    left_out = _JOINED if any(map(_tested, jobs)) else _JOINED | {"test_metric"}
+    shared = _find_shared(jobs)
+    left_out = _JOINED if any(map(_format_test, jobs)) else _JOINED | {"test_metric"}
     rows = [[name.replace("_", " ") for name in COLUMNS if name not in left_out]]
     for job in jobs:
-        cells = {name: _rounded(value) for name, value in job.cells().items()}
+        cells = {name: _round(value) for name, value in job.cells().items()}
         cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
         cells["best"] = " at step ".join(filter(None, (cells["best"], cells.pop("best_step"))))
-        cells["test_metric"] = _tested(job)
+        cells["test_metric"] = _format_test(job)
         rows.append([value for name, value in cells.items() if name not in left_out])
     alike = printable(" ".join(o for o in jobs[0].overrides if o in shared))
     return f"every job: {alike}\n\n" if shared else "", rows
 
 
-def _tested(job: JobRow) -> str:
+def _format_test(job: JobRow) -> str:
     """Return the test's value of the metric, or its loss, and whose weights were tested."""
     done = job.summary
     if done is None or done.test_loss is None:
         return ""
-    loss, metric = _rounded(done.test_loss), _rounded(done.test_metric)
+    loss, metric = _round(done.test_loss), _round(done.test_metric)
     return f"{metric or f'loss {loss}'} ({done.tested})"
 
 
@@ -192,12 +192,12 @@ def _reasons(jobs: Sequence[JobRow], before: str = "") -> str:
     )
 
 
-def _rounded(value: Any) -> str:
+def _round(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < _LARGEST_WHOLE
         return f"{value:.0f}" if whole else f"{value:.4g}"
     if isinstance(value, dict):
-        return " ".join(f"{name} {_rounded(number)}" for name, number in value.items())
+        return " ".join(f"{name} {_round(number)}" for name, number in value.items())
     return printable(str(value))

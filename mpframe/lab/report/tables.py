@@ -78,7 +78,7 @@ class RunGroup:
 
 def compared(records: Sequence[Record]) -> list[RunGroup]:
     """Group the records, with their fp32 counterparts, fp32 first."""
-    keys = _differing(records)
+    keys = _find_differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         label = (record.mode, record.scaling, *_words(record, keys))
@@ -90,7 +90,7 @@ def compared(records: Sequence[Record]) -> list[RunGroup]:
     return made
 
 
-def _differing(records: Sequence[Record]) -> list[str]:
+def _find_differing(records: Sequence[Record]) -> list[str]:
     """Return the options that are not the same in all runs.
 
     An option that only one class of a section has, or a recipe that only some runs chose, is no
@@ -199,7 +199,7 @@ def results(groups: Sequence[RunGroup]) -> Table:
     tested = _all_tested(groups)
     value = attrgetter("test_metric" if tested else "val_metric")
     columns: _Columns = {
-        "precision, scaling": _shown,
+        "precision, scaling": _label,
         "n": _count,
         f"test {metric}" if tested else metric: lambda g: _spread(g.span(value), ".4f"),
         "best": lambda g: _spread(g.span(attrgetter("best")), ".4f"),
@@ -212,7 +212,7 @@ def results(groups: Sequence[RunGroup]) -> Table:
 def costs(groups: Sequence[RunGroup]) -> Table:
     """Tabulate what it took, a row for each group."""
     columns: _Columns = {
-        "precision, scaling": _shown,
+        "precision, scaling": _label,
         "step, ms": lambda g: _beside_fp32(g, attrgetter("median_step_seconds"), ".3g", 1e3),
         "samples / s": lambda g: _beside_fp32(g, attrgetter("samples_per_second")),
         "memory, MiB": lambda g: _beside_fp32(g, attrgetter("peak_memory_bytes"), times=2.0**-20),
@@ -225,7 +225,7 @@ def costs(groups: Sequence[RunGroup]) -> Table:
 def recipes(groups: Sequence[RunGroup]) -> Table:
     """Tabulate products below 16 bits, a row for each group, if any group has them."""
     columns: _Columns = {
-        "precision, scaling": _shown,
+        "precision, scaling": _label,
         "n": _count,
         "loss gap to none": lambda g: _gap(g, attrgetter("val_loss"), g.in_half, "none"),
         "saturated": lambda g: _spread(Span.of(_saturated(r) for r in g.runs if r.finished), ".2%"),
@@ -253,7 +253,7 @@ def _saturated(run: Record) -> float | None:
 def unfinished(groups: Sequence[RunGroup]) -> Table:
     """Tabulate the runs that are not finished, if there are any."""
     rows = [
-        [_named(run), _shown(group), run.status, run.reason]
+        [_name_run(run), _label(group), run.status, run.reason]
         for group in groups
         for run in group.runs
         if not run.finished
@@ -266,8 +266,8 @@ def every_run(groups: Sequence[RunGroup]) -> Table:
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
-            _named(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
-            _shown(group),
+            _name_run(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
+            _label(group),
             _lines(run.status, run.reason * run.finished),
             *_numbers(run.summary),
         ]
@@ -277,12 +277,12 @@ def every_run(groups: Sequence[RunGroup]) -> Table:
     return _without_empty([head, *rows])
 
 
-def _shown(group: RunGroup) -> str:
+def _label(group: RunGroup) -> str:
     first = group.runs[0]
     return _lines(f"{first.mode}, {first.scaling}", " ".join(group.differing))
 
 
-def _named(run: Record, *more: str) -> str:
+def _name_run(run: Record, *more: str) -> str:
     seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
     return _lines(run.name, ", ".join([f"seed {seed}", *more]))
 
@@ -292,13 +292,13 @@ def _numbers(done: Summary | None) -> list[str]:
         return [""] * 4
     return [
         _lines(str(done.steps), f"{done.skipped_steps} skipped" if done.skipped_steps else ""),
-        _validated(done),
+        _format_validation(done),
         "" if done.val_loss is None else f"{done.val_loss:.4g}",
         f"{done.seconds:.1f}",
     ]
 
 
-def _validated(done: Summary) -> str:
+def _format_validation(done: Summary) -> str:
     """Return the metric at the last validation, and below it the best monitored value and test."""
     if done.val_metric is None:
         return ""
