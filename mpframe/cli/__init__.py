@@ -5,10 +5,10 @@ checked, job.py runs it. The other commands take `option=value` words and compos
 
     commands/      one file for each command
     main           `mpframe COMMAND ...`, its help, version and tab completion
-    program        what every command does first and last: errors of ours end in one line
+    program        the frame of every command: options, and errors in one line
     job            the function that Hydra calls for each job of `train`
     sweep          keeps the table of a sweep while it runs
-    restored       a checkpoint's model, which evaluate and predict begin with
+    restored       a checkpoint's model, for evaluate and predict
 
 May import everything.
 """

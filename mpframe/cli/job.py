@@ -1,7 +1,7 @@
-"""The function that Hydra calls for each job, and what becomes of a job that fails.
+"""The function that Hydra calls for each job, and the handling of a job that fails.
 
-A job returns its monitored validation metric, so that a sweeper can search for the best one: that
-of the weights that were tested.
+A job returns the monitored validation metric of the weights that were tested, so that a sweeper can
+search for the best one.
 
     one run                    its error ends the program with one line
     a sweep in this process    one line, the jobs after it run, exit code 1 in the end
@@ -41,22 +41,21 @@ class JobError(CompactHydraException):
 
 
 class Jobs:
-    """Runs one job after another, and keeps the errors of those that failed in this process."""
+    """A runner of jobs that keeps the errors of jobs that failed in this process."""
 
     def __init__(self) -> None:
-        self._home = os.getpid()
+        self._home, self._sweep = os.getpid(), False
         self._failures: list[Exception] = []
-        self._sweep = False
 
     def __call__(self, composed: DictConfig) -> float | None:
-        """Train one job; returns its monitored metric, None if it has none or failed."""
+        """Train one job, and return its monitored metric, if there is one."""
         hydra = cast(DictConfig, HydraConfig.get())
         self._sweep = hydra.mode is RunMode.MULTIRUN
         if self._sweep and place().size > 1:  # A configuration file asked for a sweep.
             raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN", place().size)
         current_folder_importable(hydra.runtime.cwd)
         try:
-            return _trained(composed, hydra)
+            return _train(composed, hydra)
         except Exception as error:
             if isinstance(error, MpframeError):
                 error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)
@@ -90,14 +89,12 @@ class Jobs:
 
 def sweep_of_ranks(asked: str, size: int) -> ConfigError:
     """Refuse the sweep that was asked for, which `size` processes of torchrun would each run."""
-    return ConfigError(
-        f"{asked}: torchrun has started {size} processes for one run; start one torchrun for each "
-        "job of the sweep"
-    )
+    started = f"torchrun has started {size} processes for one run"
+    return ConfigError(f"{asked}: {started}; start one torchrun for each job of the sweep")
 
 
 def print_error(error: MpframeError, place: str = "") -> int:
-    """Print an error on stderr in one line without secrets; returns its exit code."""
+    """Print an error on stderr in one line without secrets, and return its exit code."""
     line = line_of(error)
     if line is not None:
         said = hide(f"{place}{line}", secrets_of(sys.argv, os.environ))
@@ -105,7 +102,7 @@ def print_error(error: MpframeError, place: str = "") -> int:
     return error.exit_code
 
 
-def _trained(composed: DictConfig, hydra: DictConfig) -> float | None:
+def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
     config, folder = checked(composed), Path(hydra.runtime.output_dir)
     if hydra.mode is not RunMode.MULTIRUN:
         return _metric(_run(config, composed, hydra))
@@ -123,14 +120,7 @@ def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
 
 
 def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
-    """Return how the job ended when the sweep was started before; None if it did not.
-
-    Then `resume` is set so that it goes on from its newest checkpoint.
-
-    Raises:
-        ConfigError: the folder holds a run with other options.
-        DivergedError: it diverged.
-    """
+    """Return how the job ended when the sweep ran before, or make it resume if it did not end."""
     if not holds_this_run(folder, resolved_text(composed), config.run.resume):
         return None
     try:
@@ -138,9 +128,8 @@ def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None
     except FileNotFoundError:  # It was killed.
         summary = None
     if summary is not None and summary.status is Status.DIVERGED:
-        raise DivergedError(
-            f"diverged when the sweep ran before, {summary.reason}; to run it again delete {folder}"
-        )
+        what = f"diverged when the sweep ran before, {summary.reason}"
+        raise DivergedError(f"{what}; to run it again delete {folder}")
     if summary is not None and summary.status is Status.FINISHED:
         log.info("finished when the sweep ran before, in %s", folder)
         return summary
@@ -150,6 +139,6 @@ def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None
 
 
 def _metric(summary: Summary) -> float | None:
-    """Return what a sweeper goes by; it takes no nan for a result."""
+    """Return the value for a sweeper, which takes no nan for a result."""
     value = summary.searched
     return None if value is None or math.isnan(value) else value

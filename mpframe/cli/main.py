@@ -2,10 +2,11 @@
 
 A command is a module with a function `main`. It is imported when it is started, so that help, a
 version and a misspelt name are answered without torch. The module's docstring is the command's
-help, and the first line of it is the command's line in `mpframe --help`.
+help, and its first line appears in `mpframe --help`.
 
-Tab completion, after `eval "$(mpframe -sc install=bash)"`: the shell calls `mpframe -sc query=bash`
-with the line that is typed in COMP_LINE. The command is completed here, its options by Hydra.
+For tab completion, after `eval "$(mpframe -sc install=bash)"`, the shell calls
+`mpframe -sc query=bash` with the typed line in COMP_LINE. The command is completed here, its
+options by Hydra.
 """
 
 import ast
@@ -14,7 +15,6 @@ import platform
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from mpframe import __version__
@@ -22,19 +22,21 @@ from mpframe.core.errors import ConfigError, nearest
 from mpframe.files.text import one_line_exit
 
 COMMANDS = {
-    "new": "mpframe.cli.commands.new",
-    "train": "mpframe.cli.commands.train",
-    "evaluate": "mpframe.cli.commands.evaluate",
-    "predict": "mpframe.cli.commands.predict",
-    "export": "mpframe.cli.commands.export",
-    "report": "mpframe.cli.commands.report",
-    "doctor": "mpframe.cli.commands.doctor",
-    "autopsy": "mpframe.cli.commands.autopsy",
-    "search": "mpframe.cli.commands.search",
-    "simulate": "mpframe.cli.commands.simulate",
-    "options": "mpframe.cli.commands.options",
+    name: f"mpframe.cli.commands.{name}"
+    for name in (
+        *("new", "train", "evaluate", "predict", "export", "report"),
+        *("doctor", "autopsy", "search", "simulate", "options"),
+    )
 }
 """The module of each command, in the order of the help."""
+_OVERVIEW = """mpframe: training in which precision is a first-class, inspectable choice
+
+Usage: mpframe COMMAND [option=value ...]
+
+{commands}
+
+mpframe COMMAND --help   what a command does, examples, its options
+mpframe --version        the versions of mpframe and of what it runs on"""
 _HELP = {"--help", "-h"}
 _VERSION = "--version"
 _COMPLETION = {"-sc", "--shell-completion"}
@@ -42,7 +44,7 @@ _LINE = "COMP_LINE"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Start the command that the first word names; its words are the command line's if None."""
+    """Start the command that the first word names, by default of the command line."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in _HELP:
         _say(overview())
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 def start(name: str, arguments: list[str] | None = None, program: str | None = None) -> None:
     """Start a command, or answer its `--help` or `--version`.
 
-    Without `arguments` and the `program` that was typed before them they are the command line's.
+    `arguments`, and the `program` typed before them, default to the command line's.
     """
     sys.argv = [program or sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if _VERSION in sys.argv:
@@ -75,29 +77,16 @@ def start(name: str, arguments: list[str] | None = None, program: str | None = N
 
 
 def overview() -> str:
-    """Return what `mpframe --help` says: a line for each command."""
+    """Return the answer to `mpframe --help`: a line for each command."""
     width = max(map(len, COMMANDS))
     lines = [f"    {name:{width}}  {help_of(name).splitlines()[0]}" for name in COMMANDS]
-    return "\n".join(
-        [
-            "mpframe: training in which precision is a first-class, inspectable choice",
-            "",
-            "Usage: mpframe COMMAND [option=value ...]",
-            "",
-            *lines,
-            "",
-            "mpframe COMMAND --help   what a command does, examples, its options",
-            "mpframe --version        the versions of mpframe and of what it runs on",
-        ]
-    )
+    return _OVERVIEW.format(commands="\n".join(lines))
 
 
 def help_of(name: str) -> str:
     """Return the docstring of a command's module, which is read and not run."""
-    spec = find_spec(COMMANDS[name])
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(COMMANDS[name])
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
+    module = Path(__file__).parent / "commands" / f"{name}.py"
+    return ast.get_docstring(ast.parse(module.read_text("utf-8"))) or ""
 
 
 def versions() -> str:
@@ -112,9 +101,9 @@ def versions() -> str:
 
 
 def _complete_command(arguments: list[str]) -> bool:
-    """Print the commands that the line may go on with; False if it is Hydra's turn.
+    """Print the commands that complete the line, or return False for Hydra to complete an option.
 
-    If the line has its command, that is taken out: Hydra reads a program and its options.
+    Hydra reads a program and its options, so the command is taken out.
     """
     if not any(word.startswith("query=") for word in arguments):
         return False
@@ -128,9 +117,9 @@ def _complete_command(arguments: list[str]) -> bool:
 
 
 def _say(text: str) -> None:
-    """Print; a reader may stop before the end, as `head` does."""
+    """Print, even to a reader that stops early, such as `head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python writes what is left when it ends.
+        # Python writes the rest when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What every command does first and last, and how it takes its own options."""
+"""The frame of every command: its options, and errors that end in one line."""
 
 import os
 import sys
@@ -13,10 +13,7 @@ from mpframe.files.text import one_line_exit, take_options, unreachable_in_one_l
 
 
 def command(body: Callable[[list[str]], int | None]) -> Callable[..., None]:
-    """Make a function of words a command; it takes the command line's if it is given none.
-
-    An exit code that the function returns ends the program.
-    """
+    """Make a function of words, which returns an exit code, a command over the command line."""
 
     @wraps(body)
     def main(arguments: list[str] | None = None) -> None:
@@ -30,16 +27,13 @@ def command(body: Callable[[list[str]], int | None]) -> Callable[..., None]:
 
 @contextmanager
 def _program() -> Iterator[None]:
-    """Make a user's code importable, and end an error in one line.
-
-    No secret is in the line, and `sys.exit(0)` in a user's code is an error like any other.
-    """
+    """Make a user's code importable, and end an error in one line without secrets."""
     current_folder_importable()
     with one_line_exit():
         try:
             with unreachable_in_one_line():
                 yield
-        except SystemExit as error:
+        except SystemExit as error:  # In a user's code, an error like any other.
             from mpframe.core.user_code import raised  # It imports torch.
 
             said = f"the command was ended by {raised(error)}; let it return"
@@ -50,16 +44,15 @@ def _program() -> Iterator[None]:
 
 
 def without_secrets(text: str, words: Sequence[str] = ()) -> str:
-    """Write `***` in the place of each secret of the environment, and of those `words` refer to."""
+    """Write `***` for each secret of the environment or of variables that `words` refer to."""
     return hide(text, secrets_of([*sys.argv, *words], os.environ))
 
 
 def current_folder_importable(folder: str | None = None) -> None:
     """Make `model._target_=my_model.Net` find my_model.py in the current folder.
 
-    The folder goes last: a file in it never takes the place of a module that is installed. It is
-    the folder the user works in, never one that a checkpoint names. A launcher that starts jobs
-    elsewhere names it.
+    The folder goes last: a file in it never replaces an installed module. A launcher that starts
+    jobs elsewhere names the `folder` the user works in. No checkpoint does.
     """
     path = folder or os.getcwd()
     if path not in sys.path:
@@ -79,26 +72,19 @@ def take_own(
     needed: str = "",
     choices: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Separate a command's own options from the other words.
+    """Separate a command's options, by `names`, from the other words.
 
-    Args:
-        names: of its options.
-        needed: the option that names a run, without which the command cannot begin.
-        choices: the values of the options that have only some.
+    `needed` is the option that names a run. `choices` has the values of options with a fixed set.
     """
     options, rest = take_options(arguments, names)
     if needed and not options.get(needed):
         raise ConfigError(f"{needed}: must be given, e.g. {needed}=runs/2026-11-21/05-45-42")
     for name, known in (choices or {}).items():
-        refuse_unknown(name, options.get(name), known)
+        value = options.get(name, known[0])
+        if value not in known:
+            hint = "".join(f"; {found}" for found in [nearest(value, known)] if found)
+            raise ConfigError(f"{name}={value}: choose {', '.join(known)}{hint}")
     return options, rest
-
-
-def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
-    """Refuse a value of an option that is not among the known ones; None is no value."""
-    if value is not None and value not in known:
-        hint = nearest(value, known)
-        raise ConfigError(f"{option}={value}: choose {', '.join(known)}" + f"; {hint}" * bool(hint))
 
 
 @contextmanager
@@ -107,5 +93,5 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = f"cannot be written ({error.strerror}); choose another"
-        raise ConfigError(f"out={out}: {reason}") from error
+        what = f"out={out}: cannot be written ({error.strerror})"
+        raise ConfigError(f"{what}; choose another") from error

@@ -34,7 +34,7 @@ class Restored:
 
 
 def rebuilt(config: Config) -> tuple[Trainer, Loader]:
-    """Build a run's trainer and its training data; no step has been made."""
+    """Build a run's trainer and its training data, before the first step."""
     seed_everything(config.run.seed)
     task = build_task(config)
     train = build_loaders(config, task).train
@@ -42,12 +42,12 @@ def rebuilt(config: Config) -> tuple[Trainer, Loader]:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to; a run's folder is itself."""
+    """Return the folder of a checkpoint's run, or of the run itself."""
     return path.parent.parent if path.absolute().parent.name == FOLDER else path
 
 
 def checkpoint_of(path: Path, split: str | None = None) -> Path:
-    """Return the checkpoint that was tested, if the run in `path` tested its best; else `path`."""
+    """Return the checkpoint that was tested, if the run in `path` tested its best, or `path`."""
     if split == "val" or checkpoint.newest(path) == path:
         return path
     try:
@@ -66,17 +66,11 @@ def restored(
     weights: str | None = None,
     task_of: Callable[[Mapping[str, Any]], Task] | None = None,
 ) -> Restored:
-    """Build the run of a checkpoint, and load its weights.
+    """Build the run of a checkpoint, with the options in `given` changed, and load its weights.
 
-    Args:
-        path: a run's folder (its newest checkpoint) or a checkpoint within it.
-        given: `GROUP=CHOICE` and `option=value` words that change the run's options.
-        weights: `trained` or `ema`; None: as the run was validated.
-        task_of: makes the task of what the checkpoint says of itself (see checkpoint/export.py);
-            the run's dataset is then not built, nor its objective and metrics. None: it is.
-
-    Raises:
-        MpframeError: anything that is missing, damaged or does not fit, in one line.
+    `path` is a checkpoint, or a run's folder for its newest one. `weights`: `trained` or `ema`, by
+    default as the run was validated. `task_of` makes the task from the checkpoint's facts
+    (checkpoint/export.py), in place of the run's dataset, objective and metrics.
     """
     snapshot, source = checkpoint.read(path), checkpoint.newest(path)
     data = task_of is None
@@ -93,10 +87,7 @@ def restored(
     trainer.load_weights(trained)
     if kind == "trained":
         algorithms = trainer.algorithms.items()
-        kept = {
-            n: algorithm for n, algorithm in algorithms if not isinstance(algorithm, AverageWeights)
-        }
-        trainer.algorithms = kept
+        trainer.algorithms = {n: a for n, a in algorithms if not isinstance(a, AverageWeights)}
     else:
         averages, ema = averages_of(state, path), ema_of(trainer)
         if ema is None:

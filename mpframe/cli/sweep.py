@@ -5,7 +5,7 @@
         sweep_table:
           _target_: mpframe.cli.sweep.SweepTable
 
-It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time; any
+It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time. Any
 `hydra.sweep.subdir` will do.
 """
 
@@ -27,7 +27,7 @@ from mpframe.files.durable import write_atomically
 
 
 class SweepTable(Callback):
-    """Keeps `sweep.md` and `sweep.csv` in `hydra.sweep.dir`, and prints the table in the end."""
+    """The keeper of `sweep.md` and `sweep.csv`, which prints the table in the end."""
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -46,9 +46,8 @@ class SweepTable(Callback):
         _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """In the job's process, which may be one of several."""
-        if config.hydra.mode is RunMode.MULTIRUN:
-            from mpframe.lab.report.sweep import write_table  # A run alone needs none.
+        if config.hydra.mode is RunMode.MULTIRUN:  # In the job's process, one of several perhaps.
+            from mpframe.lab.report.sweep import write_table  # A single run needs none.
 
             write_table(Path(config.hydra.sweep.dir))
 
@@ -65,7 +64,7 @@ class SweepTable(Callback):
 
 
 def _planned(config: DictConfig) -> int:
-    """Return how many jobs the sweep has; 0 if its sweeper decides."""
+    """Return how many jobs the sweep has, 0 if its sweeper decides."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return 0
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
@@ -75,16 +74,13 @@ def _planned(config: DictConfig) -> int:
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:
-    """Give every job the sweep's folder: Hydra composes it again for each job.
-
-    A folder named after an option that is swept would otherwise scatter the jobs.
-    """
+    """Give every job, composed again by Hydra, the sweep's folder, even if it names an option."""
     with read_write(config.hydra):
         config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
 
 
 def _hide_secrets(path: Path) -> None:
-    """Hydra has written the sweep's options by now; a shell may have put secrets among them."""
+    """Hide secrets that a shell put among the sweep's options, which Hydra has written by now."""
     if path.is_file():
         written = OmegaConf.load(path)
         shown = as_yaml(written, secrets_of(values_of(written), os.environ))

@@ -1,21 +1,21 @@
-"""What precision does to your numbers: observed, explained, searched and simulated.
+"""The effects of precision on your numbers: observed, explained, searched and simulated.
 
     exponents      magnitudes counted by exponent, and how many of them half loses
     ranges         how large the numbers of every layer are in a step, and their record
-    product_noise  what products below 16 bits lose of each operand
+    product_noise  the loss of each operand of products below 16 bits
     range_watch    the callback that reports both during a run; pictures draws them
     autopsy/       why a step failed, found by replaying it
     doctor/        what will go wrong, before training
     report/        runs compared, on one page
-    hints          options that are allowed, but probably not intended; a run reports them
+    hints          options that are allowed, but probably not intended, which each run reports
     search         which modules must stay in fp32
     simulation     what another loss scaler would have done
 
-Begin with exponents.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
+Begin with exponents.py. optimizer_numbers.py finds numbers of an optimizer that a format loses.
 remedies.py writes pins and moved ops as words for the command line.
 
-Imports `training` and all below it; `run` and the programs in `cli` use it. Nothing of it is
-loaded before it is used; hints.py is what every run uses.
+Imports `training` and all below it, and is used by `run` and `cli`. Each part is loaded when it is
+used. Every run uses hints.py.
 """
 
 from collections.abc import Sequence

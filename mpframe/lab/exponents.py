@@ -17,18 +17,11 @@ LOWEST, HIGHEST = -127, 127
 BINS = HIGHEST - LOWEST + 1
 
 _PATTERNS = 2**15  # magnitudes of a 16-bit format
-_PART = 2**16  # fp32 values that are counted at once on a CPU: what is made of them fits its cache
+_PART = 2**16  # fp32 values that are counted at once on a CPU, so that all of it fits its cache
 
 FIELDS = (
-    "count",
-    "zeros",
-    "bad",
-    "lost_at_half_scale",
-    "lost",
-    "lost_at_twice_scale",
-    "subnormal",
-    "over",
-    "amax",
+    *("count", "zeros", "bad", "lost_at_half_scale", "lost", "lost_at_twice_scale"),
+    *("subnormal", "over", "amax"),
 )
 """The numbers before the bins in a row of `count_exponents`."""
 WIDTH = len(FIELDS) + BINS
@@ -54,19 +47,20 @@ def count_exponents(
     """Count a tensor's magnitudes.
 
     Args:
-        values: any shape, floating.
+        values: any shape, floating. A sparse tensor's entries are counted.
         limits: of the half format.
         scale: s, by which the values are multiplied in the format: 0-d or a number, a power of two.
-        held_at: what they are multiplied by already, likewise; they are divided by it first.
+        held_at: the power of two that they are multiplied by already. They are divided by it first.
 
     Returns:
         [WIDTH] float64 on the tensor's device: the counts of `FIELDS`, then of each exponent from
-        LOWEST to HIGHEST. `count` counts all values, `bad` those that are inf or nan, `lost` and
-        its neighbours those that are not zero and round to zero at that multiple of the scale,
-        `subnormal` those that do not and are below the smallest normal number, `over` finite ones
-        above the largest; `amax` is the largest finite |s x|, 0 if there is none.
+        LOWEST to HIGHEST. `count` counts all values, `bad` inf and nan, `lost` and its neighbours
+        nonzero values that round to zero at that multiple of the scale, `subnormal` the others
+        below the smallest normal number, `over` finite values above the largest. `amax` is the
+        largest finite |s x|, 0 if there is none.
     """
-    values = values.detach().reshape(-1)
+    entries = values.coalesce().values() if values.is_sparse else values
+    values = entries.detach().reshape(-1)
     if values.device.type == "cpu" and values.element_size() > 2 and values.numel() > _PART:
         parts = torch.split(values, _PART)
         return add_rows([count_exponents(part, limits, scale, held_at) for part in parts])
@@ -95,30 +89,22 @@ def count_exponents(
         there.max() if there.numel() else torch.zeros((), device=wide.device),
     ]
     row = torch.stack([field.double() for field in fields])
-    return torch.cat([row, _counted(wide, zeros, counts).double()])
+    bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent, 0 for subnormals and zero.
+    bins = _tally(bits, 256, counts)
+    bins[0] -= zeros
+    return torch.cat([row, bins[:BINS].double()])  # The last one, 255, stands for inf and nan.
 
 
 def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return magnitudes, and how often each is there; None: once.
+    """Return magnitudes, and how often each is there (None: once).
 
-    A 16-bit format has 2^15 of them: with more values it is faster to count each one once.
+    A 16-bit format has 2^15 of them. With more values it is faster to count each one once.
     """
     if values.element_size() != 2 or values.numel() <= _PATTERNS:
         return values.abs(), None
     patterns = torch.arange(_PATTERNS, dtype=torch.int16, device=values.device)
     counts = _tally(values.view(torch.int16) & (_PATTERNS - 1), _PATTERNS)
     return patterns.view(values.dtype), counts
-
-
-def _counted(wide: Tensor, zeros: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Count how many values of a float32 tensor, of which some are 0, have each exponent.
-
-    With `counts`, how many values have each magnitude in `wide`. Returns [BINS] int64.
-    """
-    bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent; 0 for subnormals and zero.
-    bins = _tally(bits, 256, counts)
-    bins[0] -= zeros
-    return bins[:BINS]  # The last one, 255, stands for inf and nan.
 
 
 def _tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
@@ -139,32 +125,16 @@ def add_rows(rows: list[Tensor]) -> Tensor:
     return total
 
 
-class ExponentHistogram:
-    """How the magnitudes of several tensors spread over the exponents.
+def amax_of(row: Tensor) -> float:
+    """Return the largest magnitude that a row counts, inf if it counts inf or nan."""
+    return math.inf if row[FIELDS.index("bad")] else float(row[FIELDS.index("amax")])
 
-    Attributes:
-        counts: [BINS] int64, on the CPU: finite values other than 0, by exponent.
-        amax: the largest magnitude; inf or nan if a value is.
+
+def lost_fraction(row: Tensor, scale: float, half: torch.dtype) -> float:
+    """Return the share of the counted values other than 0 that round to 0 in half at `scale`.
+
+    Exact to the octave: at a power of two only a value on the limit itself is not counted.
     """
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.int64)
-        self.amax = 0.0
-
-    def add(self, values: Tensor) -> None:
-        """Count the values of a tensor, or the entries of a sparse one."""
-        entries = values.coalesce().values() if values.is_sparse else values
-        wide = entries.detach().reshape(-1).float()
-        if wide.numel():
-            largest = float(wide.abs().max())
-            self.amax = float(torch.tensor([self.amax, largest]).max())  # Unlike max, keeps nan.
-            self.counts += _counted(wide, (wide == 0).sum()).cpu()
-
-    def lost_fraction(self, scale: float, half: torch.dtype) -> float:
-        """Return the share of the values other than 0 that round to 0 in half at `scale`.
-
-        Exact to the octave: at a power of two only a value on the limit itself is not counted.
-        """
-        first_kept = math.floor(math.log2(Limits.of(half).lost / scale))
-        lost = int(self.counts[: max(first_kept - LOWEST, 0)].sum())
-        return lost / max(int(self.counts.sum()), 1)
+    bins = row[len(FIELDS) :]
+    first_kept = math.floor(math.log2(Limits.of(half).lost / scale))
+    return float(bins[: max(first_kept - LOWEST, 0)].sum() / bins.sum().clamp(min=1))

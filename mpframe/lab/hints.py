@@ -1,7 +1,7 @@
-"""Options that are allowed, but probably not intended; these checks compute nothing.
+"""Checks for options that are allowed, but probably not intended. They compute nothing.
 
-Each examines a `PlannedRun` and returns findings: one line each, with the command-line words that
-fix it. A run reports them at its start, and so does the doctor, which has more checks.
+Each yields findings on a `PlannedRun`: a line with the command-line words that fix it. A run
+reports them at its start, and so does the doctor, which has more checks.
 """
 
 import shlex
@@ -25,14 +25,11 @@ from mpframe.training.trainer import Trainer
 
 
 class Severity(IntEnum):
-    """How bad a finding is; the worst comes first."""
+    """The weight of a finding, the worst first."""
 
-    ERROR = 0
-    """The run will fail, or its numbers will be wrong."""
-    WARNING = 1
-    """The run loses accuracy or time."""
-    NOTE = 2
-    """Good to know."""
+    ERROR = 0  # The run will fail, or its numbers will be wrong: the doctor's exit code is 1.
+    WARNING = 1  # The run loses accuracy or time.
+    NOTE = 2  # Good to know.
 
 
 @dataclass(frozen=True)
@@ -40,27 +37,22 @@ class Finding:
     """One thing that will go wrong."""
 
     severity: Severity
-    what: str  # the option or the modules, its value, and the consequence; one line
-    fix: tuple[str, ...] = ()  # words for the command line; empty if no option helps
+    what: str  # the option or the modules, its value, and the consequence, in one line
+    fix: tuple[str, ...] = ()  # words for the command line, if an option helps
 
     def __str__(self) -> str:
         line = f"{self.severity.name.lower()}: {self.what}"
         return f"{line}; fix: {shlex.join(self.fix)}" if self.fix else line
 
 
-def error(what: str, *fix: str) -> Finding:
-    """Make a finding with which the doctor ends with exit code 1."""
-    return Finding(Severity.ERROR, what, fix)
+def _finder(severity: Severity) -> Callable[..., Finding]:
+    def find(what: str, *fix: str) -> Finding:
+        return Finding(severity, what, fix)
+
+    return find
 
 
-def warning(what: str, *fix: str) -> Finding:
-    """Make a finding that costs accuracy or time."""
-    return Finding(Severity.WARNING, what, fix)
-
-
-def note(what: str, *fix: str) -> Finding:
-    """Make a finding that is good to know."""
-    return Finding(Severity.NOTE, what, fix)
+error, warning, note = map(_finder, Severity)
 
 
 def few(names: Iterable[str], shown: int = 3) -> str:
@@ -93,12 +85,11 @@ class PlannedRun:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half format of the run; None if nothing is half."""
+        """The half format of the run, if it has one."""
         return None if self.policy.mode == "fp32" else self.policy.half_dtype
 
     @property
     def scaling(self) -> str:
-        """The name of the loss scaling."""
         return scaling_of(self.trainer)
 
     @property
@@ -114,33 +105,25 @@ class PlannedRun:
 
 
 def scaling_of(trainer: Trainer) -> str:
-    """Return the name of the loss scaling; all losses have the same kind."""
+    """Return the name of the loss scaling, which is of one kind for all losses."""
     return name_of(next(iter(trainer.scalers.values()), NoScaling()))
 
 
 def check_unscaled(run: PlannedRun) -> Iterator[Finding]:
-    """float16 without loss scaling."""
     if run.half == torch.float16 and not run.trainer.scalers:
-        yield warning(
-            "loss_scaling=none with float16: gradients of at most 3e-08 become 0",
-            "loss_scaling=Backoff",
-        )
+        what = "loss_scaling=none with float16: gradients of at most 3e-08 become 0"
+        yield warning(what, "loss_scaling=Backoff")
 
 
 def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
-    """An adaptive scaler for a format with the range of fp32."""
     kind = run.scaling
     if kind in ADAPTIVE and run.half != torch.float16:
-        form = "fp32" if run.half is None else run.policy.half
-        reason = "" if run.half is None else f", and {form} has the range of fp32"
-        yield note(
-            f"loss_scaling={kind} with dtype={run.policy.mode}{reason}: no gradient needs a scale",
-            "loss_scaling=none",
-        )
+        reason = f", and {run.policy.half} has the range of fp32" if run.half else ""
+        what = f"loss_scaling={kind} with dtype={run.policy.mode}{reason}"
+        yield note(f"{what}: no gradient needs a scale", "loss_scaling=none")
 
 
 def check_growth(run: PlannedRun) -> Iterator[Finding]:
-    """A scale that grows after every clean step."""
     if run.options.get("loss_scaling.growth_interval") == 1:
         yield warning(
             "loss_scaling.growth_interval=1: the scale doubles after each clean step, so about "
@@ -150,14 +133,10 @@ def check_growth(run: PlannedRun) -> Iterator[Finding]:
 
 
 def check_static_scale(run: PlannedRun) -> Iterator[Finding]:
-    """A static scale that makes small gradients smaller."""
     scale = run.options.get("loss_scaling.scale")
     if scale is not None and float(scale) < _SMALL_SCALE:
-        yield warning(
-            f"loss_scaling.scale={scale:g}: below 1 it makes small gradients smaller; usual are "
-            "128 to 65536",
-            "loss_scaling.scale=1024",
-        )
+        small = "below 1 it makes small gradients smaller; usual are 128 to 65536"
+        yield warning(f"loss_scaling.scale={scale:g}: {small}", "loss_scaling.scale=1024")
 
 
 def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
@@ -168,71 +147,52 @@ def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
             continue
         half_unit, form = _half_unit(optimizer)
         if 0.0 < rate < half_unit:
-            masters = run.trainer.precision.master_weights
-            word = dtype_name(form)
+            wide = run.trainer.precision.master_weights or form == torch.float32
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
-                f"{word} weights, which therefore do not move",
-                run.typed(f"{path}.lr", 1e-3)
-                if masters or form == torch.float32
-                else "dtype.master_weights=true",
+                f"{dtype_name(form)} weights, which therefore do not move",
+                run.typed(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
             )
 
 
 def check_clip_norm(run: PlannedRun) -> Iterator[Finding]:
-    """A norm that makes every gradient tiny."""
     norm = run.trainer.plan.clip_norm
     if norm is not None and norm < _SMALL_NORM:
-        yield warning(
-            f"trainer.clip_norm={norm:g}: each step's gradients are cut down to this norm; usual "
-            "are 0.1 to 10",
-            "trainer.clip_norm=1.0",
-        )
+        cut = "each step's gradients are cut down to this norm; usual are 0.1 to 10"
+        yield warning(f"trainer.clip_norm={norm:g}: {cut}", "trainer.clip_norm=1.0")
 
 
 def check_average(run: PlannedRun) -> Iterator[Finding]:
-    """An average over more steps than the run has."""
     ema = ema_of(run.trainer)
     steps = run.trainer.plan.total_steps(len(run.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
-        fits = f"{max(0.5, 1.0 - 10.0 / steps):.3g}"
-        yield warning(
-            f"trainer.ema_decay={ema.decay:g}: averages over the last {1 / (1 - ema.decay):.0f} "
-            f"steps, and the run has {steps}",
-            f"trainer.ema_decay={fits}",
-        )
+        over = f"averages over the last {1 / (1 - ema.decay):.0f} steps, and the run has {steps}"
+        fits = f"trainer.ema_decay={max(0.5, 1.0 - 10.0 / steps):.3g}"
+        yield warning(f"trainer.ema_decay={ema.decay:g}: {over}", fits)
 
 
 def check_accumulation(run: PlannedRun) -> Iterator[Finding]:
-    """More micro-batches in a step than in an epoch."""
     wanted, batches = run.trainer.plan.accumulate, len(run.loader)
     if wanted > batches:
-        yield warning(
-            f"trainer.accumulate={wanted}: an epoch has {batches} batches, all that a step takes",
-            f"trainer.accumulate={batches}",
-        )
+        what = f"an epoch has {batches} batches, all that a step takes"
+        yield warning(f"trainer.accumulate={wanted}: {what}", f"trainer.accumulate={batches}")
 
 
 def check_classes(run: PlannedRun) -> Iterator[Finding]:
-    """More or fewer outputs than the data has classes."""
     outputs, classes = (run.options.get(f"{part}.classes") for part in ("model", "dataset"))
     if not isinstance(outputs, int) or not isinstance(classes, int) or outputs == classes:
         return
     lost = f"its labels from {outputs} on have no output"
     lost = f"{outputs - classes} outputs are never right" if outputs > classes else lost
-    yield warning(
-        f"model.classes={outputs}: the data set has {classes}, so {lost}",
-        f"model.classes={classes}",
-    )
+    what = f"model.classes={outputs}: the data set has {classes}, so {lost}"
+    yield warning(what, f"model.classes={classes}")
 
 
 def check_layers(run: PlannedRun) -> Iterator[Finding]:
-    """A pattern of layers to draw that matches none."""
     names = [name for name, _ in run.trainer.model.named_modules()]
     for pattern in run.options.get("callbacks.ranges.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names)
-            more = f"; {hint}" if hint else ""
+            more = "".join(f"; {hint}" for hint in [nearest(pattern, names)] if hint)
             yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
 
 
@@ -268,7 +228,7 @@ HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
 
 
 def hints_on(run: PlannedRun) -> list[Finding]:
-    """Return the findings that need no computation; a run reports them at its start."""
+    """Return the findings that a run reports at its start."""
     return findings_of(HINTS, run)
 
 

@@ -1,8 +1,8 @@
 """Does the format of an optimizer's tensors hold the optimizer's numbers?
 
-An optimizer adds eps to tensors of one format, and multiplies them by lr and the betas; the results
-are rounded to that format. In float16 (smallest number 2^-24) eps = 1e-8 is 0 and Adam
-divides by 0; in bfloat16 (8 bits) beta = 0.999 is 1 and an average never forgets. So
+An optimizer adds eps to tensors of one format, multiplies them by lr and the betas, and rounds the
+results to that format. In float16 (smallest number 2^-24) eps = 1e-8 is 0 and Adam divides by 0. In
+bfloat16 (8 bits) beta = 0.999 is 1 and an average never forgets. So
 
     small numbers    lost if round(x) = 0, bad if |round(x) - x| > 1 % of x
     decays           lost if round(x) = 1, bad if 1 - x is off by more than 1 %

@@ -6,7 +6,7 @@ are the limits of the half format at the loss scale: below the first a value is 
 second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
 their layers have no lines.
 
-Noise: signal to noise of every operand of every layer, in decibels; six are one bit. Operands that
+Noise: signal to noise of every operand of every layer, in decibels, six for each bit. Operands that
 stay in half are empty.
 
 TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
@@ -55,11 +55,7 @@ _EXPONENT = "exponent, floor(log2 |x|)"
 
 
 def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
-    """Draw one of KINDS as a PNG: a row for each layer, with its name and its share of zeros.
-
-    Returns:
-        False, and no picture, if the report has no value of this kind.
-    """
+    """Draw one of KINDS as a PNG, a row for each layer. False, and no picture, without values."""
     has = ranges.field(kind, "count") > 0
     if not has.any():
         return False
@@ -92,14 +88,9 @@ def draw_time(
     reports: Sequence[Ranges], kind: str, layer: str, half: torch.dtype, path: Path
 ) -> None:
     """Draw one of KINDS of a layer as a PNG: a column for each report, in the order of steps."""
-    rows = [(report, report.layers.index(layer)) for report in reports]
-    shares = np.stack(
-        [
-            report.bins(kind)[row] / max(report.field(kind, "count")[row], 1.0)
-            for report, row in rows
-        ]
-    )
-    in_half = np.array([report.in_half[KINDS.index(kind)][row] for report, row in rows])
+    rows = [(r, r.layers.index(layer)) for r in reports]
+    shares = np.stack([r.bins(kind)[at] / max(r.field(kind, "count")[at], 1.0) for r, at in rows])
+    in_half = np.array([r.in_half[KINDS.index(kind)][at] for r, at in rows])
     figure = new_figure(width=6.6, height=4.2)
     axes = figure.subplots()
     scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
@@ -126,7 +117,7 @@ def draw_time(
 def _draw_limits(
     axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
 ) -> None:
-    """Draw the limits through the rows in half, and say above what happens on their far sides."""
+    """Draw the limits through the rows in half, named above them."""
     lost, normal, largest = (at - np.log2(scale) - 0.5 for at, _ in _limits(half))
     for at, (_, style) in zip((lost, normal, largest), _limits(half), strict=True):
         if window[0] <= at <= window[1]:
@@ -138,7 +129,7 @@ def _draw_limits(
 
 
 def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any) -> str:
-    """Say what is shown and which limits; the scale moves those of gradients."""
+    """Name the picture and its limits, which the scale moves for gradients."""
     if not in_half.any():
         return f"{what}; fp32"
     at = f" at 2^{np.log2(ranges.scale):g}" if kind in SCALED else ""
@@ -148,10 +139,10 @@ def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any
 def _show(axes: Any, shares: Counts, extent: tuple[float, float, float, float]) -> Any:
     from matplotlib.colors import LogNorm
 
-    shown = np.where(shares > 0, np.maximum(shares, LEAST), np.nan)
     axes.set_facecolor("black")
-    colours = {"norm": LogNorm(LEAST, 1.0), "cmap": "turbo", "interpolation": "nearest"}
-    return axes.imshow(shown, aspect="auto", extent=extent, **colours)
+    shown = np.where(shares > 0, np.maximum(shares, LEAST), np.nan)
+    how = {"norm": LogNorm(LEAST, 1.0), "cmap": "turbo", "interpolation": "nearest"}
+    return axes.imshow(shown, aspect="auto", extent=extent, **how)
 
 
 def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
@@ -165,9 +156,8 @@ def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
 def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
     """Return the exponents of the format's limits, and how they are drawn."""
     limits = Limits.of(half)
-    styles = ("dotted", "dashed", "solid")
     exponents = map(np.log2, (limits.lost, limits.normal, limits.largest))
-    return list(zip(exponents, styles, strict=True))
+    return list(zip(exponents, ("dotted", "dashed", "solid"), strict=True))
 
 
 def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> tuple[int, int]:
@@ -175,8 +165,7 @@ def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> t
     present = np.flatnonzero(shares.any(axis=0)) + LOWEST
     shown = limited and half != torch.bfloat16
     ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
-    low = min([*present, *ends, 0.0]) - 1
-    high = max([*present, *ends, 0.0]) + 1
+    low, high = min([*present, *ends, 0.0]) - 1, max([*present, *ends, 0.0]) + 1
     return max(LOWEST, int(np.floor(low))), min(HIGHEST, int(np.ceil(high)))
 
 

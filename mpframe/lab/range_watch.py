@@ -9,11 +9,9 @@ import math
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from itertools import compress, islice
-from pathlib import Path
+from itertools import compress
 
 import numpy as np
-import torch
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.policy import Policy
@@ -21,37 +19,40 @@ from mpframe.core.step_result import StepResult
 from mpframe.lab import product_noise
 from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
-from mpframe.lab.product_noise import NoiseRecord, Noises, ProductProbe
-from mpframe.lab.ranges import FOLDER, KINDS, Counts, RangeProbe, RangeRecord, Ranges, read_ranges
-from mpframe.tracking.tracker import Tracker
+from mpframe.lab.product_noise import Noises, ProductProbe
+from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
+from mpframe.tracking.metrics_csv import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-NOISE_FIGURES = {"snr_db": True, "saturated": False, "lost": False, "scale_spread": False}
-"""Those of a `Noise`, and whether the lowest is the worst."""
+_LOWEST_IS_WORST = ("headroom_bits", "snr_db")  # For other figures the highest is.
+_FRACTIONS = {
+    "lost_fraction": "lost",
+    "lost_fraction_at_twice_scale": "lost_at_twice_scale",
+    "lost_fraction_at_half_scale": "lost_at_half_scale",
+    "subnormal_fraction": "subnormal",
+    "zero_fraction": "zeros",
+}
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
-_DRAWN_EVERY = 60.0  # seconds; a picture takes about one
+_DRAWN_EVERY = 60.0  # seconds. A picture takes about one.
 
 
 class RangeWatch(Callback):
-    """Reports every so many steps.
+    """A report every so many steps.
 
     Args:
         every: steps between two reports, >= 1.
         worst: layers of each kind that scalars are written for.
-        layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
-        on_error: `stop` if the disk is full, or `warn` and write and draw once there is room.
+        layers: patterns of the layers drawn over time. If empty, the one nearest to overflow.
+        on_error: `stop` if the disk is full, or `warn` to write and draw once there is room.
     """
 
-    _folder: Path
-    _tracker: Tracker
+    _context: RunContext
     _policy: Policy
-    _half: torch.dtype
-    _limits: Limits
     _record: RangeRecord
-    _noise_record: NoiseRecord
+    _noise_record: MetricsCsv
 
     def __init__(
         self, every: int, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
@@ -65,34 +66,30 @@ class RangeWatch(Callback):
         self._noises: Noises = {}
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the record; reports of steps that a resumed run takes again are cut off."""
-        self._folder, self._tracker = context.folder, context.tracker
-        self._policy = trainer.precision.policy
-        self._half = self._policy.half_dtype
-        self._limits = Limits.of(self._half)
-        kept = trainer.progress.global_step
-        self._record = RangeRecord(context.folder, kept, self._on_error)
+        """Open the record, without reports of steps that a resumed run takes again."""
+        self._context, self._policy = context, trainer.precision.policy
+        kept, folder = trainer.progress.global_step, context.folder
+        self._record = RangeRecord(folder, kept, self._on_error)
         if self._policy.recipes:
-            path = context.folder / FOLDER / product_noise.FILE_NAME
-            self._noise_record = NoiseRecord(path, kept, self._on_error)
+            how = product_noise.COLUMNS, kept + 1, self._on_error, product_noise.FILE_NAME
+            self._noise_record = MetricsCsv(folder / FOLDER, *how)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Attach to the model if a report is due; not earlier, because others may run the model."""
+        """Attach to the model if a report is due, but not earlier: others may run the model."""
         self._probe = None
         if (trainer.progress.global_step + 1) % self._every == 0:
             trainer.read_verdicts()  # After this the next step that is reported is this one.
-            self._probe = RangeProbe(trainer, self._half)
+            self._probe = RangeProbe(trainer, self._policy.half_dtype)
             if self._policy.recipes:
                 self._products = ProductProbe(trainer.precision)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Report the step if it is due."""
         if self._probe is not None:
             ranges, self._probe = self._probe.ranges(), None
             if trainer.comm.is_main:
                 self._last = ranges
                 self._record.add(ranges)
-                self._tracker.scalars(ranges.step, self._scalars(ranges))
+                self._context.tracker.scalars(ranges.step, self._scalars(ranges))
         if self._products is not None:
             noises, self._products = self._products.noises(trainer.comm), None
             if trainer.comm.is_main:
@@ -117,11 +114,7 @@ class RangeWatch(Callback):
         self.draw()
 
     def draw(self) -> None:
-        """Draw what has been reported into the run's folder, and into TensorBoard.
-
-        Raises:
-            OSError: a picture cannot be written, and that stops the run.
-        """
+        """Draw the last reports, for the run's folder and TensorBoard. OSError stops the run."""
         if self._last is None or self._record.pending:
             return
         try:
@@ -135,65 +128,60 @@ class RangeWatch(Callback):
 
     def _report_products(self, step: int, noises: Noises) -> None:
         self._noises = noises
-        self._noise_record.add(step, noises)
-        for name, lowest_is_worst in NOISE_FIGURES.items():
-            figures = {key: getattr(noise, name) for key, noise in noises.items()}
-            known = [key for key, figure in figures.items() if math.isfinite(figure)]
-            worst = sorted(known, key=figures.__getitem__, reverse=not lowest_is_worst)
-            tags = {f"numerics/products/{name}/{'/'.join(k)}": figures[k] for k in worst}
-            self._tracker.scalars(step, dict(islice(tags.items(), self._worst)))
+        self._noise_record.add(*product_noise.rows_of(step, noises))
+        for name in ("snr_db", "saturated", "lost", "scale_spread"):
+            figures = {"/".join(key): getattr(noise, name) for key, noise in noises.items()}
+            tags = self._worst_of(f"numerics/products/{name}", figures)
+            self._context.tracker.scalars(step, tags)
 
     def _draw(self, last: Ranges) -> None:
-        step, folder = last.step, self._folder / FOLDER
+        step, tracker, half = last.step, self._context.tracker, self._policy.half_dtype
+        folder = self._context.folder / FOLDER
         if self._noises:
             path = folder / "products.png"
             draw_noises(self._noises, step, path)
-            self._tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
-        reports = read_ranges(self._folder)
+            tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
+        reports = read_ranges(self._context.folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            if not draw_layers(last, kind, self._half, path):
+            if not draw_layers(last, kind, half, path):
                 continue
-            self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
+            tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
             for layer, counts in zip(last.layers, last.bins(kind), strict=True):
                 if counts.any():
                     tag = f"numerics/{kind}/exponents/{layer}"
-                    self._tracker.histogram(tag, counts.tolist(), _EDGES, step)
-            for layer in self._followed(last, kind):
+                    tracker.histogram(tag, counts.tolist(), _EDGES, step)
+            for layer in self._select_layers(last, kind):
                 path = folder / f"{kind}_over_time_{layer}.png"
-                draw_time(reports, kind, layer, self._half, path)
-                tag = f"numerics/{kind}/exponents_by_step/{layer}"
-                self._tracker.image(tag, path.read_bytes(), step)
+                draw_time(reports, kind, layer, half, path)
+                tracker.image(f"numerics/{kind}/exponents_by_step/{layer}", path.read_bytes(), step)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         """Return the worst layers of each kind, in bits and fractions."""
-        values: dict[str, float] = {}
+        figures = {"updates/rounded_away_fraction": ranges.rounded_away_fraction()}
         for kind in KINDS:
-            figures = {
-                "headroom_bits": (ranges.headroom(kind, self._limits), -1),
-                "lost_fraction": (ranges.fraction(kind, "lost"), 1),
-                "lost_fraction_at_twice_scale": (ranges.fraction(kind, "lost_at_twice_scale"), 1),
-                "lost_fraction_at_half_scale": (ranges.fraction(kind, "lost_at_half_scale"), 1),
-                "subnormal_fraction": (ranges.fraction(kind, "subnormal"), 1),
-                "zero_fraction": (ranges.fraction(kind, "zeros"), 1),
-                "over_count": (ranges.field(kind, "over"), 1),
-            }
-            for name, (figure, sign) in figures.items():
-                values |= self._of_worst(f"numerics/{kind}/{name}", ranges, figure * sign, sign)
-        away = ranges.rounded_away_fraction()
-        return values | self._of_worst("numerics/updates/rounded_away_fraction", ranges, away, 1)
+            limits = Limits.of(self._policy.half_dtype)
+            figures[f"{kind}/headroom_bits"] = ranges.headroom(kind, limits)
+            figures[f"{kind}/over_count"] = ranges.field(kind, "over")
+            for name, field in _FRACTIONS.items():
+                figures[f"{kind}/{name}"] = ranges.fraction(kind, field)
+        values: dict[str, float] = {}
+        for name, figure in figures.items():
+            by_layer = dict(zip(ranges.layers, figure.tolist(), strict=True))
+            values |= self._worst_of(f"numerics/{name}", by_layer)
+        return values
 
-    def _of_worst(self, tag: str, ranges: Ranges, badness: Counts, sign: int) -> dict[str, float]:
-        known = np.flatnonzero(~np.isnan(badness))
-        worst = known[np.argsort(-badness[known], kind="stable")][: self._worst]
-        return {f"{tag}/{ranges.layers[index]}": float(badness[index]) * sign for index in worst}
+    def _worst_of(self, tag: str, figures: dict[str, float]) -> dict[str, float]:
+        known = [name for name, figure in figures.items() if math.isfinite(figure)]
+        lowest = tag.endswith(_LOWEST_IS_WORST)
+        worst = sorted(known, key=figures.__getitem__, reverse=not lowest)[: self._worst]
+        return {f"{tag}/{name}": figures[name] for name in worst}
 
-    def _followed(self, last: Ranges, kind: str) -> list[str]:
-        """Return the layers drawn over time."""
+    def _select_layers(self, last: Ranges, kind: str) -> list[str]:
         has = last.field(kind, "count") > 0
         names = list(compress(last.layers, has))
         if self._chosen:
             return [n for n in names if any(fnmatchcase(n, pattern) for pattern in self._chosen)]
-        headroom = last.headroom(kind, self._limits)[has]
+        headroom = last.headroom(kind, Limits.of(self._policy.half_dtype))[has]
         known = np.where(np.isnan(headroom), np.inf, headroom)
         return [names[int(known.argmin())]] if names else []

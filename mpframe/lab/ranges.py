@@ -10,18 +10,18 @@ The half format holds gradients multiplied by s, so for gradients its limits are
 value that half has already rounded to zero counts as a zero, because nobody can tell the two apart.
 An update is `rounded_away` if a weight without a master, stored in half, would not change.
 
-Everything is counted in fp32 on the device while the step runs; one transfer brings it to the host.
+Everything is counted in fp32 on the device while the step runs. One transfer brings it to the host.
 `RangeRecord` appends each report to a file of the run's folder:
 
-    numerics/ranges.bin    { length (8 bytes), zlib of a JSON line and float64 numbers } ...
+    numerics/ranges.bin    a line for each: base64 of zlib of a JSON line and float64 numbers
 
-When the file is opened again, a report that a kill cut short is dropped, and so are the reports of
-steps that a resumed run repeats.
+Opening the file again drops a report that a kill cut short, and reports of steps that a resumed run
+repeats.
 """
 
 import json
-import struct
 import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,10 @@ from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.lab.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
+from mpframe.tracking import tags
 from mpframe.training.trainer import Trainer
 
-KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
+KINDS = tuple(tags.KINDS)
 SCALED = ("activation_gradients", "gradients")
 OF_SAMPLES = ("activations", "activation_gradients", "gradients")
 """Each rank has its part of the batch. Weights and updates are the same on all."""
@@ -54,7 +55,7 @@ class Ranges:
     step: int  # global
     scale: float  # of the loss
     layers: tuple[str, ...]  # names of modules
-    rows: Counts  # [kinds, layers, WIDTH] of `count_exponents`; count 0 if a layer has none
+    rows: Counts  # [kinds, layers, WIDTH] of `count_exponents`, with count 0 if a layer has none
     rounded_away: Counts  # [layers], weights whose update half would have rounded away
     in_half: npt.NDArray[np.bool_]  # [kinds, layers], the values were in a 16-bit format
 
@@ -64,7 +65,7 @@ class Ranges:
         return column
 
     def fraction(self, kind: str, name: str) -> Counts:
-        """[layers]: a counted field over all values; nan if the layer has none."""
+        """[layers]: a counted field over all values, nan if the layer has none."""
         with np.errstate(invalid="ignore"):
             return self.field(kind, name) / self.field(kind, "count")
 
@@ -75,7 +76,7 @@ class Ranges:
             return self.rounded_away / moved
 
     def headroom(self, kind: str, limits: Limits) -> Counts:
-        """[layers]: bits from the largest value up to the format's; nan if all are 0."""
+        """[layers]: bits from the largest value up to the format's, nan if all are 0."""
         amax = self.field(kind, "amax")
         with np.errstate(divide="ignore"):
             bits = np.log2(limits.largest) - np.log2(amax)
@@ -88,24 +89,22 @@ class Ranges:
 
 
 class RangeProbe:
-    """Measures a training step of a trainer. Make it before the step, call `ranges` after it."""
+    """A measurement of a training step, made before the step. `ranges` ends it."""
 
     def __init__(self, trainer: Trainer, half: torch.dtype) -> None:
-        self._trainer = trainer
-        self._half = half
-        self._limits = Limits.of(half)
+        self._trainer, self._half = trainer, half
         self._rows: dict[tuple[str, str], Tensor] = {}
         self._in_half = set[tuple[str, str]]()
         self._before: dict[Tensor, Tensor] = {}
-        # The scale of the step; with several losses the first one's.
+        # With several losses, the first one's scale.
         self._scale = next((scaler.scale for scaler in trainer.scalers.values()), 1.0)
         self._handles = [*self._watch_modules(), *self._watch_parameters()]
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
     def ranges(self) -> Ranges:
-        """Return what was measured, in one transfer from the device, and remove the hooks.
+        """Return the numbers of all ranks, in one transfer from the device, and remove the hooks.
 
-        All ranks call it, and get what all of them measured.
+        All ranks call it.
         """
         for handle in self._handles:
             handle.remove()
@@ -114,7 +113,7 @@ class RangeProbe:
         empty = torch.zeros(WIDTH, dtype=torch.float64, device=device)
         keys = [(kind, layer) for kind in KINDS for layer in self.layers]
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
-        rows = self._of_all_ranks(rows.view(len(KINDS), -1, WIDTH))
+        rows = self._add_ranks(rows.view(len(KINDS), -1, WIDTH))
         in_half = self._trainer.comm.max_of([key in self._in_half for key in keys])
         counts = [away.get(layer, empty[0]) for layer in self.layers]
         scale = torch.as_tensor(self._scale, dtype=torch.float64, device=device)
@@ -129,8 +128,8 @@ class RangeProbe:
             in_half=np.array(in_half, dtype=bool).reshape(len(KINDS), layers),
         )
 
-    def _of_all_ranks(self, rows: Tensor) -> Tensor:
-        """Add what the other ranks saw of their samples to rows [KINDS, layers, WIDTH]."""
+    def _add_ranks(self, rows: Tensor) -> Tensor:
+        """Add the other ranks' samples to rows [KINDS, layers, WIDTH]."""
         comm, kinds = self._trainer.comm, [KINDS.index(kind) for kind in OF_SAMPLES]
         seen, amax = rows[kinds], FIELDS.index("amax")
         largest = comm.max(seen[..., amax])
@@ -168,16 +167,15 @@ class RangeProbe:
             return
         if values.element_size() == 2:
             self._in_half.add((kind, layer))
-        values = values.coalesce().values() if values.is_sparse else values
         scale = self._scale if kind in SCALED else 1.0
         with torch._C.DisableTorchFunction():  # A hook of a module runs in its casts, op by op.
-            row = count_exponents(values, self._limits, scale, held_at=scale)
+            row = count_exponents(values, Limits.of(self._half), scale, held_at=scale)
             known = self._rows.get((kind, layer))
             self._rows[kind, layer] = row if known is None else add_rows([known, row])
 
     @torch.no_grad()
     def _measure_weights(self) -> dict[str, Tensor]:
-        """Count weights and updates; by layer, how many updates half would have rounded away."""
+        """Count weights and updates, and return how many half would round away, by layer."""
         away: dict[str, Tensor] = {}
         for layer, parameter in _parameters(self._trainer.model):
             self._seen("weights", layer, parameter)
@@ -207,15 +205,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 FOLDER = "numerics"
 FILE_NAME = "ranges.bin"
-_LENGTH = struct.Struct("<q")
 
 
 class RangeRecord:
-    """Appends to the record in a run's folder.
+    """A record in a run's folder that grows.
 
-    Args:
-        kept: steps whose reports stay, for a resumed run.
-        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
+    Reports of the first `kept` steps stay, for a resumed run. If the disk is full, `on_error` is
+    `stop`, or `warn` to write what waits once there is room.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
@@ -223,17 +219,12 @@ class RangeRecord:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = AppendLog(path, on_error)
         content = path.read_bytes() if path.exists() else b""
-        whole = [block for block in _blocks(content) if _decoded(block).step <= kept]
-        write_atomically(path, b"".join(_LENGTH.pack(len(block)) + block for block in whole))
+        whole = [line for line in _whole_lines(content) if _decode(line).step <= kept]
+        write_atomically(path, b"".join(whole))
 
     def add(self, ranges: Ranges) -> None:
-        """Append a report.
-
-        Raises:
-            OSError: there is no room, and that stops the run.
-        """
-        block = _encoded(ranges)
-        self._log.append(_LENGTH.pack(len(block)) + block)
+        """Append a report. OSError: there is no room, and that stops the run."""
+        self._log.append(_encode(ranges))
 
     @property
     def pending(self) -> bool:
@@ -242,14 +233,10 @@ class RangeRecord:
 
 
 def read_ranges(folder: Path) -> list[Ranges]:
-    """Return the reports of a run, the oldest first.
-
-    Raises:
-        DataError: the run has none, or the file is damaged.
-    """
+    """Return the reports of a run, the oldest first. DataError: none, or a damaged one."""
     path = folder / FOLDER / FILE_NAME
     try:
-        reports = [_decoded(block) for block in _blocks(path.read_bytes())]
+        reports = [_decode(line) for line in _whole_lines(path.read_bytes())]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; train the run with numerics=on") from None
     except (ValueError, KeyError, zlib.error) as error:
@@ -259,19 +246,16 @@ def read_ranges(folder: Path) -> list[Ranges]:
     return reports
 
 
-def _encoded(ranges: Ranges) -> bytes:
-    head = {
-        "step": ranges.step,
-        "scale": ranges.scale,
-        "layers": ranges.layers,
-        "in_half": ranges.in_half.tolist(),
-    }
+def _encode(ranges: Ranges) -> bytes:
+    head = {"step": ranges.step, "scale": ranges.scale, "layers": ranges.layers}
+    head["in_half"] = ranges.in_half.tolist()
     numbers = np.concatenate([ranges.rounded_away, ranges.rows.ravel()]).astype("<f8")
-    return zlib.compress(json.dumps(head).encode() + b"\n" + numbers.tobytes(), level=1)
+    report = json.dumps(head).encode() + b"\n" + numbers.tobytes()
+    return b64encode(zlib.compress(report, level=1)) + b"\n"
 
 
-def _decoded(block: bytes) -> Ranges:
-    head, _, body = zlib.decompress(block).partition(b"\n")
+def _decode(line: bytes) -> Ranges:
+    head, _, body = zlib.decompress(b64decode(line)).partition(b"\n")
     known = json.loads(head)
     layers, numbers = tuple(known["layers"]), np.frombuffer(body, "<f8")
     rows = numbers[len(layers) :].reshape(len(KINDS), len(layers), WIDTH)
@@ -279,13 +263,5 @@ def _decoded(block: bytes) -> Ranges:
     return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)], in_half)
 
 
-def _blocks(content: bytes) -> Iterator[bytes]:
-    """Yield the whole blocks of a file."""
-    at = 0
-    while at + _LENGTH.size <= len(content):
-        (length,) = _LENGTH.unpack_from(content, at)
-        at += _LENGTH.size
-        if at + length > len(content):
-            return
-        yield content[at : at + length]
-        at += length
+def _whole_lines(content: bytes) -> list[bytes]:
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]

@@ -10,8 +10,8 @@ is the relative error of the gradients of all weights, and of the loss, if the m
 to fp32 and all others are in half. It is infinite for a value that is not finite. A module's own
 error is E with every other module in fp32 and its inputs rounded to half.
 
-The smallest set is searched greedily: modules whose own error is above the target are pinned, then
-the next worst until E(P) reaches it; then each pin that is not needed is removed, the smallest
+The search for the smallest set is greedy. Modules whose own error is above the target are pinned,
+then the next worst until E(P) reaches it. Then each pin that is not needed is removed, the smallest
 error first. That is one trial for each module and a few more, not one for each set of modules.
 """
 
@@ -30,8 +30,8 @@ from mpframe.training.trainer import Trainer
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]
-"""Builds a fresh trainer, always with the same weights: in half with these modules pinned; if an
-op is named, with only that op in half."""
+"""Builds a fresh trainer, always with the same weights: in half with these modules pinned, or with
+only the op that is named in half."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,23 @@ class SearchResult:
     scale: float  # the loss scale of all trials in half
     all_half: RelativeError  # with nothing in fp32
     modules: Sequence[Sensitivity]  # ranked, the worst first
-    ops: Sequence[Sensitivity]  # likewise
+    ops: Sequence[Sensitivity]  # ranked, the worst first
     trail: Mapping[tuple[str, ...], RelativeError]  # the sets that were tried
     pinned: Sequence[str]  # the smallest set found, in the model's order
     reached: RelativeError  # its error
 
 
 class Search:
-    """Searches the modules that must stay in fp32, or whose products must stay in half.
+    """A search for the modules that must stay in fp32, or whose products must stay in half.
 
     Args:
         reference: a fresh trainer in fp32, with the weights that every trial starts from.
         make: builds the trainers of the trials.
-        batches: one or more, all trials see the same.
+        batches: one or more, the same for all trials.
         target: relative error to reach, > 0.
         progress: called with a name after each trial.
-        pin: what keeps a module: `fp32`, or `none` for products in half.
-        modules: what may be pinned; None: every module without children.
+        pin: `fp32`, or `none` for products in half.
+        modules: the ones that may be pinned, by default every module without children.
     """
 
     def __init__(
@@ -92,36 +92,31 @@ class Search:
         pin: str = "fp32",
         modules: Sequence[str] | None = None,
     ) -> None:
-        self._make = make
-        self._batches = batches
-        self._target = target
-        self._progress = progress
-        self._pin = pin
+        self._make, self._batches, self._target = make, batches, target
+        self._progress, self._pin = progress, pin
         named = reference.model.named_modules()
         leaves = [name for name, module in named if name and not list(module.children())]
         self._modules = leaves if modules is None else list(modules)
         self._loss, self._gradients = _step(reference, batches, 1.0)
         # The largest power of two, up to 2^16, that leaves an octave free above every gradient.
-        amax = max(
-            (float(g.abs().max()) for g in self._gradients.values() if g.numel()), default=0.0
-        )
-        scale = safe_scale(amax, reference.precision.policy.half_dtype) or 1.0
-        self._scale = min(2.0**16, scale)
+        amaxes = (float(g.abs().max()) for g in self._gradients.values() if g.numel())
+        half = reference.precision.policy.half_dtype
+        self._scale = min(2.0**16, safe_scale(max(amaxes, default=0.0), half) or 1.0)
         self._trail: dict[tuple[str, ...], RelativeError] = {}
 
     def run(self, ops: Sequence[str] = ()) -> SearchResult:
-        """Search; rank these ops beside the modules."""
+        """Search, and rank these ops beside the modules."""
         all_half = self._with(())
         modules, ranked = (
             sorted(trials, key=lambda trial: trial.error.worst, reverse=True)
-            for trials in (map(self._module_alone, self._modules), map(self._op_alone, ops))
+            for trials in (map(self._try_module, self._modules), map(self._try_op, ops))
         )
-        pinned, reached = self._pruned(*self._reached(modules))
+        pinned, reached = self._prune(*self._reach_target(modules))
         ordered = tuple(name for name in self._modules if name in pinned)
         evidence = (all_half, modules, ranked, self._trail)
         return SearchResult(self._target, self._scale, *evidence, ordered, reached)
 
-    def _reached(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
+    def _reach_target(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
         """Pin in the order of the ranking until the target is reached, or all are pinned."""
         pinned = [module.name for module in ranked if module.error.worst > self._target]
         error = self._with(pinned)
@@ -132,7 +127,7 @@ class Search:
             error = self._with(pinned)
         return pinned, error
 
-    def _pruned(self, pinned: list[str], error: RelativeError) -> tuple[list[str], RelativeError]:
+    def _prune(self, pinned: list[str], error: RelativeError) -> tuple[list[str], RelativeError]:
         """Remove the pins that the target does not need, trying the smallest error first."""
         for name in reversed(pinned):
             fewer = [other for other in pinned if other != name]
@@ -149,7 +144,7 @@ class Search:
             self._progress(f"{len(names)} modules pinned")
         return self._trail[names]
 
-    def _module_alone(self, name: str) -> Sensitivity:
+    def _try_module(self, name: str) -> Sensitivity:
         others = [other for other in self._modules if other != name]
         trainer = self._make(dict.fromkeys(others, self._pin), None)
         module, half = trainer.model.get_submodule(name), trainer.precision.policy.half_dtype
@@ -162,7 +157,7 @@ class Search:
         self._progress(name)
         return Sensitivity(name, type(module).__name__, error)
 
-    def _op_alone(self, op: str) -> Sensitivity:
+    def _try_op(self, op: str) -> Sensitivity:
         error = self._error(self._make({}, op))
         self._progress(op)
         return Sensitivity(op, "op", error)

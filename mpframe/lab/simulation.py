@@ -1,6 +1,6 @@
 """Replays a recorded run with any loss scaler: how many steps does it skip, and at which scales?
 
-The gradients of step t stay as they were; a step overflows if scale * amax_t exceeds the half
+The gradients of step t stay as they were. A step overflows if scale * amax_t exceeds the half
 format's largest number. The amax of a step that overflowed in the run itself is unknown.
 
     headroom_t = log2(limit) - log2(scale_t amax_t)      octaves left unused, on steps not skipped
@@ -23,31 +23,27 @@ Series = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Simulation:
-    """A scaler's scales over a record; [steps] each."""
+    """A scaler's scales over a record, [steps] each."""
 
     scales: Series
     skipped: npt.NDArray[np.bool_]
-    headroom: Series  # octaves left unused; nan if skipped or amax was 0
+    headroom: Series  # octaves left unused, nan if skipped or amax was 0
 
     @property
     def changes(self) -> int:
-        """How often the scale changed."""
         return int(np.count_nonzero(np.diff(self.scales)))
 
     @property
     def mean_headroom(self) -> float:
-        """Mean octaves left unused; nan if every step was skipped."""
+        """Mean octaves left unused, nan if every step was skipped."""
         seen = self.headroom[np.isfinite(self.headroom)]
         return float(seen.mean()) if seen.size else float("nan")
 
 
 def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) -> Simulation:
-    """Run a fresh scaler over a record.
+    """Run a fresh scaler, whose state changes, over a record.
 
-    Args:
-        amax: [steps], the largest |unscaled gradient| of each step; inf or nan: it overflowed.
-        scaler: its state changes.
-        half: the format whose largest number is the limit.
+    `amax`: [steps], the largest |unscaled gradient| of each step, inf or nan if it overflowed.
     """
     limit = torch.finfo(half).max
     scales = np.empty(len(amax))
@@ -65,29 +61,16 @@ def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) 
 def as_table(replays: Mapping[str, Simulation]) -> str:
     """Write the replays side by side, as aligned plain text."""
     head = ("scaler", "steps", "skipped", "mean headroom (octaves)", "scale changes", "final scale")
-    rows = [
-        (
-            name,
-            str(len(done.scales)),
-            str(int(done.skipped.sum())),
-            f"{done.mean_headroom:.2f}",
-            str(done.changes),
-            f"{done.scales[-1]:g}",
-        )
-        for name, done in replays.items()
-    ]
+    rows = []
+    for name, done in replays.items():
+        counts = str(len(done.scales)), str(int(done.skipped.sum()))
+        scales = f"{done.mean_headroom:.2f}", str(done.changes), f"{done.scales[-1]:g}"
+        rows.append((name, *counts, *scales))
     return aligned([head, *rows])
 
 
 def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torch.dtype) -> None:
-    """Draw the scales and the highest scale without overflow of each step, as PNG.
-
-    Args:
-        amax: [steps], as for `replay`.
-        replays: by the name to show.
-        path: the picture's.
-        half: the format whose limit is drawn.
-    """
+    """Draw the scales and the highest scale without overflow in `half` of each step, as PNG."""
     figure = new_figure(10, 5)
     axes = figure.subplots()
     steps = np.arange(1, len(amax) + 1)

@@ -10,8 +10,8 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     summary                summary.json: how a run ended
     environment            versions, hardware, command line; the most memory in use
 
-May import config, files and core; knows no trainer. Nothing is exported here, because
-summary.py is imported by programs that do not need torch.
+May import config, files and core, but no trainer. Nothing is exported here, because programs that
+do not need torch import summary.py.
 """
 
 from pathlib import Path
@@ -24,6 +24,6 @@ RECORDS = (
 
 
 def record_sizes(folder: Path) -> dict[str, int]:
-    """The bytes in each of a run's `RECORDS` that are there, by its path in the folder."""
+    """Return the bytes in each of a run's `RECORDS`, by its path in the folder."""
     found = [path for pattern in RECORDS for path in sorted(folder.glob(pattern))]
     return {str(path.relative_to(folder)): path.stat().st_size for path in found}

@@ -21,10 +21,10 @@ _HELD = 256  # steps between two transfers from the device
 
 
 class AmaxRecord:
-    """Appends to a run's record; values wait on the device until many are moved at once.
+    """A run's record that grows. Values wait on the device until many are moved at once.
 
-    `kept` steps of an older record stay, for a resumed run. `on_error`: `stop` if the disk is full,
-    or `warn` and write what waits once there is room.
+    `kept` steps of an older record stay, for a resumed run. If the disk is full, `on_error` is
+    `stop`, or `warn` to write what waits once there is room.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
@@ -35,20 +35,19 @@ class AmaxRecord:
         write_atomically(path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
-        """Keep one step's amax (0-d); waits for the device only once in many steps."""
+        """Keep one step's amax (0-d). Waits for the device only once in many steps."""
         self._waiting.append(amax.detach())
         if len(self._waiting) >= _HELD:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
         values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
         self._waiting.clear()
         self._log.append("".join(f"{value:.9g}\n" for value in values).encode())
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the lines of an older record, whatever they hold; none if there is no such file."""
+    """Return the lines of an older record, whatever they hold, if there is one."""
     try:
         with open_regular(path, "rb") as file:
             return file.readlines()
@@ -57,7 +56,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def read_amax(path: Path) -> npt.NDArray[np.float64]:
-    """Read the amax of every step, [steps] float64, >= 0; inf or nan if the step overflowed.
+    """Read the amax of every step, [steps] float64, >= 0, inf or nan if the step overflowed.
 
     `path` is a run's folder, or any file with one log2 value per line.
     """
@@ -65,12 +64,10 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
     try:
         with open_regular(file, "rb", follow=True) as opened:
             lines = opened.read().split()
-    except OSError as error:
-        raise DataError(
-            f"{file}: {error.strerror}; name a run's folder, or a file with log2(amax) per line"
-        ) from None
-    try:
         values = np.asarray([float(line) for line in lines])
+    except OSError as error:
+        hint = "name a run's folder, or a file with log2(amax) per line"
+        raise DataError(f"{file}: {error.strerror}; {hint}") from None
     except ValueError as error:
         raise DataError(f"{file}: {error}; allowed is one number log2(amax) per line") from None
     if values.size == 0:

@@ -1,8 +1,7 @@
 """The policy made visible: a row for each module with storage format, compute format, and why.
 
-Storage formats come from where `Precision.prepare` takes them (storage.py), compute formats from
-where each op's handler does (policy.py), so the table that is printed cannot differ from what is
-done.
+It takes storage formats from storage.py, like `Precision.prepare`, and compute formats from
+policy.py, like each op's handler, so the table cannot differ from the run.
 """
 
 from collections import Counter
@@ -19,6 +18,7 @@ from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of, op_of, wanted_by
 from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import dtype_name
+from mpframe.files.text import aligned
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
 _SHOWN = 4  # Reasons for weights that stay fp32.
@@ -30,15 +30,14 @@ class Row:
     """One module of the map.
 
     Attributes:
-        module: qualified name; empty for the model itself.
+        module: qualified name, empty for the model itself.
         kind: class name.
-        storage: format of the module's own parameters, of most of their numbers if they differ;
-            None if it has none.
-        compute: format the module's op computes in, in words; `-` if it runs no op of its own.
-            Of a class that is not torch.nn's, the formats of the ops that read its weights.
-        why: the list or the pin that decides; also that a traced step never called the module.
-        products: the recipe of its matrix products or convolutions, which of them stay in half, and
-            why; `-` if it has none; empty if no recipe is chosen at all.
+        storage: format of most numbers in the module's own parameters, if it has any.
+        compute: format that the module's op computes in, in words, or `-` if it runs none. For a
+            class that is not torch.nn's, the formats of the ops that read its weights.
+        why: the list or the pin that decides, and whether a traced step never called the module.
+        products: the recipe of its matrix products or convolutions, and which of them stay in half
+            and why, or `-` if it has none. Empty if no recipe is chosen at all.
     """
 
     module: str
@@ -50,10 +49,7 @@ class Row:
 
 
 def dtype_map(precision: Precision, model: nn.Module) -> list[Row]:
-    """Return a row for each module that holds parameters or runs an op, in the model's order.
-
-    The model may be prepared or not, traced or not.
-    """
+    """Return a row for each module that holds parameters or runs an op, in the model's order."""
     uses = precision.uses(model)
     formats = formats_of(model, precision.policy, uses)
     rows = [_row(name, module, precision, formats, uses) for name, module in model.named_modules()]
@@ -68,13 +64,8 @@ def as_table(rows: list[Row]) -> str:
         stored = "-" if row.storage is None else dtype_name(row.storage)
         name = row.module or "(model)"
         cells.append((name, row.kind, stored, row.compute, row.why, row.products)[:shown])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
+    rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
+    return aligned([cells[0], rule, *cells[1:]])
 
 
 def describe(precision: Precision, model: nn.Module) -> str:
@@ -87,16 +78,14 @@ def describe(precision: Precision, model: nn.Module) -> str:
 
 
 def warnings(precision: Precision) -> list[str]:
-    """Return a line for each setting that costs accuracy; none if they cost nothing."""
+    """Return a line for each setting that costs accuracy."""
     policy, master_weights = precision.policy, precision.master_weights
     masters = getattr(master_weights, "option", str(master_weights).lower())
     mode, half = policy.mode, policy.half
     lines = []
     if masters != "true" and mode != "mixed":
-        lines.append(
-            f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
-            "are fp32"
-        )
+        nothing = f"changes nothing with dtype={mode}, whose weights are fp32"
+        lines.append(f"dtype.master_weights={masters} {nothing}")
     elif masters == "false":
         lines.append(
             f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
@@ -202,13 +191,12 @@ def _compute_and_why(
     if op is None:
         users = sorted(users, key=lambda use: not use.in_half(policy))
         computes = [_in_words(use.compute(policy), policy) for use in users]
-        reasons = why or _joined(_list_reason(use.op, policy) for use in users)
-        return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
+        reasons = why or _join(_list_reason(use.op, policy) for use in users)
+        return _join(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
     compute = policy.compute_of(op, pin[1] if pin else None)
     others = [use for use in users if compute is Compute.HALF and not use.in_half(policy)]
-    why = why or _joined(
-        [_list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
-    )
+    decides = [_list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
+    why = why or _join(decides)
     return _in_words(compute, policy), why
 
 
@@ -216,7 +204,7 @@ def _in_words(compute: Compute, policy: Policy) -> str:
     return {Compute.HALF: policy.half, Compute.FP32: "float32"}.get(compute, compute.value)
 
 
-def _joined(words: Iterable[str]) -> str:
+def _join(words: Iterable[str]) -> str:
     """Join each word once, at most three."""
     different = list(dict.fromkeys(words))
     return ", ".join(different[:3]) + ", ..." * (len(different) > 3)

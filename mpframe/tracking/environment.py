@@ -1,8 +1,7 @@
-"""Where a run happened: versions, hardware, commit and command line, as a table; and peak memory.
+"""The peak memory of a run, and a table of its versions, hardware, commit and command line.
 
-Environment variables are never shown, and the command line is shown without its secrets: the
-value of any option that speaks of one, passwords inside addresses, and whatever the shell filled
-in from an environment variable that is named like one.
+Environment variables are never shown, nor secrets on the command line: the value of an option named
+like one, passwords inside addresses, and the value of an environment variable named like one.
 """
 
 import os
@@ -25,7 +24,7 @@ PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def environment_text() -> str:
-    """Return a Markdown table of what a run depends on and its config does not say."""
+    """Return a Markdown table of the surroundings of a run, which its config does not have."""
     rows = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,7 +41,7 @@ def environment_text() -> str:
 
 
 def arithmetic(device: torch.device, comm: Comm = SINGLE_PROCESS) -> dict[str, str]:
-    """Return what the last bit of a sum may depend on, besides the configuration."""
+    """Return the facts besides the configuration that may change the last bit of a sum."""
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -105,14 +104,10 @@ if sys.platform != "win32":  # Imported now: later a process may have no file le
 
 
 def peak_memory() -> int:
-    """Return the most memory in use at once so far, in bytes.
-
-    On CUDA what torch allocated on the device; elsewhere the process's resident memory (0 on
-    Windows, which does not tell).
-    """
+    """Return the most memory in use at once so far, in bytes: torch's with CUDA, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # Not known there.
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere than on macOS

@@ -22,11 +22,10 @@ _NUMBERS = itertools.count()
 
 
 class EventFile:
-    """A new event file in a folder, named after the second it was made in.
+    """A new event file in a folder, which hides older files from `first_step` on.
 
-    If there is one of this second or, by a clock that went back, of a later one, the name has the
-    second after that: files are read in the order of their names, and a START record that is read
-    too early hides nothing. What older files hold from `first_step` on is hidden.
+    Files are read in the order of their names, so it is named after the current second, or the
+    second after the newest file: a START record that is read too early hides nothing.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -41,13 +40,13 @@ class EventFile:
         self.flush()
 
     def add(self, summary: Any, step: int) -> None:
-        """Append a summary; OSError: what waits could not be written, and waits on."""
+        """Append a summary. OSError: the records that wait could not be written, and wait on."""
         self._add(Event(summary=summary, step=step))
         if time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; errors as of `add`."""
+        """Write the records that wait, with the errors of `add`."""
         self._flushed = time.monotonic()
         if waiting := self._waiting.getvalue():
             append_whole(self._path, waiting)

@@ -4,7 +4,7 @@
     10,0,2.1840832,...,,
     22,1,1.7345678,...,1.7234567,0.61388888
 
-The columns are the first start's and, behind them, the ones that a later start added.
+The columns are the first start's, followed by any that a later start added.
 """
 
 import csv
@@ -16,20 +16,25 @@ from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.files.plain_file import open_regular
 
 FILE_NAME = "metrics.csv"
-Row = Mapping[str, float | int]
+Row = Mapping[str, float | int | str]
 
 
 class MetricsCsv:
-    """Appends to a run's table, whose first column is `step`.
+    """A table in a run's folder that grows, its first column `step`.
 
-    Rows of an older table stay if their step is below `before`. `on_error`: `stop` if the disk is
-    full, or `warn` and write what waits once there is room.
+    Rows of an older table stay if their step is below `before`. If the disk is full, `on_error` is
+    `stop`, or `warn` to write what waits once there is room.
     """
 
     def __init__(
-        self, folder: Path, columns: Sequence[str], before: int = 0, on_error: str = "stop"
+        self,
+        folder: Path,
+        columns: Sequence[str],
+        before: int = 0,
+        on_error: str = "stop",
+        name: str = FILE_NAME,
     ) -> None:
-        path = folder / FILE_NAME
+        path = folder / name
         older, rows = _read(path) if before else ([], [])
         self._columns = list(dict.fromkeys([*older, *columns]))
         kept = [row for row in rows if int(row["step"]) < before]
@@ -37,12 +42,11 @@ class MetricsCsv:
         write_atomically(path, "".join(lines))
         self._log = AppendLog(path, on_error)
 
-    def add(self, row: Row) -> None:
-        """Append a row."""
-        self._log.append(self._cells({name: _text(value) for name, value in row.items()}).encode())
+    def add(self, *rows: Row) -> None:
+        self._log.append("".join(map(self._cells, rows)).encode())
 
-    def _cells(self, row: Mapping[str, str]) -> str:
-        return _line([row.get(name, "") for name in self._columns])
+    def _cells(self, row: Row) -> str:
+        return _line([_text(row.get(name, "")) for name in self._columns])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -51,12 +55,12 @@ def _line(cells: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def _text(value: float | int) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.9g}"  # 9 digits tell a float32.
+def _text(value: float | int | str) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)  # 9 digits tell a float32.
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the columns and rows of an older table; none if there is no such file, or no table."""
+    """Read the columns and rows of an older table, if there is one."""
     try:
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             text = file.read()

@@ -1,7 +1,7 @@
-"""How a run ended: `summary.json`, written once at the end and on any stop.
+"""The outcome of a run: `summary.json`, written once at the end and on any stop.
 
-The file is strict JSON. JSON has no nan and no inf, and a loss of nan must not look like no loss:
-a number that is not finite is written as the string "nan", "inf" or "-inf"; null means "not known".
+The file is strict JSON. JSON has no nan and no inf, and a loss of nan must not look like no loss,
+so these are the strings "nan", "inf" and "-inf", and null means "not known".
 """
 
 import json
@@ -32,18 +32,18 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True)
 class Summary:
-    """How a run ended. None: the run never measured it."""
+    """The outcome of a run. None: the run never measured it."""
 
     status: Status
     steps: int  # optimizer steps that moved the weights
-    skipped_steps: int  # Their gradients were not finite; they are not among `steps`.
+    skipped_steps: int  # Their gradients were not finite. They are not among `steps`.
     epochs: int  # whole passes over the training data
     train_loss: float | None = None  # unscaled mean loss of the last logged step
     val_loss: float | None = None  # mean loss of the last validation
     monitor: str | None = None  # what shows progress: the name of a metric, or `loss`
     metric: str | None = None  # the monitored metric, e.g. `accuracy`, or else the first one
-    val_metric: float | None = None  # its value at the last validation; `val_<metric>` in the file
-    best: float | None = None  # the monitored metric's best value; None if it has no direction
+    val_metric: float | None = None  # its value at the last validation, `val_<metric>` in the file
+    best: float | None = None  # the monitored metric's best value, None if it has no direction
     best_step: int | None = None  # `global_step` of its validation, skipped steps counted
     other_metrics: dict[str, float] = field(default_factory=dict)  # `val_<name>` in the file
     test_loss: float | None = None  # mean loss of the test samples, measured once at the end
@@ -71,16 +71,15 @@ class Summary:
 
     @property
     def searched(self) -> float | None:
-        """The monitored value of the weights that were tested: what a search goes by."""
+        """The monitored value of the weights that were tested, for a search."""
         return self.best if self.tested == "best" else self.monitored
 
     @property
     def test_metric(self) -> float | None:
-        """The test's value of `metric`."""
         return self.test_metrics.get(self.metric or "")
 
     def write(self, folder: Path) -> None:
-        """Write `summary.json` into `folder`, whole: after a crash it is the old or the new one."""
+        """Write `summary.json` into `folder`. After a crash it is the old or the new one, whole."""
         entries = asdict(self)
         name, value = entries.pop("metric"), entries.pop("val_metric")
         metrics = {} if name is None else {name: value}
@@ -92,25 +91,26 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the `summary.json` of `folder`; OSError, or MpframeError if it is damaged."""
+        """Read the `summary.json` of `folder`. OSError, or MpframeError if it is damaged."""
         path = folder / FILE_NAME
         content = read_regular(path, _LARGEST)
         try:
-            entries = {k: _from_json(v) for k, v in json.loads(content).items()}
+            entries: dict[str, Any] = json.loads(content)
+            entries |= {k: float(v) for k, v in entries.items() if v in ("nan", "inf", "-inf")}
             values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
             plain = {key: value for key, value in entries.items() if key not in values}
             plain |= _metrics_in(entries) | {"status": Status(entries["status"])}
-            return cls(**_typed(cls, plain))
+            return cls(**_check_types(cls, plain))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise MpframeError(
-                f"{path}: not a run's summary ({said:.120}): delete the file or run the job again"
-            ) from error
+            what = f"{path}: not a run's summary ({said:.120})"
+            raise MpframeError(f"{what}: delete the file or run the job again") from error
 
 
 def strict_json(entries: Mapping[str, Any]) -> str:
-    """Return a JSON object, one entry a line; numbers that are not finite become words."""
-    return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
+    """Return a JSON object, one entry a line. Numbers that are not finite become words."""
+    words = {k: str(v) for k, v in entries.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps({**entries, **words}, indent=2) + "\n"
 
 
 def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
 
 
-def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
+def _check_types(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a file that may hold anything, each of its field's type."""
     hints = get_type_hints(summary)
     for name, value in entries.items():
@@ -150,11 +150,3 @@ def _is_of(value: Any, hint: Any) -> bool:
     if get_args(hint):
         return any(_is_of(value, one) for one in get_args(hint))
     return isinstance(value, hint)
-
-
-def _to_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,4 +1,4 @@
-"""The tags of a run and what each means: one table, for TensorBoard's cards and for the docs.
+"""The tags of a run and their meanings: one table, for TensorBoard's cards and for the docs.
 
 Words in capitals stand for a name: `metric/NAME/val` is the tag of every metric.
 
@@ -6,8 +6,7 @@ Words in capitals stand for a name: `metric/NAME/val` is the tag of every metric
     LAYER   a module of the model, by its qualified name
     KIND    the numbers of a layer that are counted: one of `KINDS`
 
-Losses and gradients are unscaled: the loss scale is nowhere in them. A tag of a user's own callback
-needs no line here.
+Losses and gradients are unscaled. A tag of a user's own callback needs no line here.
 """
 
 import re
@@ -157,7 +156,6 @@ class Tag(StrEnum):
 
     @property
     def meaning(self) -> Meaning:
-        """The title, the sentence and the unit of the tag."""
         return _MEANINGS[self]
 
     def of(self, name: str) -> str:
@@ -174,7 +172,7 @@ def metric_tag(name: str, split: str = "val") -> str:
 
 
 def meaning_of(tag: str) -> Meaning | None:
-    """Return what a tag means, its names filled in; None if the table does not have it."""
+    """Return what a tag means, its names filled in, if the table has it."""
     for known in Tag:
         if tag == known:
             return known.meaning
@@ -183,7 +181,7 @@ def meaning_of(tag: str) -> Meaning | None:
             return replace(known.meaning, title=f"{known.meaning.title} of `{name}`")
     for pattern, meaning in PATTERNS.items():
         if found := _expression(pattern).fullmatch(tag):
-            return _filled(meaning, found.groupdict())
+            return _fill(meaning, found.groupdict())
     return None
 
 
@@ -193,7 +191,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(text.replace("NAME", "(?P<NAME>.+)").replace("LAYER", "(?P<LAYER>.+)"))
 
 
-def _filled(meaning: Meaning, names: dict[str, str]) -> Meaning:
+def _fill(meaning: Meaning, names: dict[str, str]) -> Meaning:
     title, text = meaning.title, meaning.text
     for word, name in names.items():
         shown = KINDS[name] if word == "KIND" else f"`{name}`"

@@ -4,8 +4,8 @@ Everything of a run goes into one event file, an append-only list of records
 
     event = (wall time, step, {tag: value, ...})
 
-All scalars of a step travel in one event: an event costs a queue, a checksum and a write however
-few values it holds. Event files store float32, so a step count is exact up to 2^24.
+All scalars of a step share one event, because each event costs a checksum and a write. Event files
+store float32, so a step count is exact up to 2^24.
 
 A run that was killed and resumed has several event files, read in the order of their names. Each
 begins with a START record at its first step s, which hides every earlier record with step >= s.
@@ -15,24 +15,16 @@ import base64
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
-    HistogramProto,
-)
-from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
-    DATA_CLASS_BLOB_SEQUENCE,
-    DATA_CLASS_SCALAR,
-    DATA_CLASS_TENSOR,
-    Summary,
-)
+from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams.plugin_data_pb2 import (  # type: ignore[import-untyped]
-    HParamsPluginData,
-)
+from tensorboard.plugins.hparams import plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard import summary as summaries
@@ -44,21 +36,20 @@ from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 log = logging.getLogger(__name__)
 
 _PLUGINS = {
-    "simple_value": ("scalars", DATA_CLASS_SCALAR),
-    "image": ("images", DATA_CLASS_BLOB_SEQUENCE),
-    "histo": ("histograms", DATA_CLASS_TENSOR),
+    "simple_value": ("scalars", summary_pb2.DATA_CLASS_SCALAR),
+    "image": ("images", summary_pb2.DATA_CLASS_BLOB_SEQUENCE),
+    "histo": ("histograms", summary_pb2.DATA_CLASS_TENSOR),
 }
-_COLOURS = 4  # red, green, blue and opacity
 
 
 class Tracker:
-    """Writes one run's event file. Use it as a context manager, or call `close`.
+    """A writer of one run's event file. Use it as a context manager, or call `close`.
 
     Args:
         folder: the run's folder, made if it is missing.
-        purge_step: the first step this tracker will write, one after the last one kept. What the
-            folder's older event files hold from there on is hidden; None hides all of it.
-        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
+        purge_step: the first step this tracker will write, one after the last one kept. Records of
+            older event files from there on are hidden, by default all of them.
+        on_error: `stop` if the disk is full, or `warn` to write what waits once there is room.
 
     Raises:
         MpframeError: the folder cannot be written.
@@ -70,7 +61,6 @@ class Tracker:
         self._warns = self._warned = False
         with self._unwritable():
             folder.mkdir(parents=True, exist_ok=True)
-        with self._unwritable():
             self._events = EventFile(folder, self._first_step)
         self._warns = on_error == "warn"
         self._step, self._of_step = 0, list[str]()
@@ -88,28 +78,28 @@ class Tracker:
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Log a picture, an encoded PNG."""
         width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
-        image = Summary.Image(
-            encoded_image_string=png, width=width, height=height, colorspace=_COLOURS
-        )
+        size = {"width": width, "height": height, "colorspace": 4}  # red, green, blue, opacity
+        image = Summary.Image(encoded_image_string=png, **size)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def histogram(
         self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
     ) -> None:
-        """Log counts [n], not all 0, between edges [n + 1]; no scalar has the same tag."""
+        """Log counts [n], not all 0, between edges [n + 1]. No scalar has the same tag."""
         filled = [index for index, count in enumerate(counts) if count]
         first, last = filled[0], filled[-1] + 1
-        middles = [(edges[i] + edges[i + 1]) / 2 for i in range(len(counts))]
-        proto = HistogramProto(
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        histogram = summaries.histogram_raw(  # type: ignore[no-untyped-call]
+            tag,
             min=edges[first],
             max=edges[last],
             num=float(sum(counts)),
             sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
             sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-            bucket_limit=edges[first + 1 : last + 1],
-            bucket=counts[first:last],
+            bucket_limits=edges[first + 1 : last + 1],
+            bucket_counts=counts[first:last],
         )
-        self._add(Summary(value=[Summary.Value(tag=tag, histo=proto)]), step)
+        self._add(histogram, step)
 
     def text(self, tag: str, markdown: str) -> None:
         """Log a page of Markdown at the tracker's first step."""
@@ -121,14 +111,14 @@ class Tracker:
     def hparams(
         self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
     ) -> None:
-        """Enter the run into the HParams table; `finished` marks it as a success.
+        """Enter the run into the HParams table. `finished` marks it as a success.
 
         Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
         either always a number or never: its server cannot sort a column that mixes the two.
         After a resume the values of the first start stay.
 
         Args:
-            config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
+            config: option path -> bool, int, float, str, None, or a list of these. Numbers stay
                 numbers, all else is written as text. MpframeError: a value is of another type.
             metrics: the tags that are the table's results.
             first: the keys whose columns come first, because runs differ in them.
@@ -139,10 +129,7 @@ class Tracker:
         self._add(start)
 
     def finished(self) -> None:
-        """Mark the run's line in the HParams table as a success; any other stop stays unmarked.
-
-        The mark cannot be taken back, so a run that may be resumed must not get one.
-        """
+        """Mark the run as a success in the HParams table, for good: no run that may be resumed."""
         *_, success = summaries.hparams({}, {})  # type: ignore[no-untyped-call]
         self._add(success)
 
@@ -159,7 +146,7 @@ class Tracker:
         if last_step["step"] < self._first_step:
             return
         for event in last_step["events"]:
-            self._add(_decoded(event), last_step["step"])
+            self._add(_decode(event), last_step["step"])
 
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
@@ -167,7 +154,6 @@ class Tracker:
             self._events.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self.flush()
 
     def __enter__(self) -> Self:
@@ -203,26 +189,25 @@ class Tracker:
         except OSError as error:
             said = f"run folder {self.folder}: the event file cannot be written ({error.strerror})"
             if not self._warns:
-                raise MpframeError(
-                    f"{said}; free space or set hydra.run.dir to a writable folder"
-                ) from error
+                way_out = "free space or set hydra.run.dir to a writable folder"
+                raise MpframeError(f"{said}; {way_out}") from error
             if not self._warned:
                 log.warning("warning: %s; the curves wait in memory for room", said)
             self._warned = True
 
 
 def checked_events(last_step: Any) -> dict[str, Any]:
-    """Return a checkpoint's `last_step`; ValueError, TypeError or LookupError if it is none."""
+    """Return a checkpoint's `last_step`. ValueError, TypeError or LookupError if it is none."""
     events = [str(event) for event in last_step["events"]]
     for event in events:
-        _decoded(event)
+        _decode(event)
     return {"step": int(last_step["step"]), "events": events}
 
 
 def _explain(value: Any) -> None:
-    """Give a tag's first value what the tag means; TensorBoard keeps it for all later ones.
+    """Describe a tag in its first value, for all later ones.
 
-    The fast reader of its server takes a description only together with plugin and data class.
+    The fast reader of TensorBoard's server takes a description only with plugin and data class.
     """
     meaning = meaning_of(value.tag)
     if meaning is None:
@@ -232,7 +217,7 @@ def _explain(value: Any) -> None:
         value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
 
 
-def _decoded(event: str) -> Any:
+def _decode(event: str) -> Any:
     try:
         return Summary.FromString(base64.b64decode(event))
     except DecodeError as error:
@@ -251,7 +236,7 @@ def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
 def _with_first(experiment: Any, first: Collection[str]) -> Any:
     """Mark the columns of `first` as those that differ, which TensorBoard shows first."""
     plugin_data = experiment.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(plugin_data.content)
+    content = plugin_data_pb2.HParamsPluginData.FromString(plugin_data.content)
     for info in content.experiment.hparam_infos:
         info.differs = info.name in first
     plugin_data.content = content.SerializeToString()
@@ -273,7 +258,7 @@ def _hparam(key: str, value: object) -> str | int | float:
 
 def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     def lines(*tags: str) -> list[Any]:
-        # Tags are matched as regular expressions from their start; no tag is the start of another.
+        # Tags are matched as regular expressions from their start. No tag is the start of another.
         return ["Multiline", list(tags)]
 
     return {

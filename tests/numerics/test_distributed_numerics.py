@@ -66,4 +66,4 @@ def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
     first, second = two(noise_on_ranks)
     assert first == noise(SINGLE_PROCESS)
     assert second == {}
-    assert {own.count for own in first.values()} == {2 * 32 * 32}
+    assert {own.values for own in first.values()} == {2 * 32 * 32}

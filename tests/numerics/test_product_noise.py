@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from mpframe import Precision
 from mpframe.lab.pictures import draw_noises
 from mpframe.lab.product_noise import (
+    COLUMNS,
     NAMES,
     WITHOUT_WEIGHT,
     Noise,
-    NoiseRecord,
     ProductProbe,
     merged,
+    rows_of,
 )
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe, shipped
 from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
+from mpframe.tracking.metrics_csv import MetricsCsv
 
 ROWS = Axes((1,), 0)
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
@@ -48,7 +50,7 @@ def test_the_noise_is_that_of_a_recount(name: str) -> None:
     noise, quantized = of(values, HOWS[name])
     exact, rounded = values.double(), quantized.double()
     decibels = 10 * math.log10(exact.square().sum() / (rounded - exact).square().sum())
-    assert noise.count == 2048
+    assert noise.values == 2048
     # The squares are rounded to float32 once, their sum is float64: 2^-23, in decibels 1e-6.
     assert noise.snr_db == pytest.approx(decibels, abs=2e-6)
     assert noise.lost == float(((rounded == 0) & (exact != 0)).sum()) / 2048
@@ -120,7 +122,7 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     layers = ["0", "2"] if recipe not in HEADS_IN_HALF else ["0"]
     assert set(noises) >= {(layer, operand) for layer in layers for operand in expected}
     assert {operand for _, operand in noises} <= set(NAMES)
-    assert {noise.count for noise in noises.values()} == {128**2}
+    assert {noise.values for noise in noises.values()} == {128**2}
     # tf32 holds every number of bfloat16; the least is that of 2 bits: 6 dB a bit, and some more.
     assert min(noise.snr_db for noise in noises.values()) > (100 if recipe == "tf32" else 12)
     step()
@@ -143,20 +145,21 @@ def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
 
 
 def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    path, noise = tmp_path / "numerics" / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
-    record = NoiseRecord(path)
+    path, noise = tmp_path / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
+    noises = {("head", "dw.x"): noise, ("a,b", "dx.w"): noise}
+    record = MetricsCsv(tmp_path, COLUMNS, name=path.name)
     for step in (5, 10, 15):
-        record.add(step, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
+        record.add(*rows_of(step, noises))
     whole = path.read_text()
     path.write_text(whole + "20,head,dw")
-    NoiseRecord(path, kept=10).add(15, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
+    MetricsCsv(tmp_path, COLUMNS, before=11, name=path.name).add(*rows_of(15, noises))
     assert path.read_text() == whole
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["5", "5", "10", "10", "15", "15"]
     assert rows[1] == {
         "step": "5", "layer": "a,b", "operand": "dx.w", "values": "10", "snr_db": "31.5",
-        "saturated": "0.1", "lost": "0.2", "scale_spread": "3.0",
+        "saturated": "0.1", "lost": "0.2", "scale_spread": "3",
     }  # fmt: skip
 
 

@@ -7,9 +7,9 @@ Usage: mpframe autopsy run=PATH [step=N] [option=value] ...
     mpframe autopsy run=runs/mine/checkpoints/step_00000440
 
 Options:
-    run=PATH        a run, a checkpoint of it, or the evidence of a step; must be given
-    step=N          one of several steps whose evidence the run saved; default: the last
-    option=value    an option of the run to change; GROUP=CHOICE, too
+    run=PATH        required: a run, a checkpoint of it, or the evidence of a step
+    step=N          one of several steps whose evidence the run saved (default: the last)
+    option=value    an option of the run to change, or GROUP=CHOICE
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
 The command examines the last step whose evidence the run saved. A run without evidence, or a
@@ -39,7 +39,6 @@ from mpframe.training.trainer import Trainer
 
 @command
 def main(arguments: list[str]) -> None:
-    """Examine a step of `run=...`; print the report and write it as Markdown."""
     options, given = take_own(arguments, ("run", "step"), "run")
     path = Path(options["run"])
     folder = _evidence_in(path, options.get("step"))
@@ -56,47 +55,37 @@ def main(arguments: list[str]) -> None:
 
 
 def of_evidence(folder: Path, given: list[str]) -> Report:
-    """Examine the step whose evidence lies in a folder.
-
-    Raises:
-        MpframeError: anything that is missing, damaged or does not fit, in one line.
-    """
+    """Examine the step whose evidence lies in a folder."""
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
     if not step.plain:
         step = step.like(next(train.epoch(0)))
-    return _examined(step, trainer, folder)
+    return _examine(step, trainer, folder)
 
 
 def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
-    """Examine the step that comes after a checkpoint; returns the report and the checkpoint's step.
-
-    Raises:
-        MpframeError: anything that is missing, damaged or does not fit, in one line.
-    """
+    """Examine the step after a checkpoint, and return the report and the checkpoint's step."""
     snapshot = checkpoint.read(path)
-    config = config_of(snapshot.config, path / "config.yaml", given)
-    weights = weights_of(snapshot.state, "trained", path)
+    state, config = snapshot.state, config_of(snapshot.config, path / "config.yaml", given)
+    weights = weights_of(state, "trained", path)
     trainer, train = rebuilt(config)
-    trainer.extra_state.load_state_dict(extra_state_of(snapshot.state, path))
+    trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(weights)
-    steps = steps_tried(snapshot.state, path)
+    steps = steps_tried(state, path)
     try:
-        trainer.precision.load_state_dict(snapshot.state["trainer"].get("products", {}))
-        step = _next_step(snapshot.state, steps, trainer, train)
+        trainer.precision.load_state_dict(state["trainer"].get("products", {}))
+        step = _next_step(state, steps, trainer, train)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: holds no progress or scale of a run") from None
-    return _examined(step, trainer, path), steps
+    return _examine(step, trainer, path), steps
 
 
 def _evidence_in(path: Path, step: str | None) -> Path | None:
-    """Return the evidence that `run=` stands for; None if it stands for a checkpoint."""
+    """Return the evidence that `run=` stands for, or None for a checkpoint."""
     if path.absolute().parent.name == evidence.FOLDER:
         return path
-    found = {
-        folder.name.removeprefix("step_").lstrip("0"): folder for folder in evidence.all_in(path)
-    }
+    found = {f.name.removeprefix("step_").lstrip("0"): f for f in evidence.all_in(path)}
     if step is None:
         return [*found.values()][-1] if found else None
     if step not in found:
@@ -105,15 +94,13 @@ def _evidence_in(path: Path, step: str | None) -> Path | None:
     return found[step]
 
 
-def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
+def _examine(step: Evidence, trainer: Trainer, path: Path) -> Report:
     try:
         return examine(step, trainer)
     except (UserCodeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         first = (str(error) or repr(error)).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: its step does not run with this model and data ({first}); give the options "
-            "and the code of the run"
-        ) from error
+        what = f"{path}: its step does not run with this model and data ({first})"
+        raise CheckpointError(f"{what}; give the options and the code of the run") from error
 
 
 def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loader) -> Evidence:

@@ -6,7 +6,7 @@ Usage: mpframe doctor [-m] [GROUP=CHOICE] [option=value] ...
     mpframe doctor -m dtype=fp32,mixed,amp
 
 Options:
-    those of mpframe train
+    all of mpframe train
     -m              examine each job of a sweep
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
@@ -28,7 +28,6 @@ from mpframe.run.resume import take_first_weights
 
 @command
 def main(arguments: list[str]) -> int:
-    """Examine what `mpframe train` would train; the exit code is 1 if a finding is an error."""
     errors = 0
     for job in jobs(arguments):
         findings = examine(subject_of(job.config, job.overrides))
@@ -38,11 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
-    """Build a run, from options and the overrides that they come from; no step has been made.
-
-    Raises:
-        MpframeError: training could not start either.
-    """
+    """Build a run from options and their overrides, before its first step."""
     # A compiled graph is the same numbers, after minutes of compiling.
     config = replace(config, trainer=replace(config.trainer, compile=False))
     trainer, train = rebuilt(config)

@@ -7,13 +7,13 @@ Usage: mpframe evaluate checkpoint=PATH [option=value] ...
     mpframe evaluate checkpoint=runs/mine dataset.root=/elsewhere device=cpu out=numbers.json
 
 Options:
-    checkpoint=PATH       a run or one checkpoint; must be given. A run stands for the checkpoint
+    checkpoint=PATH       required: a run or one checkpoint. A run stands for the checkpoint
                           that was tested, and with split=val for its newest one
     split=val|test        default: test, or val if the dataset has no test part
     weights=trained|ema   default: as the run was validated
-    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder; with options
-                          that are not the run's own they are part of the name
-    option=value          an option of the run to change; GROUP=CHOICE, too
+    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder, named after
+                          the options that are changed
+    option=value          an option of the run to change, or GROUP=CHOICE
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
 The options are the run's own. A class that is not mpframe's must be named again, as in
@@ -21,9 +21,8 @@ model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called becau
 says so.
 """
 
-# The precision, batches, average and evaluation format are those of the run, and on the device and
-# with the thread count it had, so is every bit. config/stored.py says how little a stored
-# configuration is trusted.
+# Precision, batches, average and evaluation format are the run's, and so is every bit on the same
+# device with the same thread count. config/stored.py tells how a stored configuration is trusted.
 
 import os
 import sys
@@ -52,7 +51,7 @@ _CHOICES = {"weights": KINDS, "split": ("val", "test")}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation, and what was evaluated."""
+    """An evaluation and its subject."""
 
     evaluation: Evaluation
     split: str  # `val` or `test`
@@ -66,7 +65,6 @@ class Evaluated:
 
 @command
 def main(arguments: list[str]) -> None:
-    """Evaluate the checkpoint of `checkpoint=...`; print loss and metric and write them as JSON."""
     options, given = take_own(arguments, _OPTIONS, "checkpoint", _CHOICES)
     path, kind = Path(options["checkpoint"]), options.get("weights")
     if "out" in options:
@@ -83,16 +81,10 @@ def main(arguments: list[str]) -> None:
 def evaluate(
     path: Path, given: list[str], weights: str | None = None, split: str | None = None
 ) -> Evaluated:
-    """Evaluate a checkpoint.
+    """Evaluate a run's folder or a checkpoint within it, with the options in `given` changed.
 
-    Args:
-        path: a run's folder or a checkpoint within it.
-        given: `GROUP=CHOICE` and `option=value` words that change the run's options.
-        weights: `trained` or `ema`; None: as the run was validated.
-        split: `val` or `test`; None: `test` if the dataset has one.
-
-    Raises:
-        MpframeError: anything that is missing, damaged or does not fit, in one line.
+    `weights`: `trained` or `ema`, by default as the run was validated. `split`: `val` or `test`, by
+    default `test` if the dataset has one.
     """
     run = restored(checkpoint_of(path, split), given, weights)
     loaders = build_loaders(run.config, run.task)
@@ -112,18 +104,10 @@ def _file_name(done: Evaluated, changed: list[str]) -> str:
 
 
 def _entries(path: Path, done: Evaluated) -> dict[str, Any]:
-    return {
-        "checkpoint": str(path),
-        "step": done.step,
-        "weights": done.weights,
-        "split": done.split,
-        f"{done.split}_loss": done.evaluation.loss,
-        **{f"{done.split}_{name}": value for name, value in done.evaluation.metrics.items()},
-        "precision": done.precision,
-        "device": done.device,
-        "batch_size": done.batch_size,
-        "samples": done.samples,
-    }
+    facts = {"checkpoint": str(path), **vars(done)}
+    result, split = facts.pop("evaluation"), done.split
+    numbers = {"loss": result.loss, **result.metrics}
+    return facts | {f"{split}_{name}": value for name, value in numbers.items()}
 
 
 def _text(path: Path, done: Evaluated, out: Path) -> str:

@@ -1,14 +1,14 @@
-"""Write a small project of your own that trains.
+"""Write a small project that trains, for you to change.
 
 Usage: mpframe new FOLDER
 
     mpframe new spirals
 
 Options:
-    FOLDER    is made; one that holds files is refused
+    FOLDER    is made, and must not hold files
 
-The project has a model, data, a configuration and a test; its README.md has the commands. Change
-what you like: nothing else refers to these files.
+The project has a model, data, a configuration, a test, and a README.md with the commands. Change
+anything: nothing else refers to these files.
 """
 
 import shutil
@@ -23,7 +23,6 @@ _TEMPLATE = Path(__file__).parent / "template"
 
 @command
 def main(arguments: list[str]) -> None:
-    """Write the project into the folder that is named."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("new: takes one folder, e.g. mpframe new spirals")
     folder = Path(arguments[0])

@@ -48,14 +48,8 @@ def _row(path: str, field: Any) -> list[str]:
     kind = getattr(field.type, "__name__", str(field.type))
     unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
     name = f"{path}.{field.name}" if path else field.name
-    cells = [
-        f"`{name}`",
-        f"{kind}{unit}",
-        f"`{_default(field)}`",
-        str(limits),
-        field.metadata["sentence"],
-    ]
-    return [cell.replace("|", "or") for cell in cells]
+    cells = [f"`{name}`", f"{kind}{unit}", f"`{_default(field)}`", str(limits)]
+    return [cell.replace("|", "or") for cell in [*cells, field.metadata["sentence"]]]
 
 
 def _default(field: Any) -> Any:
@@ -65,7 +59,6 @@ def _default(field: Any) -> Any:
 
 @command
 def main(arguments: list[str]) -> None:
-    """Print the page, or write it."""
     options, rest = take_own(arguments, ["out"])
     refuse_words(rest, ["out"])
     if not options.get("out"):

@@ -8,14 +8,14 @@ Usage: mpframe predict checkpoint=PATH [folder=FOLDER] [option=value] ...
 
 Options:
     checkpoint=PATH       a run (its best checkpoint if that was tested) or one checkpoint
-    split=train|val|test  the part of the run's dataset; default: test if there is one, else val
-    folder=FOLDER         images without labels instead, in all folders below it; needs neither the
-                          run's data nor its dataset
+    split=train|val|test  the part of the run's dataset (default: test if there is one, else val)
+    folder=FOLDER         images without labels instead, in all folders below it, without the run's
+                          data or dataset
     outputs=class|probabilities|raw    default: class if the dataset has classes, else raw
     weights=trained|ema   default: as the run was validated
-    out=FILE              a .csv or .parquet file; default: predictions_..._step_N.csv in the run
+    out=FILE              a .csv or .parquet file (default: predictions_..._step_N.csv in the run)
     overwrite=true        replace the file if it exists
-    option=value          an option of the run to change; GROUP=CHOICE, too
+    option=value          an option of the run to change, or GROUP=CHOICE
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
 The options are the run's own. A class that is not mpframe's must be named again, as in
@@ -23,13 +23,14 @@ model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called becau
 says so.
 """
 
-# Predictions are an evaluation whose metric writes what it is given: the same weights, formats,
-# batches and trust as in mpframe evaluate.
+# Predictions are an evaluation whose metric writes its input. Weights, formats, batches and trust
+# are the same as in mpframe evaluate.
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,25 +69,19 @@ class Samples:
 
     dataset: Dataset[Any]
     source: str  # in messages and file names, e.g. `val`
-    names: Sequence[str] | None = None  # of each sample; None: they are numbered
+    names: Sequence[str] | None = None  # of each sample, or None if they are numbered
 
 
 class _Bar(Callback):
-    """A bar on stderr, if that is a terminal."""
-
-    def __init__(self, batches: int) -> None:
-        self._bar = tqdm(total=batches, unit="batch", disable=None, leave=False)
+    def __init__(self, bar: "tqdm[Any]") -> None:
+        self._bar = bar
 
     def on_prediction_step(self, trainer: Trainer) -> None:
         self._bar.update(1)
 
-    def close(self) -> None:
-        self._bar.close()
-
 
 @command
 def main(arguments: list[str]) -> None:
-    """Write the predictions of the checkpoint of `checkpoint=...` as a table."""
     options, given = take_own(arguments, _OPTIONS, "checkpoint", _CHOICES)
     split, folder = options.get("split"), options.get("folder")
     if split is not None and folder is not None:
@@ -112,36 +107,23 @@ def main(arguments: list[str]) -> None:
 
 
 def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:
-    """Write a row for each sample, in their order; returns how many.
+    """Write a row for each sample, in their order, and return how many.
 
-    Args:
-        run: what predicts; its metrics and callbacks are replaced.
-        samples: what is predicted.
-        out: a `.csv` or `.parquet` file; it appears whole or not at all.
-        outputs: `class`, `probabilities` or `raw`; None: what fits.
-
-    Raises:
-        MpframeError: the outputs are not of this kind, or the file cannot be written.
+    The `.csv` or `.parquet` file appears whole or not at all. `outputs`: `class`, `probabilities`
+    or `raw`, by default the one that fits. The run's metrics and callbacks are replaced.
     """
     loader = evaluation_loader(run.config, run.task, samples.dataset, samples.source)
-    bar = _Bar(len(loader))
-    try:
-        with writing(out), table_writer(out) as write:
-            predictions = Predictions(
-                write,
-                samples=samples.names,
-                outputs=outputs,
-                class_names=run.task.class_names,
-                targets=samples.names is None,
-            )
-            trainer = run.trainer
-            written = {"predictions": lambda: predictions}
-            trainer.evaluator = replace(trainer.evaluator, metrics=written, monitor="loss")
-            trainer.callbacks = {"bar": bar}
-            trainer.evaluate(loader)
-    finally:
-        bar.close()
-        loader.close()
+    # The bar is on stderr, if that is a terminal.
+    bar = tqdm(total=len(loader), unit="batch", disable=None, leave=False)
+    with closing(loader), bar, writing(out), table_writer(out) as write:
+        named = {"samples": samples.names, "class_names": run.task.class_names}
+        targets = samples.names is None
+        predictions = Predictions(write, outputs=outputs, targets=targets, **named)
+        trainer = run.trainer
+        written = {"predictions": lambda: predictions}
+        trainer.evaluator = replace(trainer.evaluator, metrics=written, monitor="loss")
+        trainer.callbacks = {"bar": _Bar(bar)}
+        trainer.evaluate(loader)
     return predictions.count
 
 
@@ -179,7 +161,6 @@ class _Pictures:
         return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
 
     def samples(self, task: Task) -> Samples:
-        """Name the samples by their paths in the folder."""
         names = [str(Path(path).relative_to(self._name)) for path in self._paths]
         return Samples(task.val, "folder", names)
 
@@ -194,23 +175,20 @@ class _Pictures:
         except (LookupError, TypeError, ValueError):
             fits = False
         if not fits or not isinstance(side, int):
-            self._refuse(
+            raise self._refused(
                 "the checkpoint does not say how an image is prepared, as the Task of its dataset "
                 "did not (preprocessing with size, mean and std)"
             )
         shapes = [given["shape"] for given in facts["inputs"] or ()]
         if shapes != [[None, channels, side, side]]:
-            self._refuse(
-                f"the model takes something else than images of {channels} x {side} x {side} alone"
-            )
+            images = f"images of {channels} x {side} x {side} alone"
+            raise self._refused(f"the model takes something else than {images}")
         return (channels, side), Normalize(mean, std)
 
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ConfigError(
-            f"folder={self._name}: {reason}; use split, with a dataset over the folder"
-        )
+    def _refused(self, reason: str) -> ConfigError:
+        way_out = "use split, with a dataset over the folder"
+        return ConfigError(f"folder={self._name}: {reason}; {way_out}")
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:
-    """There is nothing to compare with."""
     return next(tensors_in(outputs)).new_zeros(())

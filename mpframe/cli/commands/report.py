@@ -6,7 +6,7 @@ Usage: mpframe report FOLDER ... [out=FOLDER]
     mpframe report runs/first runs/second out=compared
 
 Options:
-    FOLDER ...      runs, or sweeps; at least one
+    FOLDER ...      runs or sweeps, at least one
     out=FOLDER      default: the first folder, or the one beside it if it is a run
 
 The command writes report.html and report.md.
@@ -27,7 +27,6 @@ PAGE, TABLES = "report.html", "report.md"
 
 @command
 def main(arguments: list[str]) -> None:
-    """Report on the runs of some folders."""
     options, folders = take_own(arguments, ["out"])
     for word in folders:
         if word.startswith("-"):

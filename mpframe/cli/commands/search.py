@@ -9,11 +9,11 @@ Usage: mpframe search [GROUP=CHOICE] [option=value] ... [target=ERROR] [prove=ST
     mpframe search experiment=gpt +size=small dtype=mixed_bf16 dtype/products=nvfp4 target=0.5
 
 Options:
-    those of mpframe train
-    target=ERROR    relative error of the gradients to reach; default: 0.1, for bfloat16 0.3
-    batches=N       of training data to measure on; default: 4
-    prove=STEPS     of the training that proves it; default: 100; 0: no proof
-    seeds=N         of the proof; default: 3
+    all of mpframe train
+    target=ERROR    relative error of the gradients to reach (default: 0.1, for bfloat16 0.3)
+    batches=N       of training data to measure on (default: 4)
+    prove=STEPS     of the training that proves it (default: 100, no proof: 0)
+    seeds=N         of the proof (default: 3)
     out=FOLDER      default: runs/search/DATE_TIME
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
@@ -39,6 +39,7 @@ from mpframe.config.command_line import checked, compose_named, refuse_unwritabl
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.policy import NO_PRODUCTS
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, refused
 from mpframe.core.storage import op_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
@@ -54,16 +55,15 @@ from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("target", "batches", "prove", "seeds", "out")
-Proof = dict[str, list[Evaluation]]
-"""The validation of each seed, for each way of training."""
+Proof = dict[str, list[Evaluation]]  # the validation of each seed, by the way of training
 
 
 @dataclass(frozen=True)
 class Aim:
-    """A search for what must stay in fp32, or in half for a run with products below 16 bits."""
+    """The format that must be kept: fp32, or half for a run with products below 16 bits."""
 
     pin: str  # keeps a module
-    kept: str  # the format of a kept module, in words; the reference is so throughout
+    kept: str  # the format of a kept module and of the whole reference, in words
     others: str  # the format of all others
     format: str  # what the others compute in
 
@@ -89,7 +89,6 @@ changes the sign before a ReLU, or which of two values is the maximum, a whole g
 
 @command
 def main(arguments: list[str]) -> None:
-    """Search, write the modules that were found, and prove them by training."""
     options, given = take_own(arguments, _OPTIONS)
     _, composed = compose_named(given)
     config = checked(composed)
@@ -97,7 +96,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
     target = _number(options, "target", TARGET[config.dtype.half])
     batches = int(_number(options, "batches", 4))
-    steps = int(_number(options, "prove", 100, least=0))
+    steps = int(_number(options, "prove", 100, NOT_NEGATIVE))
     seeds = int(_number(options, "seeds", 3))
     out = Path(options.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     refuse_unwritable("out", out)
@@ -112,13 +111,7 @@ def main(arguments: list[str]) -> None:
 
 
 def search(config: Config, target: float, batches: int) -> SearchResult:
-    """Find the smallest set of modules that must stay in fp32, or whose products in half.
-
-    Args:
-        config: its mode is `mixed` or `amp`, or it has products below 16 bits.
-        target: relative error of the gradients to reach.
-        batches: of training data, >= 1.
-    """
+    """Find the smallest set of modules to keep for the target, on some batches of training data."""
     task, train = _data(config)
     aim = Aim.of(config)
     reference = _trainer(aim.reference(config), task)
@@ -133,20 +126,21 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
             ops = replace(ops, move={**config.ops.move, **others})
         return _trainer(replace(config, ops=ops), task)
 
-    with tqdm(unit="trial", leave=False, disable=_is_quiet(config)) as bar:
+    # By default tqdm asks whether stderr is a terminal.
+    quiet = True if config.trainer.verbosity == "quiet" else None
+    with tqdm(unit="trial", leave=False, disable=quiet) as bar:
 
-        def shown(name: str) -> None:
+        def show(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update()
 
         data = list(islice(train.epoch(0), batches))
-        modules = None if aim.pin == "fp32" else _with_products(_trainer(config, task))
-        return Search(reference, make, data, target, shown, aim.pin, modules).run(used)
-
-
-def _is_quiet(config: Config) -> bool | None:
-    """Whether no bar is shown; None: tqdm asks whether stderr is a terminal."""
-    return True if config.trainer.verbosity == "quiet" else None
+        modules = None
+        if aim.pin != "fp32":  # The modules whose products are below 16 bits, in the model's order.
+            fresh = _trainer(config, task)
+            rows = dtype_map(fresh.precision, fresh.model)
+            modules = [r.module for r in rows if not r.products.startswith(("-", "in half"))]
+        return Search(reference, make, data, target, show, aim.pin, modules).run(used)
 
 
 def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:
@@ -156,20 +150,17 @@ def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proo
     """
     aim = Aim.of(config)
     pins = {**config.ops.modules, **dict.fromkeys(pinned, aim.pin)}
-    runs = {
-        aim.kept: aim.reference(config),
-        "found": replace(config, ops=replace(config.ops, modules=pins)),
-        f"all in {aim.others}": config,
-    }
-    if not pinned:
-        del runs[f"all in {aim.others}"]
+    found = replace(config, ops=replace(config.ops, modules=pins))
+    runs = {aim.kept: aim.reference(config), "found": found}
+    runs |= {f"all in {aim.others}": config} if pinned else {}
+    first = config.run.seed
     return {
-        name: [_trained(options, steps, config.run.seed + seed) for seed in range(seeds)]
+        name: [_train(options, steps, seed) for seed in range(first, first + seeds)]
         for name, options in runs.items()
     }
 
 
-def _trained(config: Config, steps: int, seed: int) -> Evaluation:
+def _train(config: Config, steps: int, seed: int) -> Evaluation:
     limits = replace(config.trainer, max_steps=steps, epochs=10**6, eval_every=10**9)
     config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
     task, train = _data(config)
@@ -195,12 +186,6 @@ def _trainer(config: Config, task: Task) -> Trainer:
     return build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
 
 
-def _with_products(trainer: Trainer) -> list[str]:
-    """Return the modules whose products are below 16 bits, in the model's order."""
-    rows = dtype_map(trainer.precision, trainer.model)
-    return [row.module for row in rows if not row.products.startswith(("-", "in half"))]
-
-
 def ops_yaml(config: Config, found: SearchResult) -> str:
     """Write lists and pins as a file of `conf/ops/`."""
     aim = Aim.of(config)
@@ -219,42 +204,28 @@ def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
     """Write the evidence as Markdown."""
     aim = Aim.of(config)
     pins = shlex.join(pin_words(found.pinned, aim.pin))
-    lines = [
+    missed = "" if found.reached.worst <= found.target else "; the target is NOT reached"
+    of_all = f"{len(found.pinned)} of {len(found.modules)} modules in {aim.kept}"
+    sets = {", ".join(names) or f"none in {aim.kept}": e for names, e in found.trail.items()}
+    parts = [
         f"# What must stay in {aim.kept} ({config.dtype.mode}, {aim.format})",
-        "",
         f"Relative error of the gradients against {aim.kept}; target {found.target:g}, loss scale "
         f"2^{math.log2(found.scale):g}.",
-        "",
-        f"- all in {aim.others}: {_shown(found.all_half)}",
-        f"- found: {len(found.pinned)} of {len(found.modules)} modules in {aim.kept}, "
-        f"{_shown(found.reached)}"
-        + ("" if found.reached.worst <= found.target else "; the target is NOT reached"),
-        *(f"    - `{name}`" for name in found.pinned),
-        "",
+        f"- all in {aim.others}: {_format_error(found.all_half)}\n"
+        f"- found: {of_all}, {_format_error(found.reached)}{missed}"
+        + "".join(f"\n    - `{name}`" for name in found.pinned),
         f"    {pins}" if pins else f"Nothing needs to stay in {aim.kept}.",
-        "",
         *_table(f"Modules, each alone in {aim.others}, the worst first", found.modules),
         *_table("Ops, each alone in half, the worst first", found.ops),
         "## Sets that were tried",
-        "",
-        *(
-            f"- {_shown(error)}: {', '.join(names) or f'none in {aim.kept}'}"
-            for names, error in found.trail.items()
-        ),
-        "",
+        "\n".join(f"- {_format_error(error)}: {names}" for names, error in sets.items()),
+        *(_prove_section(proof, aim.kept) if proof else []),
     ]
-    return "\n".join([*lines, *(_proved(proof, aim.kept) if proof else [])])
+    return "\n\n".join(parts) + "\n"
 
 
-def _proved(proof: Proof, reference: str) -> list[str]:
-    """Say what training gave, and whether the found set is within the noise of other seeds."""
-    name = proof[reference][0].monitor
-    lines = [
-        "## Proof",
-        "",
-        f"Validation after training, {len(proof[reference])} seeds: mean (lowest to highest)",
-        "",
-    ]
+def _prove_section(proof: Proof, reference: str) -> list[str]:
+    """Compare the found set with the noise of other seeds."""
     rows = [
         (run, _spread([e.loss for e in results]), _spread([e.value for e in results]))
         for run, results in proof.items()
@@ -262,8 +233,12 @@ def _proved(proof: Proof, reference: str) -> list[str]:
     full, found = ([e.loss for e in proof[run]] for run in (reference, "found"))
     gap, noise = fmean(found) - fmean(full), max(full) - min(full)
     verdict = "within" if abs(gap) <= noise else "BEYOND"
-    last = f"The gap in loss is {gap:.3g}, {verdict} the range of {reference}'s seeds, {noise:.3g}."
-    return [*lines, markdown([("", "loss", name), *rows]), "", last, ""]
+    return [
+        "## Proof",
+        f"Validation after training, {len(full)} seeds: mean (lowest to highest)",
+        markdown([("", "loss", proof[reference][0].monitor), *rows]),
+        f"The gap in loss is {gap:.3g}, {verdict} the range of {reference}'s seeds, {noise:.3g}.",
+    ]
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -279,22 +254,21 @@ def _table(title: str, sensitivities: Sequence[Sensitivity]) -> list[str]:
         (f"`{trial.name}`", trial.kind, f"{trial.error.gradients:.3g}", f"{trial.error.loss:.3g}")
         for trial in sensitivities
     ]
-    return [f"## {title}", "", markdown([("name", "kind", "gradients", "loss"), *rows]), ""]
+    return [f"## {title}", markdown([("name", "kind", "gradients", "loss"), *rows])]
 
 
-def _shown(error: RelativeError) -> str:
+def _format_error(error: RelativeError) -> str:
     return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
 
 
 def _number(
-    options: Mapping[str, str], name: str, default: float, least: float | None = None
+    options: Mapping[str, str], name: str, default: float, allowed: Range = POSITIVE
 ) -> float:
-    text = options.get(name)
+    text = options.get(name, default)
     try:
-        value = default if text is None else float(text)
+        value = float(text)
     except ValueError:
-        value = float("nan")
-    if not (value > 0 if least is None else value >= least):
-        allowed = "> 0" if least is None else f">= {least:g}"
-        raise ConfigError(f"{name}={text}: must be a number {allowed}")
+        value = math.nan
+    if not allowed.holds(value):
+        raise refused(name, text, f"a number {allowed}")
     return value

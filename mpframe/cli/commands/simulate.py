@@ -7,7 +7,7 @@ Usage: mpframe simulate run=PATH [loss_scaling=NAME,...] [option=value] ...
     mpframe simulate run=runs/mine loss_scaling=LogMax loss_scaling.mean_decay=0.9
 
 Options:
-    run=PATH                a run, or its record of gradients; must be given
+    run=PATH                required: a run, or its record of gradients
     loss_scaling=NAME,...   default: static,Backoff,LogMax
     loss_scaling.OPTION=VALUE, loss_scaling._target_=my_pkg.MyScaler    as for mpframe train
     dtype.half=float16|bfloat16    default: float16
@@ -36,7 +36,6 @@ _ALL = ("static", "Backoff", "LogMax")
 
 @command
 def main(arguments: list[str]) -> None:
-    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw."""
     given, options = take_own(arguments, _OPTIONS, "run")
     source = Path(given["run"])
     targeted = any(word.startswith("loss_scaling._target_=") for word in options)
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> None:
     recorded = read_amax(source)
     amax = recorded[np.isfinite(recorded)]
     if len(amax) < len(recorded):
-        # What they would have been is unknown, and any guess would decide the result.
+        # Their gradients are unknown, and any guess would decide the result.
         print(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
     scalers = [_scaler(name, config) for name, config in configs.items()]
     replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}

@@ -10,8 +10,7 @@ Usage: mpframe train [GROUP=CHOICE] [option=value] ... [flags of Hydra]
 """
 
 # Hydra composes, the composed job is checked, a run starts. A mistake ends in one line on stderr
-# and exit code 1; HYDRA_FULL_ERROR=1 shows the traceback. torch is imported only when the
-# configuration has been found good.
+# and exit code 1. HYDRA_FULL_ERROR=1 shows the traceback. torch is imported after the check.
 
 import os
 import sys
@@ -46,10 +45,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
-    """Train as the command line says.
-
-    The exit code is 1 if it could not, and 128 + the signal's number if one stopped it.
-    """
+    """Train. The exit code is 1 after an error, 128 + its number after a signal."""
     current_folder_importable()
     full = os.environ.get(_FULL_ERROR) == "1"
     try:
@@ -64,11 +60,7 @@ def main() -> None:
 
 
 def _train() -> None:
-    """Run the jobs by Hydra.
-
-    Raises:
-        MpframeError: Hydra or the check refused the command line, or the only job failed.
-    """
+    """Run the jobs by Hydra, whose errors, and the only job's, become an MpframeError."""
     arguments = sys.argv[1:]
     sys.argv[1:] = prepare(of_this_rank(arguments))
     flags, words = parsed_flags(arguments)
@@ -84,17 +76,13 @@ def _train() -> None:
         raise
     except JobError as error:
         raise MpframeError(str(error)) from error
-    except Exception as error:  # Of Hydra, OmegaConf, a sweeper or a launcher.
+    except Exception as error:  # From Hydra, OmegaConf, a sweeper or a launcher.
         raise refusal_of(error, flags, words) from error
     jobs.end()
 
 
 def of_this_rank(arguments: list[str]) -> list[str]:
-    """Return the arguments of one of several ranks: only rank 0 makes the run's folder.
-
-    Raises:
-        ConfigError: it is a sweep.
-    """
+    """Return the arguments of one of several ranks: only rank 0 makes the run's folder."""
     rank, size = place().rank, place().size
     if size > 1 and parsed_flags(arguments)[0].multirun:
         raise sweep_of_ranks("-m", size)
@@ -103,7 +91,7 @@ def of_this_rank(arguments: list[str]) -> list[str]:
 
 @contextmanager
 def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
-    """Print what the block prints, with `***` in the place of each secret."""
+    """Context manager that prints the output of its block with `***` for each secret."""
     with hydra_over(source):
         values = values_of(composed(rewritten(words), source.name))
     secrets = secrets_of(values, os.environ)
@@ -114,13 +102,11 @@ def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_raised() -> Iterator[None]:
-    """Make Hydra raise its errors, which it would print, and end the program."""
+    """Context manager that makes Hydra raise its errors, which it would print."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_FULL_ERROR]
-        else:
-            os.environ[_FULL_ERROR] = before
+        os.environ.pop(_FULL_ERROR)
+        os.environ.update({} if before is None else {_FULL_ERROR: before})

@@ -4,16 +4,16 @@ A step is examined if
 
     its loss is not finite
     it was skipped at the scaler's floor, or without a scaler: there is no lower scale
-    it is the last of so many skipped ones in a row
+    it is the last of so many skipped steps in a row
 
-Before that the callback only keeps the batch and the random states of the current step. A skipped
+Until then the callback only keeps the batch and the random states of the current step. A skipped
 step does not change weights or buffers.
 """
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,26 +29,23 @@ from mpframe.training.loss_spike import spikes_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from mpframe.lab.autopsy.evidence import Evidence
-
 log = logging.getLogger(__name__)
 
-_MOST = 3  # reports in a run: if a model fails again and again, a fourth report says nothing new
+_MOST = 3  # reports in a run. A fourth would say nothing new.
 
 
 class Autopsy(Callback):
-    """Examines a failed step, once in a row of skipped steps.
+    """An examination of a failed step, once in a row of skipped steps.
 
     Args:
         after: skipped steps in a row after which the last of them is examined.
-        limit: skipped steps in a row that end the run; the last of them is examined as well.
+        limit: skipped steps in a row that end the run. The last of them is also examined.
     """
 
     _context: RunContext
 
     def __init__(self, after: int, limit: int) -> None:
-        # The report on the present row of skipped steps, and its diagnosis if that is a fault.
+        # The report on the current row of skipped steps, and its diagnosis if that is a fault.
         self.written: tuple[Path, str] | None = None
         self._after = min(after, limit)
         self._device: torch.device | None = None
@@ -57,7 +54,7 @@ class Autopsy(Callback):
         self._reports, self._examined = 0, False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder for reports, and the loader that knows which samples a batch has."""
+        """Take the folder for reports, and the loader that knows the samples of each batch."""
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
@@ -68,7 +65,6 @@ class Autopsy(Callback):
             error.args = (f"{what}; see {path}",)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Keep what the step starts from."""
         if self._device is None:
             self._device = device_of(trainer.model)
         progress = trainer.progress
@@ -76,16 +72,15 @@ class Autopsy(Callback):
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Examine the step if that is due."""
-        if self._first_loss is None:
-            self._first_loss = result.loss
+        self._first_loss = result.loss if self._first_loss is None else self._first_loss
         if not trainer.progress.skipped_in_a_row:
             self.written, self._examined = None, False
-        elif not self._examined and self._reports < _MOST:
-            reason = self._reason(trainer, result)
-            if reason is not None:
-                self._examined = True
-                self._reports += 1
-                self._examine(trainer, result, reason)
+        elif self._examined or self._reports == _MOST:
+            pass
+        elif reason := self._reason(trainer, result):
+            self._examined = True
+            self._reports += 1
+            self._examine(trainer, result, reason)
         self._step = None  # The batch is not needed any more.
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -97,7 +92,6 @@ class Autopsy(Callback):
         return {"first_loss": None if self._first_loss is None else float(self._first_loss)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the loss that a checkpoint saved."""
         self._first_loss = state["first_loss"]
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
@@ -105,8 +99,9 @@ class Autopsy(Callback):
         if spikes is not None and bool(spikes.spiked):
             return None  # Skipped because the loss is high, not because of its format.
         # The loss of an accumulated step is nan if all micro-batches were dropped, for any reason.
-        if result.dropped is None and not _finite(result.loss):
-            return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
+        loss = result.loss if result.dropped is None else None
+        if loss is not None and not torch.isfinite(loss):
+            return f"the loss is {float(loss):g}"
         floors = floors_of(trainer)
         for name, part in _results(trainer, result).items():
             scale = float(part.scale)
@@ -117,33 +112,21 @@ class Autopsy(Callback):
         return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
 
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
-        """Rank 0 examines the micro-batches of all ranks, as if they were its own."""
+        """Examine the micro-batches of all ranks on rank 0."""
         # The replays are loaded when a step has failed: most runs need none.
+        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
         from mpframe.lab.autopsy.report import report_beside_evidence
 
-        step, written = self._evidence(trainer, result, reason), None
-        if trainer.comm.is_main:
-            folder, config = self._context.folder, self._context.config
-            try:
-                written = report_beside_evidence(step, trainer, folder, config)
-            except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
-                log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
-        self.written = trainer.comm.broadcast_object(written)
-
-    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
-        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
-
-        if self._step is None:
-            raise RuntimeError("the step was not announced")
+        assert self._step is not None  # `on_step_begin` came first.
         batches, random, epoch, batch = self._step
         samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
-        of_all = _of_all_ranks(trainer.comm, list(zip(batches, samples, strict=True)))
-        results = _results(trainer, result)
-        return Evidence(
+        parts = _gather_parts(trainer.comm, list(zip(batches, samples, strict=True)))
+        results, written = _results(trainer, result), None
+        step = Evidence(
             step=trainer.progress.global_step,
             reason=reason,
-            batches=[part for part, _ in of_all],
-            samples=[ids.tolist() for _, ids in of_all],
+            batches=[part for part, _ in parts],
+            samples=[ids.tolist() for _, ids in parts],
             epoch=epoch,
             batch=batch,
             scales={name: float(part.scale) for name, part in results.items()},
@@ -155,6 +138,13 @@ class Autopsy(Callback):
             zero_eps=zero_eps_of(trainer),
             world_size=trainer.comm.size,
         )
+        if trainer.comm.is_main:
+            folder, config = self._context.folder, self._context.config
+            try:
+                written = report_beside_evidence(step, trainer, folder, config)
+            except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
+                log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
+        self.written = trainer.comm.broadcast_object(written)
 
 
 def floors_of(trainer: Trainer) -> dict[str, float]:
@@ -170,13 +160,7 @@ def _results(trainer: Trainer, result: StepResult) -> dict[str, StepResult]:
     return {loss.name: parts.get(loss.name, result) for loss in trainer.objectives}
 
 
-def _of_all_ranks(comm: Comm, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
+def _gather_parts(comm: Comm, parts: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
     """Gather the micro-batches of all ranks, with their samples, on rank 0."""
-    if comm.size == 1:
-        return own
-    gathered = comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))
+    gathered = comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), parts))
     return [part for parts in zip(*gathered, strict=True) for part in parts]
-
-
-def _finite(loss: Tensor | None) -> bool:
-    return loss is None or bool(torch.isfinite(loss))

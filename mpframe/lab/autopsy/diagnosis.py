@@ -18,12 +18,13 @@ off if its scale does not follow the values, such as `fp8_delayed`'s when they g
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +32,7 @@ from mpframe.core.op_lists import known_ops
 from mpframe.core.tree import dtype_name
 from mpframe.data.fetching import named_leaves
 from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, noises_of, replay
-from mpframe.lab.autopsy.watch import (
-    OUTSIDE,
-    FirstNonFinite,
-    OpCall,
-    bad_rows,
-    magnitudes_of,
-)
+from mpframe.lab.autopsy.watch import OUTSIDE, FirstNonFinite, OpCall, bad_rows, magnitudes_of
 from mpframe.lab.product_noise import Noise
 from mpframe.training.probe import safe_scale
 
@@ -47,9 +42,8 @@ class Culprit:
     """The place where a value first left the range."""
 
     call: OpCall  # or the name of a batch's tensor or a weight that was not finite to begin with
-    direction: str  # `forward` or `backward`; `data` or `weights` for a value from before
-    # The largest magnitude in the fp32 replay, gradients times the scale; inf or nan if fp32 does
-    # not hold it either.
+    direction: str  # `forward` or `backward`, or for a value from before `data` or `weights`
+    # The largest magnitude in the fp32 replay, gradients times the scale, or inf or nan.
     value: float
     what: str  # has that magnitude: `result`, `input`, `gradient`, `sample` or `weight`
     limit: float  # the largest number of the format
@@ -57,13 +51,13 @@ class Culprit:
     batch: int = 0  # number of the micro-batch
     samples: tuple[int, ...] = ()  # indices in the dataset, or else places in the micro-batch
     objective: str = ""  # the name of the loss
-    # An earlier op that made so large a number in fp32: it leaves the format as a half op's input.
+    # An earlier op that made so large a number in fp32, which a half op then takes as its input.
     origin: OpCall | None = None
     receiver: OpCall | None = None  # the call in another module that receives the gradient
 
     @property
     def bits_beyond(self) -> float:
-        """How far the value is above the limit; negative if below."""
+        """How far the value is above the limit, negative if below."""
         return math.log2(self.value / self.limit) if 0 < self.value < math.inf else math.inf
 
 
@@ -75,7 +69,7 @@ def culprit_of_inputs(case: Case) -> Culprit | None:
             if not seen.finite:
                 samples = _ids(case, number, bad_rows(tensor, case.count(number)))
                 call = OpCall("", name or "values")
-                return _nonfinite(call, "data", seen.nan, batch=number, samples=samples)
+                return _nonfinite(call, "data", seen.nan, number, samples)
     # A mask's only values that are not finite are -inf, which attention adds to hide positions.
     masks = {n for n, b in case.model.named_buffers() if not (b.isnan() | b.isposinf()).any()}
     for name, weight in [*case.model.named_parameters(), *case.model.named_buffers()]:
@@ -101,24 +95,21 @@ def culprit_of_fp32(case: Case, full: Replay) -> Culprit | None:
 
 
 def culprit_of(case: Case, half: Replay, full: Replay) -> Culprit | None:
-    """Find where a replay leaves the range and the fp32 replay of the same step does not.
-
-    The forward pass is examined first. If its loss is finite, the values in it did no harm, unless
-    the backward pass multiplies them by 0.
-    """
+    """Find where a replay leaves the range and the fp32 replay of the same step does not."""
     for one, wide in zip(half.passes, full.passes, strict=True):
-        if not one.finite:
-            first = _first_of_half_alone(one, wide)
-            if first is not None:
-                return _measured(case, first, one, wide)
+        if not one.finite and (first := _first_in_half_only(one, wide)):
+            return _culprit_at(case, first, one, wide)
     return None
 
 
-def _first_of_half_alone(one: Pass, wide: Pass) -> FirstNonFinite | None:
+def _first_in_half_only(one: Pass, wide: Pass) -> FirstNonFinite | None:
+    """Find the first value that is not finite, forward first.
+
+    If the loss is finite, the forward pass did no harm, unless the backward pass multiplies by 0.
+    """
     harmless = {(first.call, first.direction) for first in wide.trace.nonfinite}
-    nonfinite = [
-        seen for seen in one.trace.nonfinite if (seen.call, seen.direction) not in harmless
-    ]
+    made = one.trace.nonfinite
+    nonfinite = [seen for seen in made if (seen.call, seen.direction) not in harmless]
     forward = [first for first in nonfinite if first.direction == "forward"]
     backward = [first for first in nonfinite if first.direction == "backward"]
     if not one.loss_finite:
@@ -128,12 +119,10 @@ def _first_of_half_alone(one: Pass, wide: Pass) -> FirstNonFinite | None:
     return next(iter(forward), None)
 
 
-def _measured(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culprit:
+def _culprit_at(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culprit:
     observations = wide.trace.observations(first.direction)
-    # A cast that only the half replay makes is not in the fp32 one, so the half one's is used.
-    seen = observations.get(first.call)
-    times = one.scale
-    if seen is None:
+    seen, times = observations.get(first.call), one.scale
+    if seen is None:  # A cast that only the half replay makes.
         seen, times = one.trace.observations(first.direction)[first.call], 1.0
     limit = torch.finfo(case.half).max
     origin = receiver = None
@@ -154,19 +143,12 @@ def _measured(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culpr
     return Culprit(first.call, first.direction, value, what, limit, half, *where)
 
 
-def _nonfinite(
-    call: OpCall,
-    direction: str,
-    nan: bool,
-    batch: int = 0,
-    samples: tuple[int, ...] = (),
-    objective: str = "",
-) -> Culprit:
-    """Make a culprit that is not finite in fp32 either."""
+def _nonfinite(call: OpCall, direction: str, nan: bool, *where: Any) -> Culprit:
+    """Make a culprit that is not finite in fp32 either, with its batch, samples and objective."""
     limit = torch.finfo(torch.float32).max
     value = math.nan if nan else math.inf
     what = {"data": "sample", "weights": "weight", "backward": "gradient"}.get(direction, "result")
-    return Culprit(call, direction, value, what, limit, "float32", batch, samples, objective)
+    return Culprit(call, direction, value, what, limit, "float32", *where)
 
 
 def _ids(case: Case, batch: int, rows: Sequence[int]) -> tuple[int, ...]:
@@ -196,18 +178,18 @@ def saturation_in(case: Case) -> Saturation | None:
 
 
 def underflow_share(half: Replay, full: Replay, kept_as: str = "normal") -> float:
-    """Return the share of half gradients below half's normal range, among those that fp32 has.
+    """Return the share of half gradients below half's normal range that are not 0 in fp32.
 
-    Gradients of op results and of weights count alike, each element once; 0 to 1. Only gradients
-    that are stored in half count. With `kept_as="nonzero"` it is the share of those that are 0.
+    Each element of op results' and weights' gradients counts once, if it is stored in half.
+    `kept_as="nonzero"` gives the share that is 0.
     """
-    nonzero, kept = _kept(half, full, kept_as)
+    nonzero, kept = _count_kept(half, full, kept_as)
     return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
 
 
 def culprit_of_underflow(case: Case, half: Replay, full: Replay) -> Culprit:
     """Find the module with the largest share of underflow, and its largest gradient."""
-    nonzero, kept = _kept(half, full)
+    nonzero, kept = _count_kept(half, full)
     module = max(nonzero, key=lambda name: (1 - kept[name] / nonzero[name], nonzero[name]))
     calls = full.passes[0].trace.backward.items()
     largest, call = max(
@@ -220,7 +202,7 @@ def culprit_of_underflow(case: Case, half: Replay, full: Replay) -> Culprit:
 
 
 def largest_gradient(half: Replay, full: Replay) -> float:
-    """Return the largest unscaled gradient, in fp32, of those that the run stores in half."""
+    """Return the largest unscaled gradient, in fp32, that the run stores in half."""
     found = [0.0]
     for narrow, wide in zip(half.passes, full.passes, strict=True):
         there = wide.trace.gradients
@@ -229,7 +211,9 @@ def largest_gradient(half: Replay, full: Replay) -> float:
     return max(found)
 
 
-def _kept(half: Replay, full: Replay, kept_as: str = "normal") -> tuple[Counter[str], Counter[str]]:
+def _count_kept(
+    half: Replay, full: Replay, kept_as: str = "normal"
+) -> tuple[Counter[str], Counter[str]]:
     """Count, by module, gradients that fp32 has, and how many of them half keeps."""
     nonzero, kept = Counter[str](), Counter[str]()
     for one, wide in zip(half.passes, full.passes, strict=True):
@@ -251,7 +235,7 @@ _MOST_PINS = 16
 
 
 class Kind(Enum):
-    """What is wrong with a step."""
+    """The fault of a step."""
 
     SCALE_TOO_HIGH = "scale too high (normal)"
     BEYOND_FORMAT = "beyond the format"
@@ -279,7 +263,7 @@ class Diagnosis:
 
 
 def diagnose(case: Case) -> Diagnosis:
-    """Replay a step until it is clear what is wrong with it; the model is left as it was."""
+    """Replay a step until it is clear what is wrong with it. The model is left as it was."""
     return _Examination(case).diagnosis()
 
 
@@ -305,16 +289,15 @@ class _Examination:
     def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Diagnosis:
         down = self._octaves_down()
         if not down:
-            pins, proven = self._pinned(-self._case.room_below)
+            pins, proven = self._pin_culprits(-self._case.room_below)
             return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=proven)
         underflow = underflow_share(self._replay(Setting(octaves=-down)), full)
         if underflow > UNDERFLOW_LIMIT:
-            pins, proven = self._pinned(0)
+            pins, proven = self._pin_culprits(0)
             if proven and underflow_share(self._replay(pins), full) < underflow * _GAIN:
                 return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=True)
-        return self._diagnosis(
-            Kind.SCALE_TOO_HIGH, culprit, octaves=-down, underflow_then=underflow, proven=True
-        )
+        lowered = {"octaves": -down, "underflow_then": underflow, "proven": True}
+        return self._diagnosis(Kind.SCALE_TOO_HIGH, culprit, **lowered)
 
     def _of_finite(self, half: Replay, full: Replay) -> Diagnosis:
         underflow, zeros = (underflow_share(half, full, kept) for kept in ("normal", "nonzero"))
@@ -331,30 +314,26 @@ class _Examination:
         return self._diagnosis(kind, None, saturation=saturation, **shares)
 
     def _octaves_down(self) -> int:
-        """Find the least number of octaves that make the step finite; 0: no allowed number does."""
-        low, high = 0, self._case.room_below
-        if high == 0 or not self._replay(Setting(octaves=-high)).finite:
+        """Find the fewest octaves that make the step finite, 0 if no allowed number does."""
+        most = self._case.room_below
+
+        def is_finite(octaves: int) -> bool:
+            return self._replay(Setting(octaves=-octaves)).finite
+
+        if most == 0 or not is_finite(most):
             return 0
-        while high - low > 1:  # Not finite at `low`, finite at `high`.
-            middle = (low + high) // 2
-            if self._replay(Setting(octaves=-middle)).finite:
-                high = middle
-            else:
-                low = middle
-        return high
+        return 1 + bisect_left(range(1, most), True, key=is_finite)
 
     def _octaves_up(self, half: Replay, full: Replay) -> int:
-        """Find by how many octaves the scale could grow, with one to spare; 0 if it cannot."""
+        """Find by how many octaves the scale could grow, with one to spare, 0 if it cannot."""
         scale = max(self._case.scales.values())
-        octaves = math.log2(
-            safe_scale(largest_gradient(half, full) * scale, self._case.half) or 1.0
-        )
-        up = min(int(octaves), 126 - math.ceil(math.log2(scale)))
+        safe = safe_scale(largest_gradient(half, full) * scale, self._case.half) or 1.0
+        up = min(int(math.log2(safe)), 126 - math.ceil(math.log2(scale)))
         while up > 0 and not self._replay(Setting(octaves=up)).finite:
             up -= 1
         return max(up, 0)
 
-    def _pinned(self, octaves: int) -> tuple[Setting, bool]:
+    def _pin_culprits(self, octaves: int) -> tuple[Setting, bool]:
         """Pin culprit after culprit to fp32 until the step is finite, and say whether it is."""
         setting = Setting(octaves=octaves)
         full = self._replay(Setting(fp32=True))
@@ -380,10 +359,8 @@ class _Examination:
 
 
 def _with(setting: Setting, culprit: Culprit) -> Setting | None:
-    """Put one more module or op in fp32; None if that is nothing new.
-
-    A pinned module passes its gradient on through a cast: the receiver is then the next.
-    """
+    """Put one more module or op in fp32, if that is new."""
+    # A pinned module passes its gradient on through a cast, so its receiver comes next.
     for call in (culprit.call, culprit.receiver):
         if call is None or call.module == OUTSIDE:
             continue

@@ -1,4 +1,4 @@
-"""The evidence of a failed step: all that a replay needs, in a folder of its own.
+"""The evidence of a failed step: a folder with all that a replay needs.
 
     autopsy/step_00000012/state.pt        weights before the step (a skipped one changes none),
                                           batches, random states, scales
@@ -6,8 +6,8 @@
                           manifest.json   digests
                           report.md       the diagnosis
 
-It is written and verified like a checkpoint. A reader trusts it no more than a checkpoint.
-A batch is stored as tensors, numbers and text in tuples, lists and dicts, without classes.
+It is written, verified and trusted like a checkpoint. A batch is stored as tensors, numbers and
+text in tuples, lists and dicts, without classes.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def plain(batch: Any) -> Any:
     Arrays become tensors. Other objects, for example paths, become their text.
     """
     if isinstance(batch, Tensor):
-        return _own_storage(batch.detach().cpu())
+        return _copy_view(batch.detach().cpu())
     if isinstance(batch, dict) or fields_of(batch):
         return {name: plain(item) for name, item in fields_of(batch).items()}
     if isinstance(batch, tuple | list):
@@ -62,7 +62,7 @@ def plain(batch: Any) -> Any:
 def as_in(example: Any, batch: Any) -> Any:
     """Give a batch of `plain` the classes that the containers of `example` have.
 
-    Lists may be of another length. An item without a counterpart in `example` stays plain.
+    Lists may have another length. An item without a counterpart in `example` stays plain.
     """
     if isinstance(batch, dict):
         known = fields_of(example)
@@ -74,7 +74,7 @@ def as_in(example: Any, batch: Any) -> Any:
     return batch
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
+def _copy_view(tensor: Tensor) -> Tensor:
     """Copy a view: its whole storage would be saved, which may be a whole dataset."""
     if tensor.layout is not torch.strided:
         return tensor
@@ -86,7 +86,7 @@ FOLDER = "autopsy"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step and its circumstances; `Case` has more on the fields that both have."""
+    """A step and its circumstances. `Case` explains the fields that both have."""
 
     step: int  # counting skipped ones
     reason: str  # why it is examined
@@ -101,7 +101,7 @@ class Evidence:
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
     zero_eps: str = ""  # the optimizer's eps if its format rounds it to 0: an update is 0 / 0
-    plain: bool = True  # False if the batches' containers have lost their classes; see `like`
+    plain: bool = True  # False if the batches' containers have lost their classes, see `like`
     world_size: int = 1  # ranks that shared each micro-batch
 
     def like(self, example: Batch) -> "Evidence":
@@ -118,7 +118,7 @@ class Evidence:
 
 
 def zero_eps_of(trainer: Trainer) -> str:
-    """Return, in words, the eps of an optimizer that is 0 in the format it works in; or ""."""
+    """Return, in words, the eps of an optimizer that is 0 in the format it works in, if any."""
     parts = parts_of(trainer.optimizer).values()
     numbers = (number for part in parts for number in rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
@@ -136,18 +136,12 @@ def all_in(run: Path) -> list[Path]:
 
 
 def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str) -> Path:
-    """Write the evidence of a step into a run's folder; returns its own folder.
+    """Write the evidence of a step into a run's folder, and return the path of the evidence.
 
-    Args:
-        weights: parameters as fp32 masters, and buffers, by name.
-        config: the run's resolved options, YAML.
-
-    Raises:
-        CheckpointError: it could not be written, or the batches could not be read back.
+    `weights` has parameters as fp32 masters, and buffers, by name. `config` is YAML.
     """
     random = evidence.random
-    state = {
-        **{name: value for name, value in vars(evidence).items() if name not in _OTHERWISE},
+    state = vars(evidence) | {
         "batches": [plain(batch) for batch in evidence.batches],
         "plain": all(map(is_plain, evidence.batches)),
         "samples": [list(ids) for ids in evidence.samples],
@@ -159,11 +153,7 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
 
 
 def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
-    """Return the verified evidence in a folder, its weights, and the run's options as YAML.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it is not the evidence of a step.
-    """
+    """Read verified evidence, its weights, and the options. CheckpointError: there is none."""
     snapshot = checkpoint.read(folder)
     try:
         weights = snapshot.state["weights"]
@@ -175,9 +165,6 @@ def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
             f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
             "several"
         ) from None
-
-
-_OTHERWISE = {"batches", "plain", "samples", "random", "skipped"}
 
 
 def _evidence(state: dict[str, Any]) -> Evidence:

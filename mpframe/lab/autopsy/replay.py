@@ -1,9 +1,9 @@
 """A step to examine, and its replay in another format or at another scale, observed op by op.
 
-Nothing changes: no optimizer steps, and gradients, modes and all that `undisturbed` keeps are put
-back. The fp32 replay computes with the masters and without casts, so precision is not the cause if
-it is not finite. It is not scaled: its gradients times the scale are what the run's own pass would
-have in a format without limits.
+Nothing changes: no optimizer steps, and gradients, modes and all that `preserve_state` keeps are
+put back. The fp32 replay computes with the masters and without casts, so precision is not the cause
+if it is not finite. It is not scaled: its gradients times the scale are the gradients that the run
+would have in a format without limits.
 """
 
 import math
@@ -32,24 +32,24 @@ class Case:
 
     model: nn.Module  # with the weights and buffers the step began with
     precision: Precision  # has prepared the model
-    objectives: Sequence[NamedObjective]  # in their order; their scalers are not used
+    objectives: Sequence[NamedObjective]  # in their order. Their scalers are not used.
     batches: Sequence[Batch]  # as the objectives take them, on the model's device
     scales: Mapping[str, float]  # by the name of the loss
     floors: Mapping[str, float] = field(default_factory=dict)  # of the scalers that have one
     scaling: str = "none"  # or `static`, `Backoff`, `LogMax`
     samples: Sequence[Sequence[int]] = ()  # each batch's indices in the dataset, if known
-    random: RandomState | None = None  # before the step; None: as the generators are now
+    random: RandomState | None = None  # before the step, or None for the current state
     first_loss: float | None = None  # unscaled, of the run's first step, to tell divergence
-    skipped: frozenset[str] | None = None  # the losses whose step was skipped; None: all count
+    skipped: frozenset[str] | None = None  # the losses whose step was skipped, or None for all
 
     def count(self, number: int) -> int:
-        """How many samples a micro-batch holds."""
+        """Return how many samples a micro-batch holds."""
         known = self.samples[number] if number < len(self.samples) else ()
         return len(known) or int(count_of(None, self.batches[number]))
 
     @property
     def half(self) -> torch.dtype:
-        """The run's 16-bit format; float32 in an fp32 run, which has no narrower limit."""
+        """The run's 16-bit format, or float32 in an fp32 run, which has no narrower limit."""
         policy = self.precision.policy
         return torch.float32 if policy.mode == "fp32" else policy.half_dtype
 
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is replayed; without arguments as it ran."""
+    """The way a step is replayed. Without arguments, as it ran."""
 
     fp32: bool = False  # without any cast and unscaled, whatever the run's mode
     octaves: int = 0  # the scales are multiplied by 2^octaves
@@ -110,14 +110,13 @@ class Replay:
 
     @property
     def loss(self) -> float:
-        """The mean loss."""
         return sum(one.loss for one in self.passes) / max(1, len(self.passes))
 
 
 def replay(case: Case, setting: Setting) -> Replay:
-    """Repeat a step's forward and backward passes; all is left as it was."""
+    """Repeat a step's forward and backward passes, and leave all as it was."""
     precision = _precision(case.precision, setting)
-    with _restored(case), ExitStack() as stack:
+    with _preserve(case), ExitStack() as stack:
         if setting.recast:
             formats = formats_of(case.model, precision.policy, case.precision.uses(case.model))
             narrow = {weight for weight, dtype in formats.items() if dtype != torch.float32}
@@ -151,11 +150,7 @@ def noises_of(case: Case) -> Noises:
 
 
 def _pass(
-    case: Case,
-    number: int,
-    loss_of: NamedObjective,
-    precision: Precision,
-    setting: Setting,
+    case: Case, number: int, loss_of: NamedObjective, precision: Precision, setting: Setting
 ) -> Pass:
     case.model.zero_grad()
     scale = 1.0 if setting.fp32 else case.scales[loss_of.name] * 2.0**setting.octaves
@@ -177,18 +172,12 @@ def _precision(run: Precision, setting: Setting) -> Precision:
     policy = run.policy
     ops = policy.ops.moved(dict.fromkeys(setting.denied, "deny"))
     ops = replace(ops, modules={**ops.modules, **dict.fromkeys(setting.pins, "fp32")})
-    return Precision(
-        policy.mode,
-        policy.half,
-        ops=ops,
-        compute=policy.compute,
-        products=policy.products,
-        recipes=policy.recipes,
-    )
+    kept = {"compute": policy.compute, "products": policy.products, "recipes": policy.recipes}
+    return Precision(policy.mode, policy.half, ops=ops, **kept)  # type: ignore[arg-type]
 
 
 @contextmanager
-def _restored(case: Case) -> Iterator[None]:
+def _preserve(case: Case) -> Iterator[None]:
     """Context manager that starts as the step did, and puts everything back."""
     gradients = {parameter: parameter.grad for parameter in case.model.parameters()}
     modes = {module: module.training for module in case.model.modules()}

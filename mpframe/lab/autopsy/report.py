@@ -17,6 +17,7 @@ from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.lab.hints import few
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.training.trainer import Trainer
 
@@ -52,13 +53,11 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
         facts += _samples(culprit, step)
     if diagnosis.saturation is not None:
         layer, operand, noise = diagnosis.saturation
+        beyond = f"{noise.saturated:.0%} of its values are beyond the format's range at their scale"
+        above = f"the signal is {noise.snr_db:.1f} dB above what was cut off"
         facts.append(("where", f"{layer}, operand {operand} of its products"))
-        value = (
-            f"{noise.saturated:.0%} of its values are beyond the format's range at their scale; "
-            f"the signal is {noise.snr_db:.1f} dB above what was cut off"
-        )
-        facts.append(("value", value))
-    facts += [("do", line) for line in _advice(diagnosis, case, step)]
+        facts.append(("value", f"{beyond}; {above}"))
+    facts.append(("do", _advice(diagnosis, case, step)))
     title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
     return Report(title, facts, _table(diagnosis.replays))
 
@@ -78,16 +77,16 @@ def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str
         return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
     if culprit.direction == "weights":
         return [("where", f"weight or buffer {where_of(culprit)} holds {_number(culprit.value)}")]
-    facts = [("where", f"{_described(culprit.call, case)}, {culprit.direction} pass")]
+    facts = [("where", f"{_describe(culprit.call, case)}, {culprit.direction} pass")]
     facts.append(("value", value_of(culprit, diagnosis)))
     if culprit.origin is not None:
-        facts.append(("from", f"{_described(culprit.origin, case)}: so large first there"))
+        facts.append(("from", f"{_describe(culprit.origin, case)}: so large first there"))
     if culprit.objective:
         facts.append(("loss", culprit.objective))
     return facts
 
 
-def _described(call: OpCall, case: Case) -> str:
+def _describe(call: OpCall, case: Case) -> str:
     if call.module == OUTSIDE:
         return f"the loss and the model's output, op {call.op}"
     modules: dict[str, nn.Module] = dict(case.model.named_modules())
@@ -132,46 +131,40 @@ def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
     of_rank = f", rank {rank}" if step.world_size > 1 else ""
     where = f"epoch {step.epoch}, batch {step.batch + number}{of_rank}"
     if culprit.samples:
-        return [("samples", f"{_few(culprit.samples)} ({len(culprit.samples)} of {size}), {where}")]
+        known = few(map(str, culprit.samples), _FEW)
+        return [("samples", f"{known} ({len(culprit.samples)} of {size}), {where}")]
     ids = step.samples[culprit.batch] if size else []
-    return [("batch", f"{where}: samples {_few(ids)}" if size else where)]
+    return [("batch", f"{where}: samples {few(map(str, ids), _FEW)}" if size else where)]
 
 
-def _few(numbers: Sequence[int]) -> str:
-    rest = len(numbers) - _FEW
-    return ", ".join(map(str, numbers[:_FEW])) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
+def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     if diagnosis.kind is Kind.BEYOND_FORMAT:
         return _pins(diagnosis)
     if diagnosis.kind is Kind.SCALE_TOO_HIGH:
-        return [_lower(diagnosis, case)]
+        return _lower(diagnosis, case)
     if diagnosis.kind is Kind.UNDERFLOW:
-        return [_raise(diagnosis, case)]
+        return _raise(diagnosis, case)
     if diagnosis.saturation is not None:
         pinned = shlex.join(pin_words([diagnosis.saturation.layer], NO_PRODUCTS))
-        return [f"add to the command line: {pinned}, which keeps its products in half"]
+        return f"add to the command line: {pinned}, which keeps its products in half"
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
-        return [_of_fp32(diagnosis.culprit, step)]
+        return _mend_fp32(diagnosis.culprit, step)
     if diagnosis.kind is Kind.DIVERGING:
-        loss = diagnosis.replays[0].loss
-        return [
-            "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is "
-            f"{loss:.3g}, and it was {step.first_loss:.3g} at the first step"
-        ]
-    return ["nothing: the step replays with finite gradients, and its scale loses few of them"]
+        loss = f"{diagnosis.replays[0].loss:.3g}, and it was {step.first_loss:.3g}"
+        lower = "lower optimizer.lr or set trainer.clip_norm"
+        return f"{lower}: in fp32 too the loss is {loss} at the first step"
+    return "nothing: the step replays with finite gradients, and its scale loses few of them"
 
 
-def _pins(diagnosis: Diagnosis) -> list[str]:
-    typed = _typed(diagnosis.remedy)
+def _pins(diagnosis: Diagnosis) -> str:
+    typed = _type_remedy(diagnosis.remedy)
     if diagnosis.proven:
-        return [f"add to the command line: {typed}   (replayed with it: finite)"]
+        return f"add to the command line: {typed}   (replayed with it: finite)"
     tried = f"; {typed} alone does not help" if typed else ""
-    return [f"train with dtype=fp32 or dtype.half=bfloat16{tried}"]
+    return f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
 
 
-def _typed(remedy: Setting) -> str:
+def _type_remedy(remedy: Setting) -> str:
     """Return a remedy as it is typed on the command line."""
     return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
@@ -201,15 +194,14 @@ def _raise(diagnosis: Diagnosis, case: Case) -> str:
     return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 
 
-def _of_fp32(culprit: Culprit | None, step: Evidence) -> str:
-    if culprit is not None and culprit.direction == "data":
+def _mend_fp32(culprit: Culprit | None, step: Evidence) -> str:
+    direction = culprit.direction if culprit else ""
+    if direction == "data":
         return "correct or remove the samples: no format holds them"
-    if culprit is not None and culprit.direction == "weights":
+    if direction == "weights":
         if step.zero_eps:
-            return (
-                f"start again with dtype.master_weights=true: the optimizer's {step.zero_eps}, "
-                "the format it works in"
-            )
+            number = f"the optimizer's {step.zero_eps}, the format it works in"
+            return f"start again with dtype.master_weights=true: {number}"
         return "start from a checkpoint whose weights are finite; see resume and init_from"
     return (
         "no format helps: lower optimizer.lr or set trainer.clip_norm, and look at these "
@@ -220,17 +212,16 @@ def _of_fp32(culprit: Culprit | None, step: Evidence) -> str:
 def _table(replays: Sequence[Replay]) -> list[list[str]]:
     rows = [["replay", "scale", "loss", "gradients"]]
     for replay in replays:
-        finite = all(one.weights_finite for one in replay.passes)
-        scale = f"{replay.passes[0].scale:g}"
-        words = "finite" if finite else "not finite"
-        rows.append([_setting(replay.setting), scale, f"{replay.loss:.6g}", words])
+        finite = "finite" if all(one.weights_finite for one in replay.passes) else "not finite"
+        scale, loss = f"{replay.passes[0].scale:g}", f"{replay.loss:.6g}"
+        rows.append([_name_setting(replay.setting), scale, loss, finite])
     return rows
 
 
-def _setting(setting: Setting) -> str:
+def _name_setting(setting: Setting) -> str:
     if setting.fp32:
         return "fp32"
-    more = _typed(setting).replace("|", "")
+    more = _type_remedy(setting).replace("|", "")
     return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
 
 
@@ -248,7 +239,7 @@ def examine(step: Evidence, trainer: Trainer) -> Report:
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Write a report beside its evidence; returns its path."""
+    """Write a report beside its evidence, and return its path."""
     path = folder / "report.md"
     write_atomically(path, report.markdown())
     return path
@@ -257,14 +248,10 @@ def write_report(folder: Path, report: Report) -> Path:
 def report_beside_evidence(
     step: Evidence, trainer: Trainer, run: Path, config: str
 ) -> tuple[Path, str]:
-    """Save the evidence of a failed step in a run's folder; examine it, log and write the report.
+    """Save the evidence of a failed step in a run's folder, examine it, log and write the report.
 
-    Args:
-        trainer: still holds the weights that the step began with.
-        config: the run's resolved options, YAML.
-
-    Returns:
-        The report's path, and the diagnosis, empty if that is no fault.
+    `trainer` still has the weights that the step began with. `config` is the run's options as YAML.
+    Returns the report's path, and the diagnosis, empty if that is no fault.
     """
     folder = evidence.save(run, step, trainer.weights(), config)
     report = examine(step, trainer)

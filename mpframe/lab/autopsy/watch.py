@@ -1,21 +1,22 @@
 """Observes every op of one pass, forward and backward, and where a value first leaves the range.
 
-A value leaves the range in an op whose inputs are finite and whose result is not; the ops after it
-only pass it on. In the forward pass a `TorchFunctionMode` sees each call as the model wrote it;
-inside the cast block, it sees results as the casts left them. In the backward pass each node of the
-graph reports what comes in and what goes out, and belongs to the op whose call made it:
+A value leaves the range in an op whose inputs are finite and whose result is not. The ops after it
+only pass it on. In the forward pass a `TorchFunctionMode` inside the cast block sees each call as
+the model wrote it, and its result as the casts left it. In the backward pass each node of the graph
+reports its incoming and outgoing gradients, and belongs to the op whose call made it:
 
     dL/dx = (dy/dx)^T dL/dy        finite dL/dy, infinite dL/dx: the op's backward made it
 
-If the incoming gradient is the first that is not finite, it is a sum that overflowed: of the
-gradients from several users of one tensor.
+If the incoming gradient is the first that is not finite, the sum of the gradients from several
+users of one tensor overflowed.
 
-Of each tensor it keeps a few numbers: the largest finite magnitude, and whether all are finite.
+It keeps two facts about each tensor: the largest finite magnitude, and whether all are finite.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Magnitudes:
     """The magnitudes of some tensors together."""
 
-    largest: float = 0.0  # finite; 0 if there is none
+    largest: float = 0.0  # finite, 0 if there is none
     infinite: bool = False
     nan: bool = False
 
@@ -45,13 +46,12 @@ class Magnitudes:
         return not (self.infinite or self.nan)
 
     def __or__(self, other: "Magnitudes") -> "Magnitudes":
-        return Magnitudes(
-            max(self.largest, other.largest), self.infinite or other.infinite, self.nan or other.nan
-        )
+        largest = max(self.largest, other.largest)
+        return Magnitudes(largest, self.infinite or other.infinite, self.nan or other.nan)
 
 
 def magnitudes_of(node: object) -> Magnitudes:
-    """Measure every floating tensor in `node`, at any depth; waits for the device."""
+    """Measure every floating tensor in `node`, at any depth. Waits for the device."""
     found = Magnitudes()
     for values in floats_in(node):
         found |= _of(values)
@@ -59,11 +59,10 @@ def magnitudes_of(node: object) -> Magnitudes:
 
 
 def floats_in(node: object) -> Iterable[Tensor]:
-    """Yield the values of the floating tensors in `node`; of sparse ones the entries."""
+    """Yield the values of the floating tensors in `node`, or the entries of sparse ones."""
     for tensor in tensors_in(node):
         values = tensor.detach()
-        if values.is_sparse:
-            values = values.coalesce().values()
+        values = values.coalesce().values() if values.is_sparse else values
         if values.dtype in _FLOATS and values.numel():
             yield values
 
@@ -95,7 +94,7 @@ _READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})
 class OpCall:
     """One call of an op in a pass, the same in every replay."""
 
-    module: str  # the innermost one's qualified name; empty for the model, `OUTSIDE` after it
+    module: str  # the innermost one's qualified name, empty for the model, `OUTSIDE` after it
     op: str
     number: int = 0  # of the calls of that op in that module
 
@@ -149,7 +148,7 @@ class Trace:
 
 
 class Watch(TorchFunctionMode):
-    """Fills a `Trace` of a pass over `rows` samples. Enter it within the cast block."""
+    """A mode that fills a `Trace` of a pass over `rows` samples. Enter it in the cast block."""
 
     def __init__(self, model: nn.Module, half: torch.dtype, rows: int) -> None:
         super().__init__()
@@ -179,14 +178,11 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def modules(self) -> Iterator[None]:
         """Context manager that assigns every op to the module that it runs in."""
-        handles = []
-        for name, module in self._model.named_modules():
-            handles += self._follow(name, module)
-        try:
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                for handle in self._follow(name, module):
+                    stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def count_weights(self) -> None:
         """Count the weights' gradients, once the backward pass is over."""
@@ -242,8 +238,7 @@ class Watch(TorchFunctionMode):
     def _observe_backward(self, node: Node, outgoing: Any, incoming: Any) -> None:
         call = self._owners[node]
         seen = Observation(magnitudes_of(incoming), magnitudes_of(outgoing))
-        before = self.trace.backward.get(call)
-        self.trace.backward[call] = seen if before is None else before | seen
+        self.trace.backward[call] = self.trace.backward.get(call, seen) | seen
         if not self._backward_finite or (seen.inputs.finite and seen.outputs.finite):
             return
         self._backward_finite = False
@@ -266,17 +261,16 @@ class Watch(TorchFunctionMode):
 
 
 def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
-    """True if finite values gave inf or NaN, and the call did not ask for it."""
-    if outputs.nan and not inputs.nan and "empty" not in op:
-        return not _names_nonfinite(arguments)
+    """Return whether finite values gave inf or NaN, and the call did not ask for it."""
     made = outputs.infinite and inputs.finite and "empty" not in op
+    made |= outputs.nan and not inputs.nan and "empty" not in op
     return made and not _names_nonfinite(arguments)
 
 
 def _names_nonfinite(node: Any) -> bool:
-    """True if a plain number among the arguments is inf or NaN, as masks have."""
+    """Return whether a plain number among the arguments is inf or NaN, as masks have."""
     if isinstance(node, float):
-        return node != node or node in (float("inf"), float("-inf"))
+        return not math.isfinite(node)
     if isinstance(node, (tuple, list)):
         return any(map(_names_nonfinite, node))
     return isinstance(node, dict) and any(map(_names_nonfinite, node.values()))

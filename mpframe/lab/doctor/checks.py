@@ -2,17 +2,16 @@
 
 optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
+           bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
            bfloat16, and their activations, may be anywhere in that range.
 scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
            the step with the run's own pins, lists and scale, and each fix has been tried on it.
 ops        norms and sizes that run where they should not, or slower than they could
-products   what products below 16 bits lose of each operand of the first batch. Noise of 10
+products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
            counts them.
 emulation  half that a CPU emulates, or computes slowly
-
 """
 
 import inspect
@@ -30,16 +29,8 @@ from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import value_of, where_of
 from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.hints import (
-    ADAPTIVE,
-    HINTS,
-    Finding,
-    error,
-    few,
-    findings_of,
-    note,
-    warning,
-)
+from mpframe.lab.exponents import amax_of, lost_fraction
+from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, few, findings_of, note, warning
 from mpframe.lab.optimizer_numbers import rounded_numbers
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.lab.remedies import deny_words, pin_words
@@ -57,16 +48,13 @@ def check_numbers(subject: Subject) -> Iterator[Finding]:
 
 
 def check_masters(subject: Subject) -> Iterator[Finding]:
-    """Half weights without masters."""
     masters = subject.trainer.precision.master_weights
     weights = (w for optimizer in subject.optimizers.values() for w in optimizer.parameters)
     half = [weight for weight in weights if weight.dtype in HALF]
     if not masters and half:
-        yield warning(
-            f"dtype.master_weights=false: updates below half a unit in the last place of the "
-            f"{len(half)} {subject.policy.half} weights are lost",
-            "dtype.master_weights=true",
-        )
+        weights_lost = f"the {len(half)} {subject.policy.half} weights are lost"
+        what = f"updates below half a unit in the last place of {weights_lost}"
+        yield warning(f"dtype.master_weights=false: {what}", "dtype.master_weights=true")
 
 
 def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
@@ -85,7 +73,6 @@ _TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by 
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
-    """Weights beyond the half format's largest number."""
     if subject.half is None:
         return
     limit = torch.finfo(subject.half).max
@@ -104,7 +91,6 @@ def check_weight_range(subject: Subject) -> Iterator[Finding]:
 
 
 def check_small_weights(subject: Subject) -> Iterator[Finding]:
-    """Weights that are 0 or have fewer bits in half."""
     small = {
         module: (name, lost, subnormal)
         for module, name, values in subject.half_weights()
@@ -121,25 +107,17 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def check_training_format(subject: Subject) -> Iterator[Finding]:
-    """Weights that were trained in bfloat16, in a float16 run."""
     if subject.half != torch.float16:
         return
-    fix = ("dtype.half=bfloat16",)
-    source = subject.options.get("init_from")
+    limit, fix = "beyond 65504, the largest float16 number", "dtype.half=bfloat16"
     if subject.trained_in and "bfloat16" in subject.trained_in:
-        yield warning(
-            f"init_from={source}: trained as {subject.trained_in}, whose activations may be beyond "
-            "65504, the largest float16 number",
-            *fix,
-        )
+        trained = f"init_from={subject.options.get('init_from')}: trained as {subject.trained_in}"
+        yield warning(f"{trained}, whose activations may be {limit}", fix)
         return
     born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
     if born:
-        yield warning(
-            f"{few(born)}: all values are bfloat16 numbers; weights trained in bfloat16 may make "
-            "activations beyond 65504, the largest float16 number",
-            *fix,
-        )
+        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
+        yield warning(f"{few(born)}: {why} {limit}", fix)
 
 
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
@@ -185,18 +163,18 @@ def check_overflow(subject: Subject) -> Iterator[Finding]:
 
 def check_small_scale(subject: Subject) -> Iterator[Finding]:
     """Gradients that become 0 at the first scale and not at another, or that are all 0."""
-    half, gradients = subject.half, subject.gradients
-    if gradients.amax == 0:
+    half, amax = subject.half, amax_of(subject.gradients)
+    if amax == 0:
         yield warning(
             "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
             "learnt from it; look at the loss"
         )
     known = subject.scaling in ("static", *ADAPTIVE)
-    if half is None or not known or not 0 < gradients.amax < math.inf:
+    if half is None or not known or not 0 < amax < math.inf:
         return
     scale = min(map(subject.first_scale, subject.trainer.scalers.values()))
-    best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
-    lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
+    best = safe_scale(amax, half) or DEFAULT_SCALE
+    lost, least = (lost_fraction(subject.gradients, s, half) for s in (scale, best))
     if lost > _MANY_GRADIENTS_LOST and least < lost / 2:
         static = subject.scaling == "static"
         option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
@@ -204,14 +182,14 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{option}={scale:g}: too small, {lost:.1%} of the first batch's gradients "
             f"become 0 ({least:.1%} at {best:.3g})",
-            *(() if static else _named(subject)),
+            *(() if static else _name_scaler(subject)),
             f"{option}={_exactly(best)}",
             *([] if static or best <= ceiling else [f"loss_scaling.max_scale={_exactly(best)}"]),
         )
 
 
 def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Return the fix that was tried and made the step finite; fp32 if no other fix did."""
+    """Return the fix that was tried and made the step finite, or fp32 if none did."""
     if not diagnosis.proven:
         return ("dtype=fp32",)
     return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
@@ -223,18 +201,13 @@ def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
     fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
     highest = first * 2.0**diagnosis.octaves
     if subject.scaling == "static":
-        return error(
-            f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
-            f"loss_scaling.scale={_exactly(fits)}",
-        )
+        what = f"loss_scaling.scale={first:g}: too large, the first batch overflows at it"
+        return error(what, f"loss_scaling.scale={_exactly(fits)}")
     floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
-    probed = (*_named(subject), "loss_scaling.init_scale=probe")
+    probed = (*_name_scaler(subject), "loss_scaling.init_scale=probe")
     if floor > highest:
-        return error(
-            f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
-            *probed,
-            f"loss_scaling.min_scale={_exactly(fits)}",
-        )
+        what = f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it"
+        return error(what, *probed, f"loss_scaling.min_scale={_exactly(fits)}")
     return note(
         f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
         f"until the scale is down to about {highest:g}",
@@ -242,7 +215,7 @@ def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
     )
 
 
-def _named(subject: Subject) -> tuple[str, ...]:
+def _name_scaler(subject: Subject) -> tuple[str, ...]:
     """Return the word that names a scaler chosen by `auto`, which has no options to set."""
     known = "loss_scaling.init_scale" in subject.options
     return () if known else (f"loss_scaling={subject.scaling}",)
@@ -259,7 +232,6 @@ _TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
-    """Norms that run in half."""
     if subject.half is None:
         return
     half = subject.policy.half
@@ -306,11 +278,8 @@ def check_dimensions(subject: Subject) -> Iterator[Finding]:
 
 def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
     """Return the words that run these norms in fp32: out of `allow`, and of their pins to half."""
-    concerned = [
-        (row, op)
-        for row, op in norms
-        if row.compute == subject.policy.half or row.storage == subject.half
-    ]
+    half, form = subject.policy.half, subject.half
+    concerned = [(row, op) for row, op in norms if row.compute == half or row.storage == form]
     pins = [row.module for row, _ in concerned if subject.policy.format_pin_of(row.module)]
     listed = sorted({op for row, op in concerned if row.module not in pins})
     return (*deny_words(listed), *pin_words(pins))
@@ -321,7 +290,7 @@ _MANY_OF_OPERAND_LOST = 0.5
 
 
 def check_products(subject: Subject) -> Iterator[Finding]:
-    """Layers whose operands lose most; those that lose too much."""
+    """Layers whose operands lose too much, or else the ones that lose most."""
     recipe = subject.policy.products
     noises = noises_of(subject.case) if subject.policy.recipes else {}
     bad = [key for key, noise in noises.items() if not _bearable(noise)]
@@ -329,16 +298,14 @@ def check_products(subject: Subject) -> Iterator[Finding]:
     worst = bad or sorted(noises, key=lambda key: noises[key].snr_db)[:3]
     said = few(f"{' '.join(key)} ({_words(noises[key])})" for key in worst)
     if bad:
-        yield warning(
-            f"dtype.products={recipe}: takes too much of {said} on the first batch",
-            *pin_words(layers, NO_PRODUCTS),
-        )
+        what = f"dtype.products={recipe}: takes too much of {said} on the first batch"
+        yield warning(what, *pin_words(layers, NO_PRODUCTS))
     elif noises:
         yield note(f"dtype.products={recipe}: the noisiest on the first batch are {said}")
 
 
 def _bearable(noise: Noise) -> bool:
-    # Beside inf and nan there is no ratio; an overflow is another check's.
+    # Beside inf and nan there is no ratio. Another check reports the overflow.
     return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_OF_OPERAND_LOST
 
 
@@ -352,17 +319,12 @@ def check_emulation(subject: Subject) -> Iterator[Finding]:
     if subject.half is None or subject.device.type != "cpu":
         return
     if policy.emulates(subject.device):
-        yield note(
-            f"dtype.half={policy.half} on cpu is emulated: the numbers are a tensor core's, the "
-            "speed and memory are not",
-            _native(policy.half),
-        )
+        what = "the numbers are a tensor core's, the speed and memory are not"
+        yield note(f"dtype.half={policy.half} on cpu is emulated: {what}", _native(policy.half))
     elif not has_native_half(policy.half):
-        yield warning(
-            f"dtype.compute=native: this cpu has no {policy.half} products, and PyTorch's kernels "
-            "for them are many times slower than fp32's",
-            "dtype.compute=auto",
-        )
+        why = "and PyTorch's kernels for them are many times slower than fp32's"
+        what = f"dtype.compute=native: this cpu has no {policy.half} products, {why}"
+        yield warning(what, "dtype.compute=auto")
 
 
 def _native(half: str) -> str:

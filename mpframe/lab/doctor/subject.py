@@ -17,7 +17,7 @@ from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.lab.autopsy.replay import Case
-from mpframe.lab.exponents import ExponentHistogram
+from mpframe.lab.exponents import WIDTH, Limits, add_rows, amax_of, count_exponents
 from mpframe.lab.hints import PlannedRun
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.probe import probe, wants_probe
@@ -27,7 +27,7 @@ from mpframe.training.probe import probe, wants_probe
 class Subject(PlannedRun):
     """A planned run, and trials on it."""
 
-    trained_in: str | None = None  # what trained the weights of `init_from`, as `mixed(bfloat16)`
+    trained_in: str | None = None  # the mode that trained `init_from`, such as `mixed(bfloat16)`
 
     @property
     def device(self) -> torch.device:
@@ -35,7 +35,6 @@ class Subject(PlannedRun):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The dtype map."""
         return dtype_map(self.trainer.precision, self.trainer.model)
 
     def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -51,18 +50,20 @@ class Subject(PlannedRun):
 
     @cached_property
     def batch(self) -> Batch:
-        """The first batch of the first epoch, on the device."""
         return self.trainer.on_device(next(self.loader.epoch(0)))
 
     @cached_property
-    def gradients(self) -> ExponentHistogram:
-        """How the gradients of the first batch spread over the exponents, in fp32."""
-        self.trainer.model.train()
-        seen = ExponentHistogram()
-        for loss in self.trainer.objectives:
-            model, precision = self.trainer.model, self.trainer.precision
-            probe(model, loss.objective, precision, self.batch, seen.add)
-        return seen
+    def gradients(self) -> Tensor:
+        """The gradients of the first batch in fp32, as a row of `count_exponents` on the CPU."""
+        trainer, rows = self.trainer, [torch.zeros(WIDTH, dtype=torch.float64)]
+
+        def count(gradient: Tensor) -> None:
+            rows.append(count_exponents(gradient, Limits.of(self.policy.half_dtype)).cpu())
+
+        trainer.model.train()
+        for loss in trainer.objectives:
+            probe(trainer.model, loss.objective, trainer.precision, self.batch, count)
+        return add_rows(rows)
 
     @cached_property
     def case(self) -> Case:
@@ -84,8 +85,8 @@ class Subject(PlannedRun):
         return diagnose(self.case)
 
     def first_scale(self, scaler: LossScaler) -> float:
-        """The scale of the first loss; for a scaler that probes, what the probe gives."""
+        """Return the first scale. A scaler that probes takes it from the gradients."""
         tried = copy.deepcopy(scaler)
         if wants_probe(tried):
-            tried.start_from(torch.tensor(self.gradients.amax))
+            tried.start_from(torch.tensor(amax_of(self.gradients)))
         return float(tried.scale)

@@ -7,6 +7,4 @@
 
 Begin with records.py, then tables.py. A run's folder may come from a stranger: its names and texts
 are escaped wherever they are shown, and no code in it is run.
-
-Imports `tracking`, `config` and `files`.
 """

@@ -1,6 +1,6 @@
 """The report as one HTML file that loads nothing, with its curves, and as Markdown.
 
-Text from runs goes through `escape`; a content security policy forbids the page to load anything,
+Text from runs goes through `escape`. A content security policy forbids the page to load anything,
 in case that ever fails. In Markdown it can neither end a cell nor start markup.
 
 The curves are one picture: losses, every metric, loss scale, skipped steps. Each group has one
@@ -19,18 +19,7 @@ from typing import Any
 
 from mpframe.files.text import markdown
 from mpframe.lab.report.records import Curve, Record
-from mpframe.lab.report.tables import (
-    COST_NOTES,
-    NOTES,
-    RECIPE_NOTES,
-    RunGroup,
-    Table,
-    costs,
-    every_run,
-    recipes,
-    results,
-    unfinished,
-)
+from mpframe.lab.report.tables import RunGroup, Section, Table, sections
 from mpframe.tracking.tags import Tag, metric_tag
 
 _METRIC = re.compile(metric_tag("(.+)"))
@@ -38,17 +27,16 @@ _METRIC = re.compile(metric_tag("(.+)"))
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
 _MOST_METRICS = 12  # the first by name
 _MOST_POINTS = 300  # a panel is about 400 pixels wide
-_LONG_LABEL = 55  # letters; if a label has more, the legend has one column
-_FEW_POINTS = 40  # points; if a curve has no more, each is marked
+_LONG_LABEL = 55  # letters from which on the legend has one column
+_FEW_POINTS = 40  # points up to which each is marked
 _INK = "#010203"  # stands for the reader's text colour until the picture is written
 _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-_SCHEME = (
-    b"svg { color: #1c2430 } @media (prefers-color-scheme: dark) { svg { color: #dfe5ec } } *{"
-)
+_DARK = b"@media (prefers-color-scheme: dark) { svg { color: #dfe5ec } }"
+_SCHEME = b"svg { color: #1c2430 } " + _DARK + b" *{"
 
 
 def draw(groups: Sequence[RunGroup]) -> bytes:
-    """Draw the curves as SVG; a panel without a curve says so."""
+    """Draw the curves as SVG. A panel without a curve says so."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -77,7 +65,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
 
 
 def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Return tag and title of each panel; each metric of any run has one, up to a limit."""
+    """Return tag and title of each panel. Each metric of any run has one, up to a limit."""
     tags = {tag for group in groups for run in group.runs for tag in run.curves}
     metrics = [(found[0], found[1]) for tag in sorted(tags) if (found := _METRIC.fullmatch(tag))]
     return [
@@ -135,7 +123,7 @@ def _plain(label: str) -> str:
 
 _CAPTION = "One line for each run and each of several losses. A cross: the run did not finish."
 _TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
-_MOST_PICTURES = 900_000  # bytes of range pictures in one page; as base64 they are a third larger
+_MOST_PICTURES = 900_000  # bytes of range pictures in one page, before base64 adds a third
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --quiet: #5b6675; --back: #fff; --line: #e3e7ed;
   --head: #c5ccd6; --hover: #f5f7fa; }
@@ -163,26 +151,11 @@ figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 
 
 def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
-    """Write the page on all `records`; a group is a row of the tables, and a colour."""
-    stopped, narrow = unfinished(groups), recipes(groups)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p class=quiet>{escape(_counted(groups, records))}</p>",
-        "<h2>Results</h2>",
-        _table(results(groups)),
-        *_quiet(NOTES),
-        *(["<h2>Products below 16 bits</h2>", _table(narrow)] if narrow else []),
-        *(_quiet(RECIPE_NOTES) if narrow else []),
-        *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
-        "<h2>Speed and memory</h2>",
-        _table(costs(groups)),
-        *_quiet(COST_NOTES),
-        "<h2>Curves</h2>",
-        _figure("svg+xml", draw(groups), _CAPTION),
-        *_range_pictures(records),
-        "<h2>Every run</h2>",
-        _table(every_run(groups)),
-    ]
+    """Write the page on all `records`. A group is a row of the tables, and a colour."""
+    *first, last = map(_section, sections(groups))
+    curves = ["<h2>Curves</h2>", _figure("svg+xml", draw(groups), _CAPTION)]
+    about = f"<p class=quiet>{escape(_count_runs(groups, records))}</p>"
+    parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, *_range_pictures(records), last]
     return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -195,17 +168,19 @@ _HEAD = """<!DOCTYPE html>
 """
 
 
-def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
+def _count_runs(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     finished = sum(record.finished for record in records)
-    versions = sorted({record.summary.torch for record in records if record.summary})
-    devices = sorted({record.summary.device for record in records if record.summary})
     said = [f"{finished} of {len(records)} runs finished, in {len(groups)} groups"]
-    said += [f"torch {', '.join(versions)}"] if versions else []
-    return "; ".join([*said, *([f"on {', '.join(devices)}"] if devices else [])])
+    summaries = [record.summary for record in records if record.summary]
+    if summaries:
+        said.append(f"torch {', '.join(sorted({summary.torch for summary in summaries}))}")
+        said.append(f"on {', '.join(sorted({summary.device for summary in summaries}))}")
+    return "; ".join(said)
 
 
-def _quiet(notes: Iterable[str]) -> list[str]:
-    return [f"<p class=quiet>{escape(note)}</p>" for note in notes]
+def _section(section: Section) -> str:
+    notes = [f"<p class=quiet>{escape(note)}</p>" for note in section.notes]
+    return "\n".join([f"<h2>{section.title}</h2>", _table(section.table), *notes])
 
 
 def _table(table: Table) -> str:
@@ -217,9 +192,8 @@ def _table(table: Table) -> str:
 
 
 def _cells(head: Iterable[str], row: Iterable[str]) -> str:
-    return "".join(
-        f"<td{_kind(name)}>{_lines(cell)}</td>" for name, cell in zip(head, row, strict=True)
-    )
+    cells = zip(head, row, strict=True)
+    return "".join(f"<td{_kind(name)}>{_lines(cell)}</td>" for name, cell in cells)
 
 
 def _lines(cell: str) -> str:
@@ -233,7 +207,7 @@ def _kind(name: str) -> str:
 
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """Show the pictures of each run while the page has room; the first run's are unfolded."""
+    """Show the pictures of each run while the page has room, the first run's unfolded."""
     shown: list[str] = []
     room = _MOST_PICTURES
     for run in records:
@@ -271,33 +245,20 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 
 def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """Write the tables on all `records`, and the names of the range pictures."""
-    stopped, narrow = unfinished(groups), recipes(groups)
-    pictures = [f"{record.name}: {name}" for record in records for name, _ in record.pictures]
-    parts = [
-        f"# {_escaped(title)}",
-        _markdown_table(results(groups)),
-        *NOTES,
-        *(["## Products below 16 bits", _markdown_table(narrow), *RECIPE_NOTES] if narrow else []),
-        "## Speed and memory",
-        _markdown_table(costs(groups)),
-        *COST_NOTES,
-        *(["## Not finished", _markdown_table(stopped)] if stopped else []),
-        "## Every run",
-        _markdown_table(every_run(groups)),
-        "The curves" + (" and range pictures" if pictures else "") + " are in report.html.",
-        *(["\n".join(f"- {_escaped(text)}" for text in pictures)] if pictures else []),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(table: Table) -> str:
-    return markdown([[_in_one_line(cell) for cell in row] for row in table])
+    names = [f"{run.name}: {name}" for run in records for name, _ in run.pictures]
+    pictures = [f"- {_escape_markdown(name)}" for name in names]
+    parts = [f"# {_escape_markdown(title)}"]
+    for section in sections(groups):
+        table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])
+        parts += [f"## {section.title}", table, *section.notes]
+    parts.append("The curves" + " and range pictures" * bool(pictures) + " are in report.html.")
+    return "\n\n".join([*parts, *(["\n".join(pictures)] if pictures else [])]) + "\n"
 
 
 def _in_one_line(cell: str) -> str:
     first, *others = cell.split("\n")
-    return _escaped(f"{first} ({'; '.join(others)})" if others else first)
+    return _escape_markdown(f"{first} ({'; '.join(others)})" if others else first)
 
 
-def _escaped(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     return _MARKUP.sub(r"\\\1", " ".join(text.split()))

@@ -18,8 +18,6 @@ from mpframe.tracking.summary import FILE_NAME, Summary
 CONFIG = "config_resolved.yaml"
 MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")
 NO_SUMMARY = "no summary"
-UNREADABLE = "unreadable"
-EVENTS = "tfevents"  # in the names of the files that TensorBoard reads
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LARGEST_PICTURE = 8 * 2**20  # bytes
 
@@ -32,7 +30,7 @@ class Record:
 
     name: str  # its folder, relative to the folder of all runs
     status: str  # finished, interrupted, diverged, failed, `no summary`, or `unreadable`
-    reason: str = ""  # why it is not finished; one line
+    reason: str = ""  # why it is not finished, in one line
     options: Mapping[str, Any] = field(default_factory=dict)  # by dotted path
     summary: Summary | None = None  # how it ended
     curves: Mapping[str, Curve] = field(default_factory=dict)  # by tag, (step, value) in order
@@ -58,14 +56,9 @@ class Record:
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
-    """Read every run in or below some folders.
+    """Read every run in or below some folders, in the order of their names.
 
-    Returns:
-        The folder for a report on them, which is the first one, or its parent if that is a run;
-        and the runs, folder by folder in the order of their names.
-
-    Raises:
-        ConfigError: a folder is missing or holds no run.
+    Also returns the folder for a report on them: the first one, or its parent if that is a run.
     """
     folders: dict[Path, None] = {}
     for path in paths:
@@ -81,10 +74,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 
 
 def read(folder: Path, top: Path) -> Record:
-    """Read the run in a folder, named relative to `top`; its reason says what cannot be read.
-
-    Its files may come from anybody, so its names and texts are made printable.
-    """
+    """Read the run in a folder, named relative to `top`. Its reason says what cannot be read."""
     status, summary, reason = _summary(folder)
     try:
         options = flatten(_printable(read_stored(folder / CONFIG)))
@@ -95,7 +85,7 @@ def read(folder: Path, top: Path) -> Record:
     except Exception as error:  # TensorBoard's reader may raise anything on a crafted file.
         curves, reason = {}, reason or f"its event files are damaged ({_line(error, folder):.80})"
     pictures = tuple(_pictures(folder / "numerics"))
-    name = printable(str(folder.relative_to(top)))
+    name = printable(str(folder.relative_to(top)))  # Its files may come from anybody.
     told = printable(reason.replace(f"{folder}/", ""))  # The report may leave this machine.
     return Record(name, status, told, options, summary, curves, pictures)
 
@@ -120,7 +110,7 @@ def _summary(folder: Path) -> tuple[str, Summary | None, str]:
     except FileNotFoundError:
         return NO_SUMMARY, None, "killed, or still running"
     except (OSError, MpframeError) as error:
-        return UNREADABLE, None, _line(error, folder)
+        return "unreadable", None, _line(error, folder)
     shown = replace(summary, **_printable(vars(summary)))
     return str(shown.status), shown, shown.reason or ""
 
@@ -146,7 +136,7 @@ def _curves(folder: Path) -> dict[str, Curve]:
     )
 
     for path in folder.iterdir():
-        if EVENTS in path.name and not stat.S_ISREG(path.lstat().st_mode):
+        if "tfevents" in path.name and not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path.name} is no regular file")
     sizes = {"scalars": 0, "images": 1, "tensors": 1}
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=sizes)

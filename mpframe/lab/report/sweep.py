@@ -1,6 +1,6 @@
 """The table of a sweep: one line per job, read back from the jobs' folders after each of them.
 
-It has every job that lies in the sweep's folder, also those of earlier starts of the sweep.
+It has every job that lies in the sweep's folder, also from earlier starts of the sweep.
 cli/sweep.py keeps it while the sweep runs.
 """
 
@@ -18,9 +18,9 @@ from mpframe.files.durable import write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.text import aligned, markdown, printable
+from mpframe.lab.report.records import NO_SUMMARY
 from mpframe.tracking.summary import Status, Summary
 
-NO_SUMMARY = "no summary"
 COLUMNS = (
     "job",
     "folder",
@@ -40,7 +40,7 @@ COLUMNS = (
     "seconds",
     "status",
 )
-"""Of sweep.csv; a column for each option that is swept follows."""
+"""The first columns of sweep.csv. A column for each option that is swept follows."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class JobRow:
     summary: Summary | None  # how it ended, if that can be read
 
     def cells(self) -> dict[str, Any]:
-        """Return the job's values by column, numbers unrounded; None is an empty cell."""
+        """Return the job's values by column, numbers unrounded. None is an empty cell."""
         cells: dict[str, Any] = dict.fromkeys(COLUMNS)
         cells |= {"job": self.number, "folder": self.folder, "status": NO_SUMMARY}
         cells["overrides"] = " ".join(self.overrides)
@@ -66,13 +66,7 @@ class JobRow:
 
 
 def find_jobs(folder: Path) -> list[JobRow]:
-    """Find the jobs of a sweep, in the order of their numbers.
-
-    A single run below the sweep's folder is none of them, nor is a job of a sweep inside it.
-
-    Args:
-        folder: `hydra.sweep.dir`; it may have been moved.
-    """
+    """Find the jobs of a sweep by their numbers, without other runs and sweeps below its folder."""
     jobs = []
     for path in folder.rglob(".hydra/hydra.yaml"):
         home = path.parents[1]
@@ -108,31 +102,27 @@ def _summary_in(folder: Path) -> Summary | None:
         return None
 
 
-# In the readable table these are told by the cell of another column.
+# In the readable table another column's cell holds these.
 _JOINED = {"metric", "best_step", "folder", "test_loss", "tested"}
 _LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes to
 
 
 def write_table(folder: Path) -> list[JobRow]:
-    """Write `sweep.csv` and `sweep.md` into a sweep's folder; returns their jobs.
-
-    Processes take turns, from reading to writing, so the last one has written all jobs.
-    """
+    """Write `sweep.csv` and `sweep.md` into a sweep's folder, and return their jobs."""
     if not folder.is_dir():
         return []
-    with turn_in(folder):
+    with turn_in(folder):  # From reading to writing, so that the last process writes all jobs.
         jobs = find_jobs(folder)
         if jobs:
             write_atomically(folder / "sweep.csv", _csv(jobs))
             title, rows = _readable(jobs)
-            write_atomically(
-                folder / "sweep.md", title + markdown(rows) + "\n" + _reasons(jobs, "\n- ")
-            )
+            page = f"{title}{markdown(rows)}\n" + _reasons(jobs, "\n- ")
+            write_atomically(folder / "sweep.md", page)
     return jobs
 
 
 def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
-    """Write the table as aligned text; the last line counts the planned jobs, if they are known."""
+    """Write the table as aligned text. The last line counts the planned jobs, if they are known."""
     title, rows = _readable(jobs)
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
     where = os.path.relpath(folder / "sweep.md")
@@ -140,11 +130,11 @@ def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
     never = f", {missing} never began" if missing else ""
     last = f"{finished} of {len(jobs) + missing} jobs finished{never}; "
     last += f"this table: {where} and sweep.csv beside it"
-    return f"\n{title}{aligned(rows)}\n{_reasons(jobs, '')}{last}"
+    return f"\n{title}{aligned(rows)}\n{_reasons(jobs)}{last}"
 
 
 def _csv(jobs: Sequence[JobRow]) -> str:
-    shared = _shared(jobs)
+    shared = _find_shared(jobs)
     swept = [_options(o for o in job.overrides if o not in shared) for job in jobs]
     names = dict.fromkeys(name for options in swept for name in options)
     text = io.StringIO()
@@ -154,8 +144,8 @@ def _csv(jobs: Sequence[JobRow]) -> str:
     return text.getvalue()
 
 
-def _shared(jobs: Sequence[JobRow]) -> set[str]:
-    """Return the overrides that all jobs have; a single job's stay in its line."""
+def _find_shared(jobs: Sequence[JobRow]) -> set[str]:
+    """Return the overrides that all jobs have. A single job's stay in its line."""
     return set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
 
 
@@ -165,51 +155,49 @@ def _options(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
-    """Say for a reader which overrides all jobs have; and return the rows, the head first.
+    """Name the overrides that all jobs have, and return the rows for a reader, the head first.
 
-    The csv has one column for the metric's name and one for its value, people want one for both;
-    so it is with the best value and its step, and with the test and whose weights were tested. A
-    job's folder is named as its overrides say. Without a test there is no such column.
+    A metric and its value, the best and its step, the test and whose weights were tested share a
+    cell. The folder is left out, as it is named after the overrides.
     """
-    shared = _shared(jobs)
-    left_out = _JOINED if any(map(_tested, jobs)) else _JOINED | {"test_metric"}
+    shared = _find_shared(jobs)
+    left_out = _JOINED if any(map(_format_test, jobs)) else _JOINED | {"test_metric"}
     rows = [[name.replace("_", " ") for name in COLUMNS if name not in left_out]]
     for job in jobs:
-        cells = {name: _rounded(value) for name, value in job.cells().items()}
+        cells = {name: _round(value) for name, value in job.cells().items()}
         cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
         cells["best"] = " at step ".join(filter(None, (cells["best"], cells.pop("best_step"))))
-        cells["test_metric"] = _tested(job)
+        cells["test_metric"] = _format_test(job)
         rows.append([value for name, value in cells.items() if name not in left_out])
     alike = printable(" ".join(o for o in jobs[0].overrides if o in shared))
     return f"every job: {alike}\n\n" if shared else "", rows
 
 
-def _tested(job: JobRow) -> str:
+def _format_test(job: JobRow) -> str:
     """Return the test's value of the metric, or its loss, and whose weights were tested."""
     done = job.summary
     if done is None or done.test_loss is None:
         return ""
-    loss, metric = _rounded(done.test_loss), _rounded(done.test_metric)
+    loss, metric = _round(done.test_loss), _round(done.test_metric)
     return f"{metric or f'loss {loss}'} ({done.tested})"
 
 
-def _reasons(jobs: Sequence[JobRow], before: str) -> str:
+def _reasons(jobs: Sequence[JobRow], before: str = "") -> str:
     """Say why jobs did not finish, a line each."""
-    told = [(job.number, job.summary) for job in jobs if job.summary is not None]
     return "".join(
-        f"{before}job {number} {summary.status}: {printable(summary.reason)}\n"
-        for number, summary in told
-        if summary.status is not Status.FINISHED and summary.reason
+        f"{before}job {job.number} {done.status}: {printable(done.reason)}\n"
+        for job in jobs
+        if (done := job.summary) and done.status is not Status.FINISHED and done.reason
     )
 
 
-def _rounded(value: Any) -> str:
+def _round(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < _LARGEST_WHOLE
         return f"{value:.0f}" if whole else f"{value:.4g}"
     if isinstance(value, dict):
-        return " ".join(f"{name} {_rounded(number)}" for name, number in value.items())
+        return " ".join(f"{name} {_round(number)}" for name, number in value.items())
     return printable(str(value))

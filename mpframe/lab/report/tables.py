@@ -1,9 +1,9 @@
 """Groups of runs that differ only in the seed, and the report's tables as plain text cells.
 
-A group's numbers are means over its finished runs; the spread is from the lowest to the highest.
-Its fp32 counterpart is every finished fp32 run with the same options, except those of dtype, loss
-scaling and ops. A group with products below 16 bits is also compared with every finished run
-without them that has the same options, except ops.
+A group's numbers are means over its finished runs. The spread is from the lowest to the highest.
+Its fp32 counterpart is every finished fp32 run with the same options, except dtype, loss scaling
+and ops. A group with products below 16 bits is also compared with every finished run without them
+that has the same options, except ops.
 
 The second line of a cell is less important: options, a spread, a ratio. A column of empty cells is
 left out. No table has more columns than fit on a page of 800 pixels.
@@ -12,7 +12,9 @@ left out. No table has more columns than fit on a page of 800 pixels.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter
+from typing import NamedTuple
 
 from mpframe.config.schema import only_watches
 from mpframe.lab.report.records import Record
@@ -27,9 +29,7 @@ SHOWN_APART = (
     *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
 )
 
-
 Number = Callable[[Summary], float | None]
-_VAL_LOSS: Number = attrgetter("val_loss")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class Span:
     def of(cls, numbers: Iterable[float | None]) -> "Span | None":
         """Return the span of the numbers that are known, if any is."""
         known = [float(number) for number in numbers if number is not None]
-        if not known:
-            return None
-        return cls(math.fsum(known) / len(known), min(known), max(known), len(known))
+        count = len(known)
+        return cls(math.fsum(known) / count, min(known), max(known), count) if known else None
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RunGroup:
     differing: tuple[str, ...]  # `option=value` words that its mode's other groups do not have
     runs: Sequence[Record]  # finished or not
     fp32: Sequence[Record] = ()  # the runs to compare with
-    in_half: Sequence[Record] = ()  # likewise, for a group with a recipe for its products
+    in_half: Sequence[Record] = ()  # for a group with a recipe: the same runs without one
 
     @property
     def label(self) -> str:
@@ -72,35 +71,30 @@ class RunGroup:
         return _span(self.runs, value)
 
     def beside(self, value: Number, others: Sequence[Record]) -> tuple[Span, Span] | None:
-        """Return the spans of this group and of others; None if either is unknown."""
+        """Return the spans of this group and of others, if both are known."""
         mine, full = _span(self.runs, value), _span(others, value)
         return (mine, full) if mine and full else None
 
 
 def compared(records: Sequence[Record]) -> list[RunGroup]:
-    """Group the records, with their fp32 counterparts; fp32 comes first."""
-    keys = _differing(records)
+    """Group the records, with their fp32 counterparts, fp32 first."""
+    keys = _find_differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         label = (record.mode, record.scaling, *_words(record, keys))
         groups.setdefault(label, []).append(record)
-    ordered = sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32")
-    return [
-        RunGroup(
-            tuple(_words(runs[0], keys)),
-            runs,
-            _fp32_of(runs[0], records, keys),
-            _in_half_of(runs[0], records, keys),
-        )
-        for runs in ordered
-    ]
+    made = []
+    for first, *others in sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32"):
+        beside = _fp32_of(first, records, keys), _in_half_of(first, records, keys)
+        made.append(RunGroup(tuple(_words(first, keys)), [first, *others], *beside))
+    return made
 
 
-def _differing(records: Sequence[Record]) -> list[str]:
+def _find_differing(records: Sequence[Record]) -> list[str]:
     """Return the options that are not the same in all runs.
 
-    If some runs chose another class for a section (another `_target_`), an option that only one
-    class has is not counted as a difference; nor are the values of a recipe that only some chose.
+    An option that only one class of a section has, or a recipe that only some runs chose, is no
+    difference: the choice is.
     """
     known = [record.options for record in records if record.options]
     paths = dict.fromkeys(path for options in known for path in options)
@@ -127,8 +121,9 @@ def _words(record: Record, keys: Sequence[str]) -> list[str]:
 
 def _typed(value: object) -> str:
     """Write a value as it is typed on a command line."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
 
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
@@ -138,9 +133,8 @@ def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> 
 
 def _in_half_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     alike = _alike(record, records, [key for key in keys if not key.startswith(_OF_PRODUCTS)])
-    how = (record.mode, record.scaling, NO_RECIPE)
-    found = ((run.mode, run.scaling, run.options.get(PRODUCTS, NO_RECIPE)) for run in alike)
-    return [run for run, other in zip(alike, found, strict=True) if other == how]
+    kept = [run for run in alike if run.options.get(PRODUCTS, NO_RECIPE) == NO_RECIPE]
+    return [r for r in kept if (r.mode, r.scaling) == (record.mode, record.scaling)]
 
 
 def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
@@ -177,65 +171,79 @@ RECIPE_NOTES = (
 )
 
 
+class Section(NamedTuple):
+    """A section of the report."""
+
+    title: str
+    table: Table  # the head first
+    notes: Sequence[str] = ()
+
+
+def sections(groups: Sequence[RunGroup]) -> list[Section]:
+    """Return the sections that have a table, in the order of the page."""
+    every = [
+        Section("Results", results(groups), NOTES),
+        Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
+        Section("Not finished", unfinished(groups)),
+        Section("Speed and memory", costs(groups), COST_NOTES),
+        Section("Every run", every_run(groups)),
+    ]
+    return [section for section in every if section.table]
+
+
 def results(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate what was learnt: after the head a row for each group; unknown cells are empty."""
+    """Tabulate what was learnt, a row for each group."""
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
     tested = _all_tested(groups)
     value = attrgetter("test_metric" if tested else "val_metric")
-    metric = f"test {metric}" if tested else metric
-    head = ["precision, scaling", "n", metric, "best", "gap to fp32", "val loss"]
-    rows = [
-        [
-            _shown(group),
-            _count(group),
-            _spread(group.span(value), ".4f"),
-            _spread(group.span(attrgetter("best")), ".4f"),
-            _gap(group, value, group.fp32, "fp32"),
-            _spread(group.span(_VAL_LOSS), ".4g"),
-        ]
-        for group in groups
-    ]
-    return _without_empty([head, *rows])
+    columns: _Columns = {
+        "precision, scaling": _label,
+        "n": _count,
+        f"test {metric}" if tested else metric: lambda g: _spread(g.span(value), ".4f"),
+        "best": lambda g: _spread(g.span(attrgetter("best")), ".4f"),
+        "gap to fp32": lambda g: _gap(g, value, g.fp32, "fp32"),
+        "val loss": lambda g: _spread(g.span(attrgetter("val_loss")), ".4g"),
+    }
+    return _tabulate(groups, columns)
 
 
 def costs(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate what it took: after the head a row for each group; unknown cells are empty."""
-    head = ["precision, scaling", "step, ms", "samples / s", "memory, MiB", "skipped"]
-    rows = [
-        [
-            _shown(group),
-            _beside_fp32(group, lambda run: _times(run.median_step_seconds, 1e3), ".3g"),
-            _beside_fp32(group, attrgetter("samples_per_second")),
-            _beside_fp32(group, lambda run: _times(run.peak_memory_bytes, 2.0**-20)),
-            _spread(group.span(attrgetter("skipped_steps")), ".4g"),
-            _final_scales(group),
-        ]
-        for group in groups
-    ]
-    return _without_empty([[*head, "final scale"], *rows])
+    """Tabulate what it took, a row for each group."""
+    columns: _Columns = {
+        "precision, scaling": _label,
+        "step, ms": lambda g: _beside_fp32(g, attrgetter("median_step_seconds"), ".3g", 1e3),
+        "samples / s": lambda g: _beside_fp32(g, attrgetter("samples_per_second")),
+        "memory, MiB": lambda g: _beside_fp32(g, attrgetter("peak_memory_bytes"), times=2.0**-20),
+        "skipped": lambda g: _spread(g.span(attrgetter("skipped_steps")), ".4g"),
+        "final scale": _final_scales,
+    }
+    return _tabulate(groups, columns)
 
 
 def recipes(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate products below 16 bits: a row for each group; empty if none has them."""
-    if all(group.products == NO_RECIPE for group in groups):
-        return []
-    head = ["precision, scaling", "n", "loss gap to none", "saturated"]
-    rows = [
-        [
-            _shown(group),
-            _count(group),
-            _gap(group, _VAL_LOSS, group.in_half, "none"),
-            _spread(Span.of(_saturated(run) for run in group.runs if run.finished), ".2%"),
-        ]
-        for group in groups
-    ]
-    return _without_empty([head, *rows])
+    """Tabulate products below 16 bits, a row for each group, if any group has them."""
+    columns: _Columns = {
+        "precision, scaling": _label,
+        "n": _count,
+        "loss gap to none": lambda g: _gap(g, attrgetter("val_loss"), g.in_half, "none"),
+        "saturated": lambda g: _spread(Span.of(_saturated(r) for r in g.runs if r.finished), ".2%"),
+    }
+    narrow = any(group.products != NO_RECIPE for group in groups)
+    return _tabulate(groups, columns) if narrow else []
+
+
+_Columns = Mapping[str, Callable[[RunGroup], str]]
+
+
+def _tabulate(groups: Sequence[RunGroup], columns: _Columns) -> Table:
+    rows = [[cell(group) for cell in columns.values()] for group in groups]
+    return _without_empty([[*columns], *rows])
 
 
 def _saturated(run: Record) -> float | None:
-    """Find the largest share of saturated values of an operand in the last report."""
+    """Find the largest share of saturated values in any operand, in the last report."""
     curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
     last = [curve[-1] for curve in curves if curve]
     step = max((step for step, _ in last), default=None)
@@ -243,9 +251,9 @@ def _saturated(run: Record) -> float | None:
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate the runs that are not finished; empty if all are."""
+    """Tabulate the runs that are not finished, if there are any."""
     rows = [
-        [_named(run), _shown(group), run.status, run.reason]
+        [_name_run(run), _label(group), run.status, run.reason]
         for group in groups
         for run in group.runs
         if not run.finished
@@ -255,12 +263,11 @@ def unfinished(groups: Sequence[RunGroup]) -> Table:
 
 
 def every_run(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate all runs."""
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
-            _named(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
-            _shown(group),
+            _name_run(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
+            _label(group),
             _lines(run.status, run.reason * run.finished),
             *_numbers(run.summary),
         ]
@@ -270,12 +277,12 @@ def every_run(groups: Sequence[RunGroup]) -> Table:
     return _without_empty([head, *rows])
 
 
-def _shown(group: RunGroup) -> str:
+def _label(group: RunGroup) -> str:
     first = group.runs[0]
     return _lines(f"{first.mode}, {first.scaling}", " ".join(group.differing))
 
 
-def _named(run: Record, *more: str) -> str:
+def _name_run(run: Record, *more: str) -> str:
     seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
     return _lines(run.name, ", ".join([f"seed {seed}", *more]))
 
@@ -285,14 +292,14 @@ def _numbers(done: Summary | None) -> list[str]:
         return [""] * 4
     return [
         _lines(str(done.steps), f"{done.skipped_steps} skipped" if done.skipped_steps else ""),
-        _validated(done),
+        _format_validation(done),
         "" if done.val_loss is None else f"{done.val_loss:.4g}",
         f"{done.seconds:.1f}",
     ]
 
 
-def _validated(done: Summary) -> str:
-    """Return the metric at the last validation; below it the best monitored value, and the test."""
+def _format_validation(done: Summary) -> str:
+    """Return the metric at the last validation, and below it the best monitored value and test."""
     if done.val_metric is None:
         return ""
     lines = [f"{done.metric} {done.val_metric:.4f}"]
@@ -319,7 +326,7 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) -> str:
-    """Return the gap to other runs and, below it, their spread; from one seed nothing follows."""
+    """Return the gap to other runs and, below it, their spread. From one seed nothing follows."""
     pair = group.beside(value, others)
     if pair is None or any(run in others for run in group.runs):
         return ""
@@ -330,10 +337,10 @@ def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) ->
     return f"{gap}\n{name}: n {full.count}, spread {spread}"
 
 
-def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f") -> str:
+def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f", times: float = 1.0) -> str:
     """Return the mean and, below it, its ratio to the fp32 runs', if each side has several."""
     span, pair = group.span(value), group.beside(value, group.fp32)
-    mean = f"{span.mean:{form}}" if span else ""
+    mean = f"{span.mean * times:{form}}" if span else ""
     if pair is None or not pair[1].mean or group.runs[0].mode == "fp32":
         return mean
     several = min(pair[0].count, pair[1].count) > 1
@@ -350,19 +357,14 @@ def _lines(first: str, second: str) -> str:
 
 
 def _without_empty(table: Table) -> Table:
-    _, *rows = table
-    kept = [number for number in range(len(table[0])) if any(row[number] for row in rows)]
-    return [[row[number] for number in kept] for row in table]
+    kept = [any(cells) for _, *cells in zip(*table, strict=True)]
+    return [list(compress(row, kept)) for row in table]
 
 
 def _all_tested(groups: Sequence[RunGroup]) -> bool:
     """Return whether there is a finished run, and each has a test's value of the metric."""
     finished = [run.summary for group in groups for run in group.runs if run.finished]
     return bool(finished) and all(done and done.test_metric is not None for done in finished)
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def _scale(scale: float | dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""The data: points on the arms of a spiral; the class is the arm."""
+"""The data: points on the arms of a spiral, whose class is the arm."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A few steps of the project: `pytest` runs them. A notebook would train like this, too."""
+"""A few steps of the project: `pytest` runs them. A notebook would train the same way."""
 
 from pathlib import Path
 
