@@ -43,9 +43,9 @@ def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
 def _of_code(source: str) -> Iterator[tuple[int, str]]:
     """The docstrings and comments of a module; comments on consecutive lines are one block."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
     last, first = -1, 0
     lines: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,4 +1,4 @@
-"""README.md: its loop runs, its layout is that of the folders. Commands and links: test_docs.py."""
+"""README.md: its loop runs, and it is short. CONTRIBUTING.md: its layout is the folders' layout."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_loop_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +41,7 @@ def test_the_joint_optimizer_of_the_documentation_steps() -> None:
 
 
 def test_the_layout_names_what_is_there() -> None:
-    found = re.search(r"<!-- layout -->\n```\n(.*?)```", README, re.S)
+    found = re.search(r"<!-- layout -->\n```\n(.*?)```", CONTRIBUTING, re.S)
     assert found is not None
     folder = ROOT
     for line in found[1].splitlines():
@@ -50,6 +51,10 @@ def test_the_layout_names_what_is_there() -> None:
     shown = {line.split()[0].rstrip("/") for line in found[1].splitlines()}
     packages = {path.parent.name for path in (ROOT / "mpframe").glob("*/__init__.py")}
     assert packages <= shown
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 def test_nothing_is_left_to_fill_in() -> None:
