@@ -58,7 +58,7 @@ class ProductHandler(OpHandler):
         ops = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
         calls = [*((op, pin and pin[1]) for op in ops if op), *readers]
         for op, pinned in calls:
-            recipe = policy.recipe_of(pinned)
+            recipe = policy.recipes.get(policy.recipe_name(pinned) or "")
             if recipe is not None and quantises(recipe, op, policy):
                 native = _say_native(recipe, op, module, policy)
                 return "; ".join([recipe.name + native, *_list_half(recipe, module)])

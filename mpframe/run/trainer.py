@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -247,6 +247,7 @@ def _build_algorithms(
     if config.trainer.ema_decay is not None:
         from mpframe.training.ema import AverageWeights, Ema
 
-        masters = {p: optimizer.master_of(p) for p in model.parameters() if p.requires_grad}
+        trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        masters = {parameter: optimizer.master_of(parameter) for parameter in trained}
         algorithms["ema"] = AverageWeights(Ema(masters, config.trainer.ema_decay), model)
     return {**algorithms, **build_callbacks(config, algorithms=True)}
