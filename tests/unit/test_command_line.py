@@ -41,7 +41,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
         train._train()
         return list(composed)
 
-    monkeypatch.setattr(job_module, "_trained", keep)
+    monkeypatch.setattr(job_module, "_train", keep)
     monkeypatch.chdir(tmp_path)
     return start
 
@@ -155,7 +155,7 @@ def test_a_sweep_begins_at_once(started: Started, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", job)
     trained: list[int] = []
-    monkeypatch.setattr(job_module, "_trained", lambda config, own: trained.append(len(before)))
+    monkeypatch.setattr(job_module, "_train", lambda config, own: trained.append(len(before)))
     started("-m", "seed=range(0,9)", "hydra.sweep.subdir=same")
     assert len(trained) == 9
     assert before[0] == len(calls) == 3
@@ -243,9 +243,9 @@ def test_a_users_file_stands_for_the_shipped_one_of_its_name(
     flags: list[str], other_mlp: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    keep = job_module._trained
+    keep = job_module._train
     monkeypatch.setattr(
-        job_module, "_trained", lambda job, own: (said.extend(stand_ins(own)), keep(job, own))[1]
+        job_module, "_train", lambda job, own: (said.extend(stand_ins(own)), keep(job, own))[1]
     )
     words = [flag.format(other_mlp) for flag in flags]
     for more in ([], ["-m"]):
