@@ -247,6 +247,7 @@ def _build_algorithms(
     if config.trainer.ema_decay is not None:
         from mpframe.training.ema import AverageWeights, Ema
 
-        masters = {p: optimizer.master_of(p) for p in model.parameters() if p.requires_grad}
-        algorithms["ema"] = AverageWeights(Ema(masters, config.trainer.ema_decay), model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        ema = Ema({p: optimizer.master_of(p) for p in trained}, config.trainer.ema_decay)
+        algorithms["ema"] = AverageWeights(ema, model)
     return {**algorithms, **build_callbacks(config, algorithms=True)}
