@@ -50,7 +50,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
         **{key: usage.get(key) for key in ("inputs", "preprocessing", "class_names", "precision")},
         "metrics": {
             "weights": validated_kind(snapshot.state),
-            "checkpoint": _measured(snapshot),
+            "checkpoint": _validation_of(snapshot),
             "run": _results(path),
         },
         "run": {
@@ -92,7 +92,7 @@ def sidecar(facts: Mapping[str, Any], name: str, form: str, content: bytes) -> s
     return as_json({"schema": facts["schema"], "file": file, **facts}, indent=2) + "\n"
 
 
-def _measured(snapshot: Snapshot) -> dict[str, Any] | None:
+def _validation_of(snapshot: Snapshot) -> dict[str, Any] | None:
     """Return the validation of the checkpoint's own step."""
     if not snapshot.facts.get("validation"):
         return None

@@ -53,13 +53,13 @@ def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
     tensors, saturated = {}, {}
     for name, tensor in weights.items():
         _refuse_unfit(name, tensor)
-        tensors[name], beyond = _rounded(tensor, DTYPES[dtype])
+        tensors[name], beyond = _round(tensor, DTYPES[dtype])
         if beyond:
             saturated[name] = beyond
     return Exported(tensors, saturated)
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+def _round(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
     """Return a copy in `dtype`, and how many values were clamped to its range."""
     if not tensor.is_floating_point():
         return tensor.clone(memory_format=torch.contiguous_format), 0

@@ -268,9 +268,8 @@ def rank(value: float, higher_is_better: bool) -> float | None:
 
 def rank_of(validation: dict[str, Any]) -> float | None:
     """Return the rank of a validation, as a checkpoint's manifest holds it."""
-    if validation["value"] is None:
-        return None
-    return rank(float(validation["value"]), bool(validation["higher_is_better"]))
+    value = validation["value"]
+    return None if value is None else rank(float(value), bool(validation["higher_is_better"]))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -37,7 +37,7 @@ def renamed(
         match of the same one on the left, and the first pattern that matches a name is used.
     model: the model's names. source: the value of `init_from`.
     """
-    saved = _unwrapped(saved, model)
+    saved = _unwrap(saved, model)
     rules = {old: _rule(old, new) for old, new in names.items()}
     used, result = set(), {}
     for name, tensor in saved.items():
@@ -87,11 +87,11 @@ def _rule(old: str, new: str) -> Callable[[str], str | None]:
     return applied
 
 
-def _unwrapped(saved: Mapping[str, Tensor], model: Set[str]) -> Mapping[str, Tensor]:
+def _unwrap(saved: Mapping[str, Tensor], model: Set[str]) -> Mapping[str, Tensor]:
     for prefix in _WRAPPERS:
         wrapped = all(name.startswith(prefix) for name in saved)
         if wrapped and not any(name.startswith(prefix) for name in model):
-            return _unwrapped({n.removeprefix(prefix): t for n, t in saved.items()}, model)
+            return _unwrap({n.removeprefix(prefix): t for n, t in saved.items()}, model)
     return saved
 
 
@@ -141,15 +141,15 @@ def fitted(saved: Weights, model: Weights, left_out: Sequence[str], source: str)
     def wanted(name: str) -> bool:
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
-    saved = {**saved, **_tied(saved, model)}
+    saved = {**saved, **_find_tied(saved, model)}
     missing = [name for name in model if wanted(name) and name not in saved]
     unexpected = [name for name in saved if wanted(name) and name not in model]
     taken = [name for name in model if wanted(name) and name in saved]
     lists = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": _differing(taken, saved, model, lambda tensor: tuple(tensor.shape)),
-        "of another kind": _differing(taken, saved, model, _kind),
+        "of another shape": _compare(taken, saved, model, lambda tensor: tuple(tensor.shape)),
+        "of another kind": _compare(taken, saved, model, _kind),
         "tied, and of different values": list(_of_other_value(taken, saved, model)),
     }
     if any(lists.values()) or not taken:
@@ -182,7 +182,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if narrow else tensor
 
 
-def _differing(
+def _compare(
     names: Sequence[str], saved: Weights, model: Weights, fact: Callable[[Tensor], object]
 ) -> list[str]:
     pairs = ((name, fact(saved[name]), fact(model[name])) for name in names)
@@ -208,7 +208,7 @@ def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Ite
                 yield f"{other} and {name}"
 
 
-def _tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
+def _find_tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
     """Return the weights that were not saved, and that the model ties to saved ones."""
     places = {_place(model[name]): name for name in model if name in saved and model[name].numel()}
     left = {name: _place(tensor) for name, tensor in model.items() if name not in saved}

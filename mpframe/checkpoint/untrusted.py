@@ -105,7 +105,7 @@ def _refuse_long_pickles(path: Path) -> None:
 def _refuse_oversized(path: Path, state: Any) -> None:
     """Refuse a state that is larger than its file, by a tensor or by repeated lists."""
     tensors: list[Tensor] = []
-    if _expanded(state, {}, tensors) > _MOST_VALUES:
+    if _expand(state, {}, tensors) > _MOST_VALUES:
         raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
     size = path.stat().st_size
     for tensor in tensors:
@@ -123,7 +123,7 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
     return entry.compress_type != zipfile.ZIP_STORED or leaves
 
 
-def _expanded(value: Any, known: dict[int, int], tensors: list[Tensor], depth: int = 0) -> int:
+def _expand(value: Any, known: dict[int, int], tensors: list[Tensor], depth: int = 0) -> int:
     """Collect the tensors, and count the values, repeated ones as often as they occur."""
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -133,5 +133,5 @@ def _expanded(value: Any, known: dict[int, int], tensors: list[Tensor], depth: i
         return _MOST_VALUES + 1
     if id(value) not in known:
         members = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_expanded(one, known, tensors, depth + 1) for one in members)
+        known[id(value)] = 1 + sum(_expand(one, known, tensors, depth + 1) for one in members)
     return known[id(value)]

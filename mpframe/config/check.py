@@ -47,7 +47,7 @@ SIZE = "size"
 
 def check(composed: DictConfig) -> Config:
     """Return the typed configuration of a composed one, or raise a ConfigError."""
-    tree = _resolved(composed)
+    tree = _resolve(composed)
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
@@ -75,8 +75,8 @@ def check(composed: DictConfig) -> Config:
         groups={str(k): _group(str(k), node) for k, node in groups.items() if node is not None},
         joint=joint,
         scheduler=_optional(tree, "scheduler"),
-        callbacks=_named(tree, "callbacks"),
-        metrics=_named(tree, "metrics"),
+        callbacks=_nodes_by_name(tree, "callbacks"),
+        metrics=_nodes_by_name(tree, "metrics"),
         flat=flatten(tree),
     )
 
@@ -172,7 +172,7 @@ def refuse_bad_value(path: str, value: Any) -> None:
     """Refuse a value of the option at `path`, if that is an option of a closed section."""
     refers = isinstance(value, str) and ("${" in value or value == "???")
     if path in OPTIONS and not refers:
-        _valid(path, value, OPTIONS[path])
+        _validate(path, value, OPTIONS[path])
 
 
 def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
@@ -181,18 +181,18 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
     _refuse_unknown(path, node, set(options))
     prefix = f"{path}." if path else ""
     return section(
-        **{name: _valid(f"{prefix}{name}", value, options[name]) for name, value in node.items()}
+        **{name: _validate(f"{prefix}{name}", value, options[name]) for name, value in node.items()}
     )
 
 
-def _valid(path: str, value: Any, spec: Any) -> Any:
+def _validate(path: str, value: Any, spec: Any) -> Any:
     """Convert a value to the type of its option, or refuse it."""
     limits: Range = spec.metadata["range"]
     measure = spec.metadata["measure"]
     if measure and measured(value, measure):
         return value
     try:
-        converted = _converted(value, spec)
+        converted = _convert(value, spec)
         # OmegaConf would take any number for a truth.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if limits.holds(converted) and not (spec.type is bool and number):
@@ -207,7 +207,7 @@ def _valid(path: str, value: Any, spec: Any) -> Any:
     raise ConfigError(f"{path}={as_typed(value)}: must be {allowed}" + f"; {hint}" * bool(hint))
 
 
-def _converted(value: Any, spec: Any) -> Any:
+def _convert(value: Any, spec: Any) -> Any:
     """Convert by OmegaConf's rules: `"3"` is an int, `1` a float."""
     if spec.type is Any:
         return value
@@ -264,7 +264,7 @@ def _optional(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return _open(tree, name) if tree.get(name) else None
 
 
-def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
+def _nodes_by_name(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
     """Return the nodes of a section with several entries by name, without those that are null."""
     nodes = _section(tree, section) if tree.get(section) else {}
     for name, node in nodes.items():
@@ -303,7 +303,7 @@ def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None
             )
 
 
-def _resolved(composed: DictConfig) -> dict[str, Any]:
+def _resolve(composed: DictConfig) -> dict[str, Any]:
     """Return the configuration as plain values, or refuse a missing value or reference."""
     try:
         missing = sorted(OmegaConf.missing_keys(composed))

@@ -79,7 +79,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
-    for typed in _typed(words, multirun, source):
+    for typed in _words_of_jobs(words, multirun, source):
         overrides = rewritten(typed)
         with hydra_over(source):
             config = checked(composed(overrides, source.name))
@@ -98,7 +98,7 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
         return overrides, composed(words, source.name)
 
 
-def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
+def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
     """Return the words of each job, as they were typed."""
     if not multirun:
         return [given]

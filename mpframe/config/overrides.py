@@ -46,9 +46,14 @@ def _parse_flags(
     parser: argparse.ArgumentParser, arguments: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     try:
-        return parser.parse_known_args(arguments)
+        flags, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
+    for flag, path in (("path", flags.config_path), ("dir", flags.config_dir)):
+        package = flag == "path" and "://" in str(path)
+        if path is not None and not package and not Path(path).is_dir():
+            raise ConfigError(f"--config-{flag}={path}: no such folder; name one with .yaml files")
+    return flags, rest
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,18 +101,9 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
         raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
     if flags.package and not flags.cfg:
         raise ConfigError(f"--package={flags.package}: goes with --cfg; add --cfg=job")
-    if flags.shell_completion and not any(
-        word.startswith(("install=", "uninstall=", "query=")) for word in flags.overrides
-    ):
+    given = any(w.startswith(("install=", "uninstall=", "query=")) for w in flags.overrides)
+    if flags.shell_completion and not given:
         raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
-    _refuse_unfit_source(flags)
-
-
-def _refuse_unfit_source(flags: argparse.Namespace) -> None:
-    for flag, path in (("path", flags.config_path), ("dir", flags.config_dir)):
-        package = flag == "path" and "://" in str(path)
-        if path is not None and not package and not Path(path).is_dir():
-            raise ConfigError(f"--config-{flag}={path}: no such folder; name one with .yaml files")
 
 
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
@@ -279,7 +275,6 @@ def take_source(
 ) -> tuple[Source, list[str]]:
     """Separate the flags that name a source from the `option=value` words."""
     flags, words = _parse_flags(_source_parser(), arguments)
-    _refuse_unfit_source(flags)
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; {advice}")

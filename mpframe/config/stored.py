@@ -148,7 +148,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     for key in taken:
         _drop(stored, key)
     built = {key: section for key, section in stored.items() if data or key not in _DATA}
-    refuse_unnamed(path, _unnamed(built, named, trusted))
+    refuse_unnamed(path, _find_unnamed(built, named, trusted))
     nested = [(place, node) for place, node in _nodes(stored) if "." in place and _TARGET in node]
     allowed = {f"{place}._target_" for place, node in nested if trusted.holds(place, node)}
     _refuse_code(path, {**stored, "optimizer": joint}, allowed)
@@ -179,14 +179,14 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
 def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -> list[str]:
     """Return `GROUP=CHOICE` for each stored section, so that words may name its options."""
     choices = []
-    for group in _used(stored) - _words(given):
+    for group in _used_groups(stored) - _words(given):
         target = _target(stored, group)
         names = [choice for choice, known in trusted.choices(group).items() if known == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
     return choices
 
 
-def _used(stored: Mapping[str, Any]) -> set[str]:
+def _used_groups(stored: Mapping[str, Any]) -> set[str]:
     """Return the open sections with one target that an evaluation takes from the stored ones."""
     return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
 
@@ -212,11 +212,11 @@ def _refuse_unfit(overrides: list[Override]) -> None:
             )
 
 
-def _unnamed(
+def _find_unnamed(
     stored: Mapping[str, Any], named: set[str], trusted: Trusted
 ) -> Iterator[tuple[str, Any]]:
     """Yield (word of the command line, target) of what only the stored configuration names."""
-    for group in sorted(_used(stored) - named):
+    for group in sorted(_used_groups(stored) - named):
         target = _target(stored, group)
         if not trusted.names(group, target):
             yield f"{group}._target_", target

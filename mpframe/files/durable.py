@@ -44,7 +44,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to write, which gets its name when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with _named(path):
+    with _add_file_name(path):
         try:
             temporary.unlink(missing_ok=True)
             with temporary.open("xb") as file:  # `x`: a link that was placed there is not followed.
@@ -61,7 +61,7 @@ def append_whole(path: Path, piece: bytes) -> None:
 
     OSError: there is no room, or it is a link. The file is as before.
     """
-    with _named(path), open_regular(path, "ab", buffering=0) as file:
+    with _add_file_name(path), open_regular(path, "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         rest = memoryview(piece)
         try:
@@ -126,7 +126,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _add_file_name(path: Path) -> Iterator[None]:
     """Context manager that adds the file's name to an OSError, as for a full disk."""
     try:
         yield

@@ -58,7 +58,7 @@ def called(node: Mapping[str, Any] | None) -> str:
     """Return an open section in one line, e.g. `cnn width=32 stages=2`."""
     if not node:
         return "none"
-    arguments = [f"{key}={_typed(value)}" for key, value in node.items() if key[0] != "_"]
+    arguments = [f"{key}={_type_out(value)}" for key, value in node.items() if key[0] != "_"]
     return " ".join([str(node["_target_"]).rpartition(".")[2], *arguments])
 
 
@@ -123,7 +123,7 @@ def _values(sweep: Override, word: Override) -> Sequence[str]:
 def _value(value: Any, values: Sequence[str]) -> Value:
     """Return a number only if the column has no word: TensorBoard cannot sort a mixed column."""
     numbers = all(map(_is_number, values)) and isinstance(value, int | float)
-    return value if numbers and not isinstance(value, bool) else _typed(value)
+    return value if numbers and not isinstance(value, bool) else _type_out(value)
 
 
 def _is_number(text: str) -> bool:
@@ -134,12 +134,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _typed(value: Any) -> str:
+def _type_out(value: Any) -> str:
     """Write nested values as they are typed on a command line."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(_type_out, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(held)}" for key, held in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_type_out(held)}" for key, held in value.items()) + "}"
     return as_typed(value)
 
 
@@ -216,7 +216,7 @@ def _options_text(config_text: str, ops: OpLists) -> str:
 def ops_in_words(ops: OpLists) -> str:
     """Name the shipped file that is nearest to the op lists, and the moved ops and the pins."""
     names = sorted(file.stem for file in (CONF / "ops").glob("*.yaml"))
-    moved = {name: _moved(ops, OpLists.named(name)) for name in names}
+    moved = {name: _moves_from(ops, OpLists.named(name)) for name in names}
     nearest = min(names, key=lambda name: len(moved[name]))
     words = [f"`{nearest}`"]
     if moved[nearest]:
@@ -226,7 +226,7 @@ def ops_in_words(ops: OpLists) -> str:
     return ", ".join(words)
 
 
-def _moved(ops: OpLists, shipped: OpLists) -> dict[str, str]:
+def _moves_from(ops: OpLists, shipped: OpLists) -> dict[str, str]:
     """Return the ops that are in another list than in `shipped`, each with its list, by name."""
     lists = (ops, shipped)
     names = sorted({op for one in lists for op in one.allow | one.deny | one.infer})

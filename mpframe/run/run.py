@@ -139,7 +139,7 @@ class Run:
             # If a signal raised at once, a library may have turned it into another error.
             at_once = self.interruption.raised
             if received is not None and (at_once or isinstance(error, RunInterrupted)):
-                raise self._stopped(received) from None
+                raise self._stop(received) from None
             self._finish(Status.FAILED, _first_line(error))
             self.run_folder.log_traceback(error)
             raise
@@ -151,7 +151,7 @@ class Run:
             log.warning("warning: %s", warning)
         return self._finish(Status.FINISHED, stopped or skipped)
 
-    def _stopped(self, received: Signals) -> RunInterrupted:
+    def _stop(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
         if self.config.trainer.requeue and self.comm.is_main:
             requeue(received)
