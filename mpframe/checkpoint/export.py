@@ -130,7 +130,7 @@ def _plain(value: Any, path: Path) -> Any:
     if isinstance(value, str | int | float | None):
         return value
     raise CheckpointError(
-        f"{path}: says a {type(value).__name__} of itself, which is no JSON; use another checkpoint"
+        f"{path}: holds a {type(value).__name__}, which JSON cannot; use another checkpoint"
     )
 
 

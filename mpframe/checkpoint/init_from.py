@@ -47,7 +47,7 @@ def renamed(
         if to in result:
             raise CheckpointError(
                 f"init_from={source}: two of its weights would be {to} by init_from_names; "
-                "let each pattern give names of its own"
+                "let each pattern give different names"
             )
         result[to] = tensor
     for old in rules:
@@ -256,7 +256,7 @@ _ENTRIES = ("state_dict", "model_state_dict", "model", "module", "net", "params"
 _LARGEST_INDEX = 2**24  # bytes
 _OTHER = "use another file of weights"
 _CODE = (
-    "holds code or objects, which are never loaded; save its state dict alone, or use its "
+    "holds code or objects, which are never loaded; save only its state dict, or use its "
     "safetensors file"
 )
 
@@ -348,7 +348,7 @@ def _weights_in(state: Any, path: Path) -> ForeignWeights:
             return ForeignWeights(tensors, _names_of(state.keys() - {entry}) + beside)
     raise CheckpointError(
         f"{path}: holds no state dict, but {', '.join(_names_of(state))[:200] or 'nothing'}; save "
-        "the state dict alone"
+        "only the state dict"
     )
 
 

@@ -104,7 +104,7 @@ def _check_sources(run: RunOptions) -> None:
     names = run.init_from_names or {}
     for name, value in (("init_from_except", run.init_from_except), ("init_from_names", names)):
         if value and run.init_from is None:
-            raise ConfigError(f"{name}={value}: has no meaning without init_from; give both")
+            raise ConfigError(f"{name}={value}: only works with init_from; give both")
     for old, new in names.items():
         if not isinstance(new, str):
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
@@ -124,7 +124,7 @@ def _group(name: str, node: Any) -> Part:
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
-            f"{path}.{given[0]}={as_typed(node[given[0]])}: has no meaning with frozen=true; leave "
+            f"{path}.{given[0]}={as_typed(node[given[0]])}: does nothing with frozen=true; leave "
             "out one of them"
         )
     return Part(options, settings)

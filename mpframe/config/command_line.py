@@ -56,7 +56,7 @@ def prepare(arguments: list[str]) -> list[str]:
         return arguments
     for word in words if flags.multirun else ():
         if word.startswith("hydra.run.dir="):
-            raise ConfigError(f"{word}: has no meaning with -m; use hydra.sweep.dir")
+            raise ConfigError(f"{word}: does nothing with -m; use hydra.sweep.dir")
     given = [argument for argument in arguments if argument not in words]
     place = source_of(flags, words).place
     if flags.config_path not in (None, place):
@@ -118,7 +118,7 @@ class JobCheck(Callback):
             for word in _words(config, "hydra"):
                 if word.startswith("hydra.sweep."):
                     raise ConfigError(
-                        f"{word}: has no meaning without -m; add -m, or use hydra.run.dir"
+                        f"{word}: does nothing without -m; add -m, or use hydra.run.dir"
                     )
             for override in parsed(_words(config, "task")):
                 refuse_bad_override(override)
@@ -168,8 +168,8 @@ def _check(config: DictConfig, option: str) -> None:
             # Hydra would write through a link, and wait for a FIFO.
             if file.is_symlink() or (file.exists() and not file.is_file()):
                 raise ConfigError(
-                    f"hydra.sweep.dir={folder}: its {file.name} is no regular file; delete it, or "
-                    "choose another folder"
+                    f"hydra.sweep.dir={folder}: its {file.name} is not a regular file; delete it, "
+                    "or choose another folder"
                 )
             options = resolved_text(without_hydra(job))
             holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)

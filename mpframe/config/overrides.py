@@ -96,7 +96,7 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
     commands = [name for name in _COMMANDS if getattr(flags, name)]
     if len(commands) > 1:
         both = " and ".join(f"--{name.replace('_', '-')}" for name in commands)
-        raise ConfigError(f"{both}: do not go together; give one of them")
+        raise ConfigError(f"{both}: cannot be combined; give only one")
     if flags.resolve and not (flags.cfg or flags.help):
         raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
     if flags.package and not flags.cfg:
@@ -225,7 +225,7 @@ class Source:
         for file in (f"{place.removeprefix('file://')}/{PRIMARY}.yaml" for place in places):
             if self.name == PRIMARY and os.path.exists(file):
                 raise ConfigError(
-                    f"{file}: would stand for mpframe's; rename it and add --config-name=NAME"
+                    f"{file}: would replace mpframe's; rename it and add --config-name=NAME"
                 )
         return places
 

@@ -143,7 +143,7 @@ def check_clipping(**bounds: float | None) -> None:
     for name, bound in given.items():
         require(name, bound, POSITIVE, "None leaves the gradients as they are", "a finite number")
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: do not go together; give one of them")
+        raise ConfigError(f"{' and '.join(given)}: cannot be combined; give only one")
 
 
 def not_finite(magnitude: Tensor) -> Tensor:

@@ -215,8 +215,8 @@ class OptimizerWrapper(Optimizer):
                 )
             if parameter.device != self._device:
                 raise ConfigError(
-                    f"optimizer: parameters on {self._device} and {parameter.device}; one verdict "
-                    "covers a step, so give each device an optimizer of its own"
+                    f"optimizer: parameters on {self._device} and {parameter.device}; a step is "
+                    "skipped as a whole, so give each device its own optimizer"
                 )
 
     def _map_state(self, change: Any, state: dict[str, Any]) -> dict[str, Any]:

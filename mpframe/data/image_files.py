@@ -268,4 +268,4 @@ def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) 
 def require_channels(channels: int) -> None:
     """Refuse a number of channels that no file is decoded to."""
     if channels not in _MODES:
-        raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
+        raise ConfigError(f"dataset.channels={channels}: choose 1 (grey) or 3 (RGB)")

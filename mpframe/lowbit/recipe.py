@@ -126,13 +126,13 @@ def _require_fit(path: str, how: Quantization) -> None:
         raise ConfigError(f"{path}.hadamard={size}: must be 0 or a power of two, at least 2")
     if how.per == "block" and size and max(size, how.block) % min(size, how.block):
         raise ConfigError(
-            f"{path}.hadamard={size}: one of it and block={how.block} must divide the other"
+            f"{path}.hadamard={size}: block={how.block} must be a multiple of it, or divide it"
         )
     if how.across > 1 and how.per != "block":
-        raise ConfigError(f"{path}.across={how.across}: has no meaning with per={how.per}")
+        raise ConfigError(f"{path}.across={how.across}: does nothing with per={how.per}")
     if how.history and (how.per, how.scale) != ("tensor", "fp32"):
         raise ConfigError(
-            f"{path}.history={how.history}: goes with per=tensor and scale=fp32 alone"
+            f"{path}.history={how.history}: only works with per=tensor and scale=fp32"
         )
 
 

@@ -63,8 +63,8 @@ def refuse_misfit(parallel: str | None) -> None:
     if parallel != "none" and size == 1 and tasks > 1:
         raise ConfigError(
             f"srun has started {tasks} processes, and each would train by itself; let it start one "
-            f"torchrun on each machine: srun --ntasks-per-node 1 {START}; or, for runs of their "
-            "own, set trainer.parallel=none"
+            f"torchrun on each machine: srun --ntasks-per-node 1 {START}; or, for separate "
+            "runs, set trainer.parallel=none"
         )
     if parallel in ("ddp", "fsdp") and size == 1:
         raise ConfigError(

@@ -47,7 +47,6 @@ class RunCallbacks:
         group = build_callbacks(config)
         for name in group.keys() & (first.keys() | last.keys()):
             raise ConfigError(
-                f"callbacks.{name}: is one of the run's own callbacks, which every run has; "
-                "give yours another name"
+                f"callbacks.{name}: every run has a callback of this name; give yours another name"
             )
         self.by_name = {**first, **group, **last}

@@ -92,8 +92,8 @@ class RunFolder:
         other = self.path.resolve() not in (source, *source.parents)
         if taken and resume != "auto" and other:
             raise ConfigError(
-                f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of a run of its "
-                "own; choose another hydra.run.dir, or continue that run with resume=auto"
+                f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of another "
+                "run; choose another hydra.run.dir, or continue that run with resume=auto"
             )
         refuse_mixed(self.path)
 

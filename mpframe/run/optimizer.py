@@ -67,7 +67,7 @@ def _build_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
         else:
             groups.append({"params": parameters, "name": name, **settings})
     if not groups:
-        raise ConfigError("optimizer.groups: freeze every parameter; leave some to train")
+        raise ConfigError("optimizer.groups: every parameter is frozen; leave some to train")
     return groups
 
 

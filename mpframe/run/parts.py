@@ -91,7 +91,7 @@ def _of_this_rank(name: str) -> torch.device:
     rank, devices = place().local_rank, torch.cuda.device_count()
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(
-            f"device={name}: each rank takes a device of its own; choose auto, cpu or cuda"
+            f"device={name}: each rank takes its own device; choose auto, cpu or cuda"
         )
     if name == "cpu" or (name == "auto" and not devices):
         return torch.device("cpu")
@@ -224,7 +224,7 @@ def _of_dataset(task: Task) -> dict[str, Any]:
         name = getattr(task.metric(), "name", None)
     if not isinstance(name, str) or not name:
         raise UserCodeError(
-            f"dataset: the metric {name_of(task.metric)} has {name!r} for a name; it must be a "
+            f"dataset: the metric {name_of(task.metric)} has the name {name!r}; it must be a "
             "word, as in name = 'accuracy'"
         )
     return {name: task.metric}

@@ -41,7 +41,7 @@ def refuse_other_preprocessing(
         if _differ(key, ours, runs):
             raise DataError(
                 f"dataset: {key}, as measured on the training rows, is not the run's, because the "
-                "rows have changed; the table's training rows must be the run's own"
+                "rows have changed; the table's training rows must be the ones of the run"
             )
 
 

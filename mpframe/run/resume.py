@@ -44,7 +44,7 @@ def refuse_other_parts(then: Options, now: Options) -> None:
         if path.startswith(_STATES) and path.endswith("_target_"):
             raise CheckpointError(
                 f"made with {path}={old}, and this run has {new}; "
-                "resume with the same, or take the weights alone with init_from"
+                "resume with the same, or take only the weights with init_from"
             )
 
 
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 def restore(callbacks: Callbacks, saved: Any) -> None:
     """Load each callback's state, and warn of states without a callback and of the reverse."""
     if not isinstance(saved, dict):
-        raise CheckpointError("its callbacks are no dict; use another checkpoint")
+        raise CheckpointError("its callbacks are not a dict; use another checkpoint")
     for name in callbacks.keys() & saved.keys():
         try:
             callbacks[name].load_state_dict(saved[name])
@@ -275,7 +275,7 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     log.info(
         "weights taken from %s%s: %s",
         source,
-        f", but for {', '.join(left_out)}" if left_out else "",
+        f", except {', '.join(left_out)}" if left_out else "",
         rounding(trainer.model, taken.weights),
     )
     if left:

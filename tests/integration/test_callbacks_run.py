@@ -87,8 +87,7 @@ def test_a_runs_own_callbacks_are_not_replaced(
     with pytest.raises(ConfigError) as refused:
         start_run(tmp_path, *SMALL, *own)
     assert str(refused.value) == (
-        f"callbacks.{name}: is one of the run's own callbacks, which every run has; give yours "
-        "another name"
+        f"callbacks.{name}: every run has a callback of this name; give yours another name"
     )
 
 

@@ -204,7 +204,7 @@ REFUSED = {
     "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
     "trainer.parallel=ddp, or start one process",
     "trainer.parallel=dpp": "must be one of none, ddp, fsdp; nearest: ddp, fsdp",
-    "device=cuda:1": "each rank takes a device of its own; choose auto, cpu or cuda",
+    "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
 }
 
 

@@ -203,7 +203,7 @@ def test_a_run_starts_from_a_file_and_its_average_too(start_run: StartRun, tmp_p
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["init_from_names={a.*:b.*}"], "init_from_names={'a.*': 'b.*'}: has no meaning without init_from; give both"),
+        (["init_from_names={a.*:b.*}"], "init_from_names={'a.*': 'b.*'}: only works with init_from; give both"),
         (["init_from=x", "init_from_names={a:[b]}"], "init_from_names={a: ['b']}: must map a word to a word"),
         (["init_from=x", "init_from_names=3"], "init_from_names=3: must be a mapping of words to words, or null"),
     ],

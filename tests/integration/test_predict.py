@@ -163,7 +163,7 @@ def test_the_default_file_lies_in_the_run(digits: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["split=test", "folder=x"], "folder=x: goes without split; give one of them"),
+        (["split=test", "folder=x"], "folder=x: cannot be combined with split; give only one"),
         (["split=tset"], "split=tset: choose train, val, test; nearest: test"),
         (["outputs=logits"], "outputs=logits: choose class, probabilities, raw"),
         (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),

@@ -72,7 +72,7 @@ def test_another_run_is_not_continued_in_a_used_folder(
     start_run: StartRun, done: Path, other: Path
 ) -> None:
     before = content(done)
-    said = rf"^resume={other}: hydra\.run\.dir={done} holds the checkpoints of a run of its own; ch"
+    said = rf"^resume={other}: hydra\.run\.dir={done} holds the checkpoints of another run; ch"
     with pytest.raises(ConfigError, match=said):
         start_run(done, *OPTIONS, f"resume={other}", "seed=2", "trainer.max_steps=8")
     assert content(done) == before

@@ -145,7 +145,7 @@ def test_a_head_may_differ_from_the_weights_that_are_taken(
         start_run(tmp_path / "refused", *other)
     caplog.set_level("INFO")
     start_run(tmp_path / "taken", *other, "init_from_except=[head.*]")
-    assert f"weights taken from {source}, but for head.*: 6 parameters are rounded to float16" in (
+    assert f"weights taken from {source}, except head.*: 6 parameters are rounded to float16" in (
         caplog.messages
     )
 

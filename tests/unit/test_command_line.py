@@ -291,7 +291,7 @@ def test_a_config_yaml_does_not_stand_for_the_shipped_one(
     with pytest.raises(ConfigError) as refused:
         started(flag.format(tmp_path), *more)
     assert str(refused.value) == (
-        f"{tmp_path}/config.yaml: would stand for mpframe's; rename it and add --config-name=NAME"
+        f"{tmp_path}/config.yaml: would replace mpframe's; rename it and add --config-name=NAME"
     )
 
 
@@ -383,11 +383,11 @@ def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(
         (["--experimental-rerun=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
         (
             ["-m", "hydra.run.dir=x", "seed=1"],
-            "^hydra.run.dir=x: has no meaning with -m; use hydra",
+            "^hydra.run.dir=x: does nothing with -m; use hydra",
         ),
         (
             ["hydra.sweep.dir=x"],
-            "^hydra.sweep.dir=x: has no meaning without -m; add -m, or use hydra",
+            "^hydra.sweep.dir=x: does nothing without -m; add -m, or use hydra",
         ),
         (["hydra.sweep.subdir=x"], "^hydra.sweep.subdir=x: has no meaning without -m"),
         (["dtype=[mixed,fp32]"], r"^dtype=\[mixed,fp32\]: give one choice, as dtype=NAME$"),
@@ -472,7 +472,7 @@ def test_a_sweep_writes_through_no_link_and_waits_for_no_fifo(
     """Hydra opens multirun.yaml itself."""
     (tmp_path / "out").mkdir()
     planted(tmp_path / "out" / "multirun.yaml")
-    said = r"^hydra\.sweep\.dir=out: its multirun\.yaml is no regular file; delete it, or choose"
+    said = r"^hydra\.sweep\.dir=out: its multirun\.yaml is not a regular file; delete it, or choose"
     with time_limit(60), pytest.raises(ConfigError, match=said):
         started("-m", "hydra.sweep.dir=out", "seed=1,2")
 

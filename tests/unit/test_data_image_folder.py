@@ -299,7 +299,7 @@ def test_a_class_without_images(tree: Path) -> None:
     ("option", "value", "text"),
     [
         ("classes", 10, "/train has 3; set dataset.classes=3"),
-        ("channels", 2, "dataset.channels=2: allowed are 1 (grey) and 3 (RGB)"),
+        ("channels", 2, "dataset.channels=2: choose 1 (grey) or 3 (RGB)"),
         ("image_size", 0, "dataset.image_size=0: must be a whole number >= 1"),
         ("cache_bytes", -1, "dataset.cache_bytes=-1: must be a whole number >= 0"),
         ("limit_per_class", 0, "dataset.limit_per_class=0: must be a whole number >= 1"),

@@ -135,7 +135,7 @@ def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: pytest.M
     assert str(refused.value) == (
         "srun has started 2 processes, and each would train by itself; let it start one torchrun "
         "on each machine: srun --ntasks-per-node 1 torchrun --nproc-per-node 2 scripts/train.py "
-        "...; or, for runs of their own, set trainer.parallel=none"
+        "...; or, for separate runs, set trainer.parallel=none"
     )
     refuse_misfit("none")
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")

@@ -159,7 +159,7 @@ def linked(folder: Path) -> Path:
 
 LONG = pickle.PROTO + b"\x02" + (pickle.EMPTY_LIST + pickle.POP) * 2**15 + b"N."
 HOSTILE: list[tuple[str, Callable[[Path], Path], str]] = [
-    ("code", lambda f: save(f / "a.pth", {"a": Attack()}), "holds code or objects, which are never loaded; save its state dict alone"),
+    ("code", lambda f: save(f / "a.pth", {"a": Attack()}), "holds code or objects, which are never loaded; save only its state dict"),
     ("code, older", lambda f: save(f / "a.pth", {"a": Attack()}, _use_new_zipfile_serialization=False), "holds code or objects"),
     ("a bare pickle", lambda f: content(f / "a.pth", pickle.dumps(Attack())), "damaged, not a file of weights (neither an archive nor torch's older format); use another file of weights"),
     ("a bomb", lambda f: deflated(f / "a.pth"), "its entries are not stored as torch stores them"),
@@ -171,7 +171,7 @@ HOSTILE: list[tuple[str, Callable[[Path], Path], str]] = [
     ("empty", lambda f: content(f / "a.pth", b""), "damaged, not a file of weights"),
     ("a list", lambda f: save(f / "a.pth", [1]), "holds a list, not a state dict"),
     ("a tensor", lambda f: save(f / "a.pth", torch.ones(1)), "holds a Tensor, not a state dict"),
-    ("nothing of use", lambda f: save(f / "a.pth", {"epoch": 1, "net": {"a": 1}}), "holds no state dict, but epoch, net; save the state dict alone"),
+    ("nothing of use", lambda f: save(f / "a.pth", {"epoch": 1, "net": {"a": 1}}), "holds no state dict, but epoch, net; save only the state dict"),
     ("a shard elsewhere", lambda f: index(f, {"a": "../s.safetensors"}), "refused, it leads out of its folder"),
     ("a shard anywhere", lambda f: index(f, {"a": "/etc/passwd"}), "refused, it leads out of its folder"),
     ("a link out", linked, "refused, it leads out of its folder; put the file itself there"),
@@ -242,7 +242,7 @@ def test_a_prefix_of_the_models_own_stays() -> None:
         ({"bakbone.*": "*"}, ConfigError, "init_from_names=bakbone.*: matches no weight of file that an earlier pattern leaves; nearest: backbone.a"),
         ({"*": "x.*", "head.b": "y"}, ConfigError, "init_from_names=head.b: matches no weight of file that an earlier pattern leaves; nearest: head.b"),
         ({"backbone.a": "*"}, ConfigError, "init_from_names={backbone.a: *}: each * on the right stands for one on the left, which has fewer"),
-        ({"backbone.a": "head.b"}, CheckpointError, "init_from=file: two of its weights would be head.b by init_from_names; let each pattern give names of its own"),
+        ({"backbone.a": "head.b"}, CheckpointError, "init_from=file: two of its weights would be head.b by init_from_names; let each pattern give different names"),
     ],
 )  # fmt: skip
 def test_patterns_that_cannot_be_meant_are_refused(

@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, _OPTIONS, "checkpoint", _CHOICES)
     split, folder = options.get("split"), options.get("folder")
     if split is not None and folder is not None:
-        raise ConfigError(f"folder={folder}: goes without split; give one of them")
+        raise ConfigError(f"folder={folder}: cannot be combined with split; give only one")
     overwrite = options.get("overwrite") == "true"
     if "out" in options:
         _refuse_file(Path(options["out"]), overwrite)

@@ -137,7 +137,7 @@ def _curves(folder: Path) -> dict[str, Curve]:
 
     for path in folder.iterdir():
         if "tfevents" in path.name and not stat.S_ISREG(path.lstat().st_mode):
-            raise OSError(f"{path.name} is no regular file")
+            raise OSError(f"{path.name} is not a regular file")
     sizes = {"scalars": 0, "images": 1, "tensors": 1}
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=sizes)
     reader = logging.getLogger("tensorboard")
