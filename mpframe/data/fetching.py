@@ -56,7 +56,8 @@ class Fetcher(Dataset[Any]):
         return answer
 
     def _fetch(self, place: tuple[int, int], indices: list[int]) -> Any:
-        epoch, samples = place[0], list[Any]()
+        epoch = place[0]
+        samples: list[Any] = []
         if epoch != self._epoch:
             with _blame(f"epoch {epoch} cannot be read"):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
@@ -124,7 +125,7 @@ def _by_batch(dataset: Any, collate: Collate | None) -> Any:
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
-    """Return a copy of `dataset`, which two loaders may share, after its `set_epoch`, if any."""
+    """Return `dataset` in `epoch`, a copy after `set_epoch` because two loaders may share it."""
     if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
         return dataset
     view = copy.copy(dataset)

@@ -97,7 +97,7 @@ def decode(path: str, channels: int, side: int | None) -> Tensor:
     The shorter side is scaled to `side` and the middle kept. 16 bits become 8: grey values are
     divided by 257 and rounded. DataError: not a readable image, or above 2^26 pixels.
     """
-    with opened(path) as image:
+    with open_image(path) as image:
         pixels = _in_8_bits(image).convert(_MODES[channels])
         if side is not None and pixels.size != (side, side):
             pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
@@ -106,7 +106,7 @@ def decode(path: str, channels: int, side: int | None) -> Tensor:
 
 
 @contextmanager
-def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
+def open_image(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
     """Open an image in one of `formats`, and blame the file for errors within the block."""
     try:
         with Image.open(path, formats=formats) as image:

@@ -88,7 +88,7 @@ class Generated(Dataset[Any], ABC):
         if not 0 <= index < self._count:
             raise IndexError(f"{index}: there are {self._count} {self.things}")
         if index not in self._kept:
-            sample = self.drawn(index)
+            sample = self.draw(index)
             size = sum(tensor.nbytes for tensor in tensors_in(sample))
             if size > self._free:
                 return sample
@@ -97,7 +97,7 @@ class Generated(Dataset[Any], ABC):
         return map_tensors(Tensor.clone, self._kept[index])
 
     @abstractmethod
-    def drawn(self, index: int) -> tuple[Tensor, Any]:
+    def draw(self, index: int) -> tuple[Tensor, Any]:
         """Draw a sample and its target."""
 
     def uniforms(self, count: int, *words: int) -> NDArray[np.float64]:
@@ -105,7 +105,7 @@ class Generated(Dataset[Any], ABC):
         drawn: NDArray[np.float64] = keyed_uniform(count, *self._key, *words)[0]
         return drawn
 
-    def noisy(self, values: NDArray[np.float64], index: int) -> Tensor:
+    def add_noise(self, values: NDArray[np.float64], index: int) -> Tensor:
         """Add uniform noise to the values of sample `index`, and return float32."""
         even = self.uniforms(values.size, index, 1).reshape(values.shape) - 0.5
         values += self._noise * math.sqrt(12) * even  # A uniform number deviates by 1 / sqrt(12).

@@ -24,7 +24,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS, Draw
 from mpframe.lowbit.recipe import OPERANDS, Recipe
-from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transformed
+from mpframe.lowbit.scaling import Axes, Quantization, apply_hadamard, find_scales, round_blocks
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def take_apart(
     """Quantise float32 values of 2 axes. It takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permuted((1, 0))
-    split = scaled(transformed(values, axes, how), axes, how, known_amax)
-    elements = rounded(replace(split, scale=torch.ones_like(split.scale)), how, draw)
+    split = find_scales(apply_hadamard(values, axes, how), axes, how, known_amax)
+    elements = round_blocks(replace(split, scale=torch.ones_like(split.scale)), how, draw)
     elements = elements.view(values.shape)
     blocks = values.shape[axes.contracted[0]] // how.block if how.per == "block" else 1
     if axes.free == 0:
@@ -128,12 +128,12 @@ def scales_of(parts: Parts, kind: ScalingType) -> list[Tensor]:
         return [F.pad(parts.scales.flatten(), (0, -len(parts.scales) % _ALIGNED))[:, None]]
     scales = parts.scales.repeat_interleave(parts.how.block // _LENGTH[kind], 1)
     if parts.whole is None:
-        return [swizzled(scales.to(torch.float8_e8m0fnu))]
+        return [swizzle(scales.to(torch.float8_e8m0fnu))]
     # e4m3 has so few numbers that even a rounded quotient is nearest to the right one.
-    return [swizzled((scales / parts.whole).to(torch.float8_e4m3fn)), parts.whole]
+    return [swizzle((scales / parts.whole).to(torch.float8_e4m3fn)), parts.whole]
 
 
-def swizzled(scales: Tensor) -> Tensor:
+def swizzle(scales: Tensor) -> Tensor:
     """Order one-byte scales [rows, blocks] as tensor cores read them (SWIZZLE_32_4_4), in one row.
 
     128 rows of 4 scales lie together. Within them the scales of the rows r, r + 32, r + 64 and

@@ -121,15 +121,16 @@ def quantize(
     # In the order of memory: a transposed tensor takes three times as long.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     values, axes = values.permute(order), axes.permuted(order)
-    values = transformed(values, axes, how)
+    values = apply_hadamard(values, axes, how)
     if how.scale == "none":
         quantized = round_to(values, how.format, how.draws(draw))
     else:
-        quantized = rounded(scaled(values, axes, how, known_amax), how, draw).view(values.shape)
+        split = find_scales(values, axes, how, known_amax)
+        quantized = round_blocks(split, how, draw).view(values.shape)
     return quantized.permute([order.index(axis) for axis in range(len(order))])
 
 
-def transformed(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
+def apply_hadamard(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
     """Apply the Hadamard transform, if there is one."""
     return transform(values, axes.contracted[0], how.hadamard) if how.hadamard else values
 
@@ -145,7 +146,7 @@ class Scaled:
     whole: Tensor | None  # 0-d, the fp32 factor of the tensor in each scale, if they are in e4m3
 
 
-def scaled(
+def find_scales(
     values: Tensor, axes: Axes, how: Quantization, known_amax: Tensor | None = None
 ) -> Scaled:
     """Return the scales of transformed values. It takes the arguments of `quantize`."""
@@ -154,7 +155,7 @@ def scaled(
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
-def rounded(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
+def round_blocks(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     """Divide the blocks by their scales, round, and multiply again."""
     blocks, format, draw = split.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
@@ -266,13 +267,13 @@ def count_noise(
         format's largest number at their scale) and lost (quantised to zero, but not zero), and log2
         of the largest and of the smallest scale.
     """
-    values = transformed(values, axes, how)
+    values = apply_hadamard(values, axes, how)
     lost = (quantized == 0) & (values != 0)
     if how.scale == "none":
         beyond = values.abs() > how.format.max
         highest = lowest = values.new_zeros((), dtype=torch.float64)
     else:
-        split = scaled(values, axes, how, known_amax)
+        split = find_scales(values, axes, how, known_amax)
         beyond = (split.blocks * split.inverse).abs() > how.format.max
         octaves = split.scale.double().log2()
         # A block of zeros has the smallest possible scale, which says nothing.

@@ -152,7 +152,7 @@ class Scenes(Generated):
         super().__init__(*generated)
         self._side, self._max_objects = side, max_objects
 
-    def drawn(self, index: int) -> tuple[Tensor, Target]:
+    def draw(self, index: int) -> tuple[Tensor, Target]:
         tries = _TRIES * self._max_objects
         draws = self.uniforms(4 + 8 * tries, index, 0)
         count, background, rows = draws[0], draws[1:4], draws[4:].reshape(tries, 8)
@@ -165,7 +165,7 @@ class Scenes(Generated):
             inside = _cover(box, kind, self._side)
             image[:, inside] = (background[:, None] + 0.25 + colour[:, None] / 2) % 1
         target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(kinds + 1)}
-        return self.noisy(image, index), target
+        return self.add_noise(image, index), target
 
 
 def listed(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:

@@ -147,13 +147,13 @@ class Phonemes(Generated):
         super().__init__(*generated)
         self._spectra, self._max_labels = spectra, max_labels
 
-    def drawn(self, index: int) -> tuple[Tensor, Tensor]:
+    def draw(self, index: int) -> tuple[Tensor, Tensor]:
         length, *draws = self.uniforms(1 + 3 * self._max_labels, index, 0)
         said = np.reshape(draws, (3, -1))[:, : 1 + int(length * self._max_labels)]
         labels = 1 + (said[0] * (len(self._spectra) - 1)).astype(np.int64)
         lasts = _SHORTEST + (said[1] * (_LONGEST - _SHORTEST + 1)).astype(np.int64)
         pauses = 1 + (said[2] * _PAUSE).astype(np.int64)
-        return self.noisy(self._speak(labels, lasts, pauses), index), torch.from_numpy(labels)
+        return self.add_noise(self._speak(labels, lasts, pauses), index), torch.from_numpy(labels)
 
     def _speak(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
         """Return silence and a label, in turns: [T, features]."""

@@ -210,7 +210,7 @@ class TestCodes:
         """torch tests its kernels with these."""
         reference = pytest.importorskip("torch.testing._internal.common_quantized")
         scales = torch.arange(200 * 7).view(200, 7).to(torch.uint8)
-        assert torch.equal(native.swizzled(scales), reference.to_blocked(scales).flatten())
+        assert torch.equal(native.swizzle(scales), reference.to_blocked(scales).flatten())
         elements = take_apart(made(32, 64), ROWS, NVFP4).elements
         packed = reference._bfloat16_to_float4_e2m1fn_x2(elements.bfloat16())
         codes = codes_of(Parts(NVFP4, elements, torch.ones(32, 4)))

@@ -15,9 +15,9 @@ from mpframe.lowbit.scaling import (
     RULES,
     Axes,
     Quantization,
+    apply_hadamard,
+    find_scales,
     quantize,
-    scaled,
-    transformed,
 )
 
 ROWS = Axes(contracted=(1,), free=0)
@@ -27,7 +27,7 @@ NAN = math.nan
 
 def scales(x: torch.Tensor, axes: Axes, how: Quantization) -> torch.Tensor:
     """One for each block, row or tensor."""
-    return scaled(x, axes, how).scale.squeeze()
+    return find_scales(x, axes, how).scale.squeeze()
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -235,8 +235,8 @@ class TestHadamard:
         a = torch.randint(-8, 9, (5, 32), generator=generator).float()
         b = torch.randint(-8, 9, (32, 3), generator=generator).float()
         how = Quantization(FORMATS["tf32"], scale="none", hadamard=16)
-        assert torch.equal(transformed(a, ROWS, how) @ transformed(b, COLUMNS, how), a @ b)
-        assert not torch.equal(transformed(a, ROWS, how), a)
+        assert torch.equal(apply_hadamard(a, ROWS, how) @ apply_hadamard(b, COLUMNS, how), a @ b)
+        assert not torch.equal(apply_hadamard(a, ROWS, how), a)
 
     def test_spreads_an_outlier(self) -> None:
         how = Quantization(FORMATS["e2m1"], per="block", block=16, scale="e4m3", hadamard=16)

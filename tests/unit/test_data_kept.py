@@ -28,7 +28,7 @@ class Made(Generated):
         super().__init__(4, (0,), 0.0, cache_bytes)
         self.made: list[int] = []
 
-    def drawn(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def draw(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.made.append(index)
         return torch.full((2,), float(index)), {"label": torch.tensor(index, dtype=torch.int32)}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.image_files import decode, list_unlabelled, opened, require_channels
+from mpframe.data.image_files import decode, list_unlabelled, open_image, require_channels
 from mpframe.data.images import Normalize, spread
 from mpframe.data.metrics import Dice, IoU
 from mpframe.data.samples import Generated, keyed_uniform
@@ -37,9 +37,9 @@ class Pair(NamedTuple):
 
     def size(self) -> tuple[int, int]:
         """Return height and width in pixels from the headers, which must agree."""
-        with opened(self.image) as image:
+        with open_image(self.image) as image:
             width, height = image.size
-        with opened(self.mask, _MASK_FORMATS) as mask:
+        with open_image(self.mask, _MASK_FORMATS) as mask:
             wide, high = mask.size
         if (width, height) != (wide, high):
             raise DataError(
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
     def read(self, channels: int, classes: int) -> tuple[Tensor, Tensor]:
         """Return the photograph, uint8 [channels, H, W], and its classes, uint8 [H, W]."""
-        with opened(self.mask, _MASK_FORMATS) as mask:
+        with open_image(self.mask, _MASK_FORMATS) as mask:
             if mask.mode not in _ONE_NUMBER:
                 raise ValueError(f"its pixels are {mask.mode}, and not one number of 8 bits each")
             numbers = torch.from_numpy(np.asarray(mask).astype(np.uint8))
@@ -312,7 +312,7 @@ class Shapes(Generated):
         super().__init__(*generated)
         self._shape, self._most_shapes = shape, most_shapes
 
-    def drawn(self, index: int) -> tuple[Tensor, Tensor]:
+    def draw(self, index: int) -> tuple[Tensor, Tensor]:
         channels, side = self._shape
         each = _DRAWS + channels
         sizes = channels, self._most_shapes * each, channels * side**2
