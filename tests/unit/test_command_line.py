@@ -389,7 +389,7 @@ def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(
             ["hydra.sweep.dir=x"],
             "^hydra.sweep.dir=x: does nothing without -m; add -m, or use hydra",
         ),
-        (["hydra.sweep.subdir=x"], "^hydra.sweep.subdir=x: has no meaning without -m"),
+        (["hydra.sweep.subdir=x"], "^hydra.sweep.subdir=x: does nothing without -m"),
         (["dtype=[mixed,fp32]"], r"^dtype=\[mixed,fp32\]: give one choice, as dtype=NAME$"),
         (["-m", "dtype=[]", "seed=1,2"], r"^dtype=\[\]: give one choice, as dtype=NAME$"),
         (["model=[mlp,cnn]"], r"^model=\[mlp,cnn\]: give one choice"),

@@ -135,7 +135,7 @@ class TestOwn:
         ({"every": {"format": "e2m1", "block": 0}}, "dtype.recipes.mine.forward.x.block=0: must be a whole number >= 1"),
         ({"every": {"format": "e2m1", "hadamard": 12}}, "dtype.recipes.mine.forward.x.hadamard=12: must be 0 or a power of two"),
         ({"every": {"format": "e2m1", "across": 16}}, "dtype.recipes.mine.forward.x.across=16: does nothing with per=tensor"),
-        ({"every": {"format": "e2m1", "history": 4, "per": "row"}}, "dtype.recipes.mine.forward.x.history=4: goes with per=tensor"),
+        ({"every": {"format": "e2m1", "history": 4, "per": "row"}}, "dtype.recipes.mine.forward.x.history=4: only works with per=tensor"),
         ({"every": {"format": "e2m1", "hadamard": 16, "per": "block", "block": 24}}, "dtype.recipes.mine.forward.x.hadamard=16: block=24 must be a multiple of it"),
         ({"every": {"format": "e2m1"}, "dw": {"x": {"hadamard": 16}}}, "dtype.recipes.mine.dw: hadamard=0 and 16: give both operands the same"),
         ({"every": {"format": "e2m1"}, "dw": {"w": {}}}, "dtype.recipes.mine.dw.w: no such option; choose x, dy"),
