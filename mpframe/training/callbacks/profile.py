@@ -2,8 +2,8 @@
 
 `Profile` records a few steps with torch.profiler and takes its hooks off again. Marks in the trace
 say which module a forward pass is in. From the trace each op gets its module, its format and its
-time, and the largest costs become a table, as text and as Markdown. docs/profile.md says what is
-attributed to what, and what is not.
+time, and the largest costs become a table, as text and as Markdown. docs/memory_and_speed.md
+says what is attributed to what.
 """
 
 import gzip
