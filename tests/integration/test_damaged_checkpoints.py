@@ -297,7 +297,7 @@ def test_a_callbacks_state_that_is_none_is_one_line(
 
 
 def test_the_page_tells_the_size_of_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    page = " ".join((Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().split())
     damaged = len(DAMAGE) + 1 + len(CRAFTED)
     assert f"{damaged} kinds of damaged checkpoints and {len(OTHERS)} of something else" in page
 

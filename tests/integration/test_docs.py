@@ -23,10 +23,7 @@ from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
 from mpframe.core.errors import DivergedError
 
-GUIDES = [
-    *("choosing_precision", "debugging_nan", "first_run", "gpus", "own_data", "own_model"),
-    "several",
-]
+GUIDES = ["choosing_precision", "debugging", "first_run", "gpus", "several"]
 COMING_FROM = Page(ROOT / "docs" / "coming_from.md")
 # Programs of others, which no test starts.
 OTHERS = {
@@ -158,7 +155,7 @@ def test_every_block_of_python_is_python(path: Path) -> None:
 def test_the_blocks_of_the_page_for_others_run_one_after_the_other() -> None:
     names: dict[str, Any] = {}
     blocks = COMING_FROM.blocks("python")
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     for code in blocks:
         exec(compile(code, "coming_from.md", "exec"), names)
 

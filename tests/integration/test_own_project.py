@@ -114,11 +114,11 @@ for block in {blocks!r}:
     if block.startswith("import"):
         exec(block, {{}})
         continue
-    for line in block.splitlines():
+    for line in block.replace("\\\\\\n", " ").splitlines():
         if line in done:
             continue
         done.add(line)
-        program, *words = shlex.split(line)
+        program, *words = shlex.split(line, comments=True)
         print("$", line, flush=True)
         if program == "pytest":
             import pytest
@@ -148,7 +148,7 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
     readme = (project / "README.md").read_text()
     assert first in readme
     blocks = [*blocks_of(readme), *blocks_of(page)]
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
     assert "1 passed" in said
     assert Summary.read(project / "runs" / "first").monitor == "accuracy"

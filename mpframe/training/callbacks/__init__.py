@@ -1,4 +1,4 @@
-"""The callbacks that come with mpframe, see docs/callbacks.md for how to add one.
+"""The callbacks that come with mpframe, one file each; docs/own_parts.md says how to add one.
 
 Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the order.
 

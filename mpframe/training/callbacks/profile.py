@@ -2,7 +2,7 @@
 
 `Profile` records a few steps with torch.profiler and then removes its hooks. Marks in the trace
 name the module of a forward pass. Each op of the trace gets its module, its format and its time,
-and the largest costs become a table. docs/profile.md says how costs are attributed.
+and the largest costs become a table. docs/memory_and_speed.md says how costs are attributed.
 """
 
 import gzip
