@@ -1,4 +1,4 @@
-"""The zoo's results: zoo.csv, a line for each model, and the tables of README.md, beside this file."""
+"""The zoo's results: a line for each model in zoo.csv, and the tables of README.md beside it."""
 
 import csv
 import platform
