@@ -258,7 +258,7 @@ def in_fp32(config: Config) -> Config:
 
 
 _METHODS = ("update", "to", "state_dict", "load_state_dict")
-_PAGE = "docs/loss_scaling/own.md"
+_PAGE = "docs/loss_scaling.md"
 
 
 def build_scaler(config: Config) -> LossScaler:

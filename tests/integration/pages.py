@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "tests").rglob("README.md")),
+]
 _FENCE = re.compile(r"^ *```([\w{}]*)\n(.*?)^ *```$", re.M | re.S)
 _NAMED = re.compile(r"^`([\w./]+\.\w+)`\n\n```\w*\n(.*?)^```$", re.M | re.S)
 _INDENTED = re.compile(r"^    ((?:python scripts/|mpframe )(?:[^\\\n]|\\\n)*)", re.M)

@@ -36,15 +36,15 @@ def test_it_scales_and_resumes_bit_for_bit(
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("own_scalers.Mute", "own_scalers.Mute: has no update; see docs/loss_scaling/own.md"),
+        ("own_scalers.Mute", "own_scalers.Mute: has no update; see docs/loss_scaling.md"),
         (
             "torch.nn.Identity",
-            "torch.nn.Identity: has no update and no scale; see docs/loss_scaling/own.md",
+            "torch.nn.Identity: has no update and no scale; see docs/loss_scaling.md",
         ),
         (
             "own_scalers.Number",
             "own_scalers.Number: its scale is a float; must be a 0-d float32 tensor; see "
-            "docs/loss_scaling/own.md",
+            "docs/loss_scaling.md",
         ),
     ],
 )

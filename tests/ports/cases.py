@@ -1,4 +1,4 @@
-"""Counts the ported cases, and writes the table of docs/ported_suites.md.
+"""Counts the ported cases, and writes the table of README.md beside this file.
 
 python tests/ports/cases.py        after a change of the ports
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "ported_suites.md"
+PAGE = HERE / "README.md"
 BEGIN, END = "<!-- cases -->\n", "<!-- end of cases -->\n"
 
 # The databases of torch grow with it.

@@ -1,4 +1,4 @@
-"""docs/ported_suites.md says how many cases there are: is that still so?"""
+"""tests/ports/README.md says how many cases there are: is that still so?"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The zoo's results: docs/zoo.csv, a line for each model, and the tables of docs/zoo.md."""
+"""The zoo's results: a line for each model in zoo.csv, and the tables of README.md beside it."""
 
 import csv
 import platform
@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from comparison import MODES, RECOMPUTED, Row
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- zoo -->\n", "<!-- end of zoo -->\n"
 KEYS = (*MODES, "fp32 recomputed", *(f"{mode} recomputed" for mode in RECOMPUTED))
 HEAD = ("model", "class", "verdict", "torch.autocast bfloat16", "allowed", *KEYS)
@@ -22,18 +22,18 @@ def write(rows: Iterable[Row]) -> None:
     """Put `rows` in the place of what was known of their models, and write both files."""
     known = {line["model"]: line for line in read()} | {row.name: line_of(row) for row in rows}
     lines = [known[name] for name in sorted(known)]
-    with (DOCS / "zoo.csv").open("w", newline="") as file:
+    with (HERE / "zoo.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, HEAD, lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
-    page = DOCS / "zoo.md"
+    page = HERE / "README.md"
     before, rest = page.read_text().split(BEGIN)
     page.write_text(before + BEGIN + tables(lines) + END + rest.split(END)[1])
 
 
 def read() -> list[dict[str, str]]:
-    """The lines of docs/zoo.csv; none where there is no such file."""
-    path = DOCS / "zoo.csv"
+    """The lines of zoo.csv; none where there is no such file."""
+    path = HERE / "zoo.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:

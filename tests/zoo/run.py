@@ -2,7 +2,7 @@
 
 python tests/zoo/run.py                             every model of every installed library
 python tests/zoo/run.py timm transformers/bert      those whose library/name begins so
-python tests/zoo/run.py --jobs 4 --write            all, into docs/zoo.csv and docs/zoo.md
+python tests/zoo/run.py --jobs 4 --write            all, into zoo.csv and README.md beside this file
 
 Each model has a process of its own, and a time limit, so that none stops the others. Exit code 1
 where one of them fails. `pip install -e ".[zoo]"` for the libraries; nothing is downloaded.
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("prefixes", nargs="*", help="library/name or its beginning")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds a model may take")
-    parser.add_argument("--write", action="store_true", help="write docs/zoo.csv and docs/zoo.md")
+    parser.add_argument("--write", action="store_true", help="write zoo.csv and README.md")
     asked = parser.parse_args()
     names = [n for n in _names() if n.startswith(tuple(asked.prefixes) or "")]
     rows = []

@@ -24,8 +24,7 @@ _HEAD = """# Options
 Written from `mpframe/config/schema.py` by `python scripts/options.py`; a test keeps it current.
 `GROUP=CHOICE` picks a file of `conf/GROUP/`, `option=value` sets one value. Open sections (`model`,
 `dataset`, `loss_scaling`, `optimizer`, `scheduler`) also take every argument of their `_target_`;
-those of the loss scalers: [Backoff](loss_scaling/backoff.md), [LogMax](loss_scaling/logmax.md),
-[static](loss_scaling/static.md).
+[loss scaling](loss_scaling.md) has the arguments of the scalers.
 """
 _COLUMNS = ("option", "type", "default", "allowed", "meaning")
 

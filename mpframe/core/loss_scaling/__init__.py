@@ -9,7 +9,7 @@ to where the format has room. The optimizer divides by s again, in fp32.
     LogMax    s follows from what the gradients were: a model of their largest magnitude
 
 Each is a small state machine on the device. Begin with scaler.py. Your scaler derives from its
-`Scaler` (docs/loss_scaling/own.md).
+`Scaler` (docs/loss_scaling.md).
 """
 
 from mpframe.core.loss_scaling.backoff import Backoff, auto, none
