@@ -19,7 +19,7 @@ from there by d octaves on overflows:
     e <- max(rest - d, min)                     on overflow at most e - 1
                                                 μ moves along, as x would have
 
-Why it is so (docs/loss_scaling/logmax.md has the evidence):
+Why it is so (docs/loss_scaling.md has the evidence):
 
 - The equations use s a and never a by itself, and s moves by whole octaves: gradients 2^k times as
   large give a scale 2^k times as small, bit for bit.
