@@ -30,7 +30,7 @@ _HOUSE = {
         for old in ("objectives", "core.objective")
         for name in ("cross_entropy", "mse", "model_loss")
     ],
-    "training.schedules": [
+    "training.callbacks.schedules": [
         *("optim.schedules.constant", "optim.schedules.exponential", "optim.schedules.onecycle"),
         *("optim.schedules.piecewise_constant", "optim.schedules.poly"),
         *("optim.schedules.transformer", "optim.schedules.warmup_cosine"),
