@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpframe.core.casting.op_lists import OpLists
     from mpframe.core.loss_scaling import Backoff, LogMax, Static
-    from mpframe.core.master_weights import MasterWeights
-    from mpframe.core.op_lists import OpLists
+    from mpframe.core.optim.master_weights import MasterWeights
     from mpframe.core.precision import Precision
     from mpframe.core.step_result import StepResult
     from mpframe.run.run import train
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Backoff": "mpframe.core.loss_scaling",
     "LogMax": "mpframe.core.loss_scaling",
-    "MasterWeights": "mpframe.core.master_weights",
-    "OpLists": "mpframe.core.op_lists",
+    "MasterWeights": "mpframe.core.optim.master_weights",
+    "OpLists": "mpframe.core.casting.op_lists",
     "Precision": "mpframe.core.precision",
     "Static": "mpframe.core.loss_scaling",
     "StepResult": "mpframe.core.step_result",

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.core import gradients, master_weights, masters, precision
-from mpframe.core.masters import Master
+from mpframe.core import precision
+from mpframe.core.optim import gradients, master_weights, masters
+from mpframe.core.optim.masters import Master
+from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
-from mpframe.training.split_master import SplitMaster
 
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mpframe.run.parts import build_loaders, build_task, seed_everything
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
-from mpframe.training.ema import AverageWeights, ema_of
+from mpframe.training.callbacks.ema import AverageWeights, ema_of
 from mpframe.training.trainer import Trainer
 
 

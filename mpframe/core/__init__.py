@@ -5,43 +5,43 @@ order. `docs/core.md` is the same walk with the code beside it.
 
 Before the first step, a format is decided for every op and every weight:
 
-    op_lists         which ops run in half (allow), in fp32 (deny), or as their inputs (infer)
-    policy           the format of one op, from the mode, the lists and the pins
-    trace            which ops read each weight, seen in one forward pass
-    storage          which weights are stored in half: the ones that only half ops read
-    precision        `prepare` sets up a model and its optimizer; `cast` is the forward pass's block
+    casting/op_lists         which ops run in half (allow), fp32 (deny), or as their inputs (infer)
+    casting/policy           the format of one op, from the mode, the lists and the pins
+    casting/trace            which ops read each weight, seen in one forward pass
+    casting/storage          which weights are stored in half: the ones that only half ops read
+    precision                `prepare` sets up model and optimizer; `cast` is the forward's block
 
 A batch goes forward. Inside the block PyTorch hands each op to the cast:
 
-    cast             a block, and a pin around one module; finds the handler of each op
-    handlers         what each rule does to the inputs: round to half, widen, clamp, pass on
-    emulation        float16 on a CPU: half inputs, fp32 sums, one rounding
-    torch_functions  functions of torch that are copied, so that the ops inside are cast, or
-                     replaced, so that a backward pass gets the casts of its forward pass
+    casting/cast             a block, and a pin around one module; finds the handler of each op
+    casting/handlers         what each rule does to the inputs: round to half, widen, clamp, pass on
+    casting/emulation        float16 on a CPU: half inputs, fp32 sums, one rounding
+    casting/torch_functions  functions of torch that are copied, so that the ops inside are cast, or
+                             replaced, so that a backward pass gets the casts of its forward pass
 
 The objective computes a loss in fp32, which is scaled before the backward pass:
 
-    objective        model and batch to `StepOutput(loss, outputs, targets, count)`
-    loss_scaling/    the scale: none, static, Backoff or LogMax
+    objective                model and batch to `StepOutput(loss, outputs, targets, count)`
+    loss_scaling/            the scale: none, static, Backoff or LogMax
 
 The gradients arrive in half. They are measured, widened to fp32, then unscaled:
 
-    gradients        amax and norm first, then fp32; micro-batches summed by their counts
-    comm             the other processes: backward, accumulate and reduce in step with them
+    optim/gradients          amax and norm first, then fp32; micro-batches summed by their counts
+    comm                     the other processes: backward, accumulate and reduce in step with them
 
 Then the update happens as a whole, or not at all:
 
-    masters          the fp32 value behind each half weight, and how writes to it are noticed
-    widening         half weights that other code updates, which become fp32 again
-    optimizer        a torch optimizer over masters: its groups, state, checkpoints
-    master_weights   collect, check, clip, update or skip, round into the weights
-    step_result      what a step did, and the one place where the host reads a skip
-    buffers          BatchNorm's statistics, put back after a skip
+    optim/masters            the fp32 value behind each half weight, and how writes to it are seen
+    optim/widening           half weights that other code updates, which become fp32 again
+    optim/optimizer          a torch optimizer over masters: its groups, state, checkpoints
+    optim/master_weights     collect, check, clip, update or skip, round into the weights
+    step_result              what a step did, and the one place where the host reads a skip
+    buffers                  BatchNorm's statistics, put back after a skip
 
 And all of it together:
 
-    trainer          the step, line by line
-    callback         watches a run; an `Algorithm` also changes the training
+    trainer                  the step, line by line
+    callback                 watches a run; an `Algorithm` also changes the training
 
 tree, ranges, errors and user_code serve all of them: batches of any shape, checks of a number,
 errors in one line, and whose code has failed.

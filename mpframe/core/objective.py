@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.cast import block
+from mpframe.core.casting.cast import block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32

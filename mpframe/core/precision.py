@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.cast import Casts, block, casts_here, pin_modules
+from mpframe.core.casting.cast import Casts, block, casts_here, pin_modules
+from mpframe.core.casting.handlers import OpHandler, cast_to
+from mpframe.core.casting.op_lists import PINS, OpLists
+from mpframe.core.casting.policy import NO_PRODUCTS, Policy
+from mpframe.core.casting.storage import store
+from mpframe.core.casting.torch_functions import follow_backward_passes, stop_following
+from mpframe.core.casting.trace import WeightUses, materialize, trace
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import OpHandler, cast_to
-from mpframe.core.master_weights import MasterWeights
-from mpframe.core.masters import Master, master_class, set_master
-from mpframe.core.op_lists import PINS, OpLists
-from mpframe.core.policy import NO_PRODUCTS, Policy
-from mpframe.core.storage import store
-from mpframe.core.torch_functions import follow_backward_passes, stop_following
-from mpframe.core.trace import WeightUses, materialize, trace
+from mpframe.core.optim.master_weights import MasterWeights
+from mpframe.core.optim.masters import Master, master_class, set_master
+from mpframe.core.optim.widening import watch
 from mpframe.core.tree import device_of
-from mpframe.core.widening import watch
 
 find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
 """Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""

@@ -20,9 +20,9 @@ from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.callback import Algorithm, Batch
 from mpframe.core.comm import SINGLE_PROCESS, Comm, Loss
 from mpframe.core.errors import ConfigError
-from mpframe.core.gradients import check_clipping
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaling, scale_of
 from mpframe.core.objective import NamedObjective, Objective, compute, count_of, require_objective
+from mpframe.core.optim.gradients import check_clipping
 from mpframe.core.precision import Precision
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors

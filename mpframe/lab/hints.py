@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpframe.core.casting.policy import Policy
 from mpframe.core.errors import nearest
 from mpframe.core.loss_scaling.scaler import NoScaling, name_of
-from mpframe.core.master_weights import MasterWeights
-from mpframe.core.policy import Policy
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import dtype_name
 from mpframe.data.loading import Loader
-from mpframe.training.ema import ema_of
-from mpframe.training.multi_optimizer import parts_of
+from mpframe.training.callbacks.ema import ema_of
+from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpframe.core.master_weights import MasterWeights
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import dtype_name
 
 SMALL = ("eps", "lr", "weight_decay")

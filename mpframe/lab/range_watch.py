@@ -14,7 +14,7 @@ from itertools import compress
 import numpy as np
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.policy import Policy
+from mpframe.core.casting.policy import Policy
 from mpframe.core.step_result import StepResult
 from mpframe.lab import product_noise
 from mpframe.lab.exponents import HIGHEST, LOWEST, Limits

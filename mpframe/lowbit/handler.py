@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mpframe.core.casting.handlers import Handler, OpHandler, Readers
+from mpframe.core.casting.op_lists import PINS
+from mpframe.core.casting.policy import NO_PRODUCTS, Compute, Policy
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import Handler, OpHandler, Readers
-from mpframe.core.op_lists import PINS
-from mpframe.core.policy import NO_PRODUCTS, Compute, Policy
 from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand

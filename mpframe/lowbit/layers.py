@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.policy import Compute, Policy
+from mpframe.core.casting.policy import Compute, Policy
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import misfit, weight_operand
 from mpframe.lowbit.native import refusals, wanted

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from mpframe.core.emulation import each_axis, half_values, rounded
+from mpframe.core.casting.emulation import each_axis, half_values, rounded
+from mpframe.core.casting.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
+from mpframe.core.casting.policy import CASTABLE, Policy
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
-from mpframe.core.policy import CASTABLE, Policy
 from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
 from mpframe.lowbit.recipe import Recipe

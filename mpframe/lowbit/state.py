@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.cast import count_steps
+from mpframe.core.casting.cast import count_steps
 from mpframe.core.comm import Comm
 
 ROLES = ("x", "w", "dy")

@@ -27,10 +27,10 @@ from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed
 from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config, only_watches
+from mpframe.core.casting.op_lists import OpLists
+from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
-from mpframe.core.op_lists import OpLists
-from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task

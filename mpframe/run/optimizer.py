@@ -17,14 +17,14 @@ from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, GroupOptions, Part, measured
 from mpframe.core.errors import ConfigError
-from mpframe.core.master_weights import MasterWeights
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.run.parts import monitored
 from mpframe.run.target import find_target, make, make_a, require_methods
-from mpframe.training.multi_optimizer import MultiOptimizer
-from mpframe.training.schedules import PlannedSchedule, Schedule
-from mpframe.training.selection import Selection, divided, grouped
+from mpframe.training.callbacks.schedules import PlannedSchedule, Schedule
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.selection import Selection, divided, grouped
 
 log = logging.getLogger(__name__)
 

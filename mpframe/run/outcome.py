@@ -18,8 +18,8 @@ from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.parts import resolve_device
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
+from mpframe.training.callbacks.ema import ema_of
 from mpframe.training.callbacks.results import Results
-from mpframe.training.ema import ema_of
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Loader, Trainer

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm, Callback
+from mpframe.core.casting.op_lists import PINS, OpLists
+from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
-from mpframe.core.masters import Master
 from mpframe.core.objective import Objective, Supervised, require_objective
-from mpframe.core.op_lists import PINS, OpLists
-from mpframe.core.policy import NO_PRODUCTS
+from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.data.loading import Loader
@@ -240,7 +240,7 @@ def build_precision(config: Config) -> Precision:
         recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
     masters: bool | type[Master] = dtype.master_weights == "on"
     if dtype.master_weights == "split":
-        masters = import_module("mpframe.training.split_master").SplitMaster
+        masters = import_module("mpframe.training.optimizers.split_master").SplitMaster
     return Precision(
         dtype.mode,
         dtype.half,

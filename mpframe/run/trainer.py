@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from mpframe.config.check import as_typed
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
+from mpframe.core.casting.storage import formats_of
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.precision import Precision
-from mpframe.core.storage import formats_of
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
@@ -37,11 +37,11 @@ from mpframe.run.parts import (
     resolve_device,
     to_device,
 )
+from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights
-from mpframe.training.schedules import Schedule, Schedules
 from mpframe.training.trainer import Trainer
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
@@ -176,11 +176,11 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
     """Choose the trainer for these objectives and this optimizer, and import only that one."""
     if isinstance(task.objective, Mapping):
-        from mpframe.training.multi_objective import MultiObjectiveTrainer
+        from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 
         return MultiObjectiveTrainer
     if optimizer.needs_closure:
-        from mpframe.training.lbfgs import ClosureTrainer
+        from mpframe.training.optimizers.lbfgs import ClosureTrainer
 
         return ClosureTrainer
     return Trainer
@@ -245,7 +245,7 @@ def _build_algorithms(
     if planned:
         algorithms["schedule"] = Schedules(planned)
     if config.trainer.ema_decay is not None:
-        from mpframe.training.ema import AverageWeights, Ema
+        from mpframe.training.callbacks.ema import AverageWeights, Ema
 
         trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         masters = {parameter: optimizer.master_of(parameter) for parameter in trained}

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.op_lists import WITH_STATISTICS
-from mpframe.core.policy import Compute, Policy
+from mpframe.core.casting.op_lists import WITH_STATISTICS
+from mpframe.core.casting.policy import Compute, Policy
+from mpframe.core.casting.storage import formats_of, op_of, wanted_by
+from mpframe.core.casting.trace import Use, WeightUses
 from mpframe.core.precision import Precision
-from mpframe.core.storage import formats_of, op_of, wanted_by
-from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import dtype_name
 from mpframe.files.text import aligned
 

@@ -21,8 +21,8 @@ from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, run_callbacks
 from mpframe.core.comm import Comm, weighted
 from mpframe.core.errors import UserCodeError
-from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
+from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.training.trainer import InBatch, Loader, Trainer

@@ -20,9 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from mpframe.core.buffers import State
-from mpframe.core.cast import casts_here
+from mpframe.core.casting.cast import casts_here
 from mpframe.core.errors import ConfigError
-from mpframe.training.selection import refuse_idle
+from mpframe.training.optimizers.selection import refuse_idle
 
 _SAFE_CHANNELS = 8
 

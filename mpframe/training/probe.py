@@ -16,11 +16,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.casting.op_lists import OpLists
+from mpframe.core.casting.trace import preserve_state
 from mpframe.core.loss_scaling.scaler import largest_power_below
 from mpframe.core.objective import Objective, compute
-from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
-from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import UserCode
 

@@ -15,12 +15,12 @@ from mpframe.core.callback import Batch, Callbacks, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
+from mpframe.core.optim.widening import widen_named, widened_names
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import name_of, raised
-from mpframe.core.widening import widen_named, widened_names
 from mpframe.training.extra_state import ExtraState
-from mpframe.training.multi_optimizer import largest, with_verdicts
+from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax, wants_probe
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
 
+from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
-from mpframe.core.trace import preserve_state
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.data.samples import Generated

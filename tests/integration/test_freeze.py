@@ -17,8 +17,8 @@ from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
+from mpframe.training.callbacks.ema import ema_of
 from mpframe.training.callbacks.freeze import Freeze
-from mpframe.training.ema import ema_of
 from mpframe.training.trainer import Trainer
 
 CNN = ["model=cnn", "model.width=4", "scheduler=none", "loss_scaling=none", "device=cpu"]

@@ -71,8 +71,8 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
         "mpframe.checkpoint.export_graph",
         "mpframe.checkpoint.init_from",
         "mpframe.training.callbacks.step_hooks",
-        "mpframe.training.lbfgs",
-        "mpframe.training.multi_objective",
+        "mpframe.training.optimizers.lbfgs",
+        "mpframe.training.optimizers.multi_objective",
         "mpframe.training.callbacks.profile",
     ],
 )

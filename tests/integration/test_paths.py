@@ -10,9 +10,9 @@ from paths import PATHS
 from torch import nn
 
 from mpframe import Precision
-from mpframe.core.masters import master_for
+from mpframe.core.optim.masters import master_for
+from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
-from mpframe.training.split_master import SplitMaster
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("torch_grad_scaler", "trainers", "openseq2seq")

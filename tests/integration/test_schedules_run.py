@@ -15,7 +15,7 @@ from mpframe.config.planned import filled_in
 from mpframe.core.errors import ConfigError
 from mpframe.run.optimizer import build_schedule
 from mpframe.tracking.summary import Summary
-from mpframe.training import schedules
+from mpframe.training.callbacks import schedules
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
 PLATEAU = [

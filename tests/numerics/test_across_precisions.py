@@ -16,7 +16,7 @@ from mpframe.checkpoint.init_from import fitted
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.objective import supervised
 from mpframe.run.resume import load_state
-from mpframe.training.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
 
 MODES = {
     "fp32": ("fp32", "float16"),

@@ -15,7 +15,7 @@ from vocabulary import HALVES, same_bits, tensors
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.checkpoint.state import RandomState
-from mpframe.core.master_weights import MasterWeights
+from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.objective import NamedObjective, StepOutput, supervised
-from mpframe.core.op_lists import OpLists
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.precision import Precision
 from mpframe.lab.autopsy.diagnosis import Kind, diagnose, underflow_share
 from mpframe.lab.autopsy.evidence import Evidence

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vocabulary import HALVES, same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Static
-from mpframe.core import gradients, master_weights
-from mpframe.core.masters import round_into
+from mpframe.core.optim import gradients, master_weights
+from mpframe.core.optim.masters import round_into
 
 BY_PARAMETER = sorted(master_weights._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
 CASES = [

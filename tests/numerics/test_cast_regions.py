@@ -15,7 +15,7 @@ from vocabulary import HALVES, in_another_thread, same_bits
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
-from mpframe.core.handlers import NOT_AUTOCAST
+from mpframe.core.casting.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

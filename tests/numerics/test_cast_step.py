@@ -11,8 +11,8 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.objective import supervised
-from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.workloads.detection import SSD, detection
 from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective

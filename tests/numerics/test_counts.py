@@ -20,9 +20,9 @@ from mpframe.core.objective import StepOutput, compute, count_of, supervised
 from mpframe.parallel.launch import joined
 from mpframe.run.trainer import shard
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.objectives import model_loss
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 

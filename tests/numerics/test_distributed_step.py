@@ -26,10 +26,10 @@ from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import joined
-from mpframe.training.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
-from mpframe.training.split_master import SplitMaster
 from mpframe.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
 
 from mpframe import Precision
-from mpframe.core.emulation import half_values, is_faulty, rounded
-from mpframe.core.policy import has_native_half
+from mpframe.core.casting.emulation import half_values, is_faulty, rounded
+from mpframe.core.casting.policy import has_native_half
 
 ALLOWED = sorted(set().union(*(lists.allow for lists in LISTS.values())))
 # 1; small enough for subnormal results; large enough for results beyond the range of float16.

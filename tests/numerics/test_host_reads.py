@@ -18,11 +18,11 @@ from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.lab.autopsy.callback import Autopsy
-from mpframe.training.ema import AverageWeights, Ema, ema_of
-from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
-from mpframe.training.schedules import Schedules, warmup_cosine
 
 pytestmark = pytest.mark.usefixtures("waited_for")
 

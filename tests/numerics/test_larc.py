@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
 from mpframe.config.locations import CONF
-from mpframe.core import gradients, master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
+from mpframe.core.optim import gradients, master_weights
 from mpframe.run.target import make
 from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.plan import Plan

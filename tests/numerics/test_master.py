@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.core import masters as core_masters
 from mpframe.core.errors import ConfigError
-from mpframe.core.masters import _SUMMED as LARGE
-from mpframe.training.ema import Ema
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.core.optim import masters as core_masters
+from mpframe.core.optim.masters import _SUMMED as LARGE
+from mpframe.training.callbacks.ema import Ema
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -310,7 +310,7 @@ class TestSharing:
         assert same_bits([first.master_of(model.weight)], [exact])
 
     def test_a_master_lives_as_long_as_its_weight(self) -> None:
-        from mpframe.core.masters import _MASTERS
+        from mpframe.core.optim.masters import _MASTERS
 
         gc.collect()
         before = len(_MASTERS)

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
-from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.optim import gradients as optim_gradients
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import saturation_warning
-from mpframe.training.lbfgs import step_with_closure
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.lbfgs import step_with_closure
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
@@ -1085,8 +1085,8 @@ class TestRefusals:
         with pytest.raises(ConfigError) as error:
             wrapped.step(**arguments)
         assert str(error.value) == (
-            "optimizer=LBFGS: evaluates the loss itself; step it with mpframe.training.lbfgs, or "
-            "use an optimizer without a closure"
+            "optimizer=LBFGS: evaluates the loss itself; step it with "
+            "mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
         )
 
     @pytest.mark.parametrize("keep", [True, False])

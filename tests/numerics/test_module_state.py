@@ -16,9 +16,9 @@ from vocabulary import same_bits
 
 from mpframe import Backoff, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
-from mpframe.core.trace import preserve_state
 from mpframe.run.resume import Resume
 from mpframe.training.memory import recompute
 from mpframe.training.plan import Plan

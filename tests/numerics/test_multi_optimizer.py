@@ -14,10 +14,10 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
 from mpframe.core.objective import Objective, StepOutput, supervised
 from mpframe.training.callbacks.guards import SkipGuard, saturation_warning
-from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.callbacks.schedules import Schedules
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
-from mpframe.training.schedules import Schedules
 from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]

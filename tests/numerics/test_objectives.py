@@ -16,8 +16,8 @@ from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, compute, supervised
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.objectives import model_loss
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression

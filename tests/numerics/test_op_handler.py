@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import Precision
-from mpframe.core.handlers import Args, Handler, Kwargs, OpHandler
+from mpframe.core.casting.handlers import Args, Handler, Kwargs, OpHandler
 
 X = torch.arange(12.0).reshape(3, 4)
 

@@ -25,7 +25,7 @@ from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
 from mpframe.parallel.launch import joined
 from mpframe.run.trainer import shard
-from mpframe.training.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer

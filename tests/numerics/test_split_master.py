@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from vocabulary import same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
-from mpframe.core import master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
+from mpframe.core.optim import master_weights
 from mpframe.tracking.dtype_map import warnings
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.freeze import set_requires_grad
-from mpframe.training.ema import Ema
-from mpframe.training.split_master import SplitMaster
+from mpframe.training.optimizers.split_master import SplitMaster
 
 BF16 = torch.bfloat16
 END = torch.finfo(BF16).max

@@ -14,11 +14,11 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
-from mpframe.training.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.lbfgs import ClosureTrainer
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.plan import Plan
-from mpframe.training.schedules import Schedules, warmup_cosine
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient

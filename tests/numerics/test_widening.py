@@ -15,12 +15,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, MasterWeights, Precision, Trainer
-from mpframe.core import masters as core_masters
 from mpframe.core.objective import StepOutput
-from mpframe.core.widening import fp32_weights
-from mpframe.training.ema import AverageWeights, Ema, ema_of
-from mpframe.training.multi_optimizer import MultiOptimizer
-from mpframe.training.split_master import SplitMaster
+from mpframe.core.optim import masters as core_masters
+from mpframe.core.optim.widening import fp32_weights
+from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.split_master import SplitMaster
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 INF = float("inf")
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

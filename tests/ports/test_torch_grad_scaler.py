@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")

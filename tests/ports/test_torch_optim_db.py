@@ -16,7 +16,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from mpframe import Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.lbfgs import step_with_closure
+from mpframe.training.optimizers.lbfgs import step_with_closure
 
 STEPS = 4
 SCALE = 2.0**10  # a power of two: scaling and unscaling take no bit

@@ -7,13 +7,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import supervised
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.precision import Precision
 from mpframe.parallel import launch
 from mpframe.parallel.launch import Place, place, refuse_misfit
 from mpframe.run.parts import resolve_device
-from mpframe.training.lbfgs import ClosureTrainer
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vocabulary import HALVES, CalledOps, Kernels, formats
 
 from mpframe import OpLists, Precision
+from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError
-from mpframe.core.storage import op_of
 from mpframe.tracking.dtype_map import as_table, dtype_map
 
 FP32, HALF = torch.float32, torch.float16

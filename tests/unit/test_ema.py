@@ -9,7 +9,7 @@ from torch import nn
 from mpframe import Precision, Trainer
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.objective import supervised
-from mpframe.training.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
 
 
 def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:

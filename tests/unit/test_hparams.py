@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
-from mpframe.core.op_lists import OpLists
+from mpframe.core.casting.op_lists import OpLists
 from mpframe.run.description import called, hparams, ops_in_words, varied
 
 ALWAYS = {

@@ -14,9 +14,9 @@ from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.core.objective import supervised
 from mpframe.core.step_result import StepResult
+from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.ema import AverageWeights, Ema
-from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes
+from mpframe.training.callbacks.loss_spike import LEAST, WINDOW, LossSpikes
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from mpframe import OpLists
 from mpframe.config.locations import CONF
+from mpframe.core.casting.op_lists import _ALIASES, _parse, canonical, is_registered, known_ops
 from mpframe.core.errors import ConfigError
-from mpframe.core.op_lists import _ALIASES, _parse, canonical, is_registered, known_ops
 
 SHIPPED = sorted(path.stem for path in Path(CONF).glob("ops/*.yaml"))
 
@@ -190,8 +190,8 @@ def test_registered_ops_are_named_with_their_library(name: str) -> None:
 def test_shipped_ops_are_known_where_torch_is_older_or_their_library_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mpframe.core.op_lists.is_registered", lambda _: False)
-    monkeypatch.setattr("mpframe.core.op_lists.known_ops", lambda: frozenset({"mm"}))
+    monkeypatch.setattr("mpframe.core.casting.op_lists.is_registered", lambda _: False)
+    monkeypatch.setattr("mpframe.core.casting.op_lists.known_ops", lambda: frozenset({"mm"}))
     assert "linalg_matrix_sqrth" in OpLists.named().deny
     assert "torchvision.nms" in OpLists.named().deny
     with pytest.raises(ConfigError, match="'erf' is not an op of PyTorch"):

@@ -10,7 +10,7 @@ from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import Trainer, build_trainer
-from mpframe.training.selection import Selection, divided
+from mpframe.training.optimizers.selection import Selection, divided
 from mpframe.workloads.images import mlp
 
 

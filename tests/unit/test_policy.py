@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpframe import OpLists, Precision
+from mpframe.core.casting.policy import Compute, Policy, has_native_half
 from mpframe.core.errors import ConfigError
-from mpframe.core.policy import Compute, Policy, has_native_half
 from mpframe.tracking.dtype_map import warnings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

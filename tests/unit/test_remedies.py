@@ -6,8 +6,8 @@ from hydra import compose, initialize_config_dir
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
-from mpframe.core.op_lists import OpLists
-from mpframe.core.policy import Policy
+from mpframe.core.casting.op_lists import OpLists
+from mpframe.core.casting.policy import Policy
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.run.parts import build_precision
 

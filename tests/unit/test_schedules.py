@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
-from mpframe.training.schedules import (
+from mpframe.training.callbacks.schedules import (
     PlannedSchedule,
     constant,
     exponential,
@@ -86,7 +86,7 @@ def test_onecycle_takes_all_that_torchs_takes(cls: Any, options: dict[str, Any])
     """Rates and momenta; the shipped file says torch's defaults."""
     shipped = OmegaConf.load(CONF / "scheduler" / "onecycle.yaml")
     arguments: Any = {**shipped, **options}
-    assert arguments.pop("_target_") == "mpframe.training.schedules.onecycle"
+    assert arguments.pop("_target_") == "mpframe.training.callbacks.schedules.onecycle"
     taken = set(inspect.signature(OneCycleLR).parameters)
     unused = {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
     assert taken - unused == set(arguments)

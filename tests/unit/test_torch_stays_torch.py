@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mpframe import Precision
-from mpframe.core import torch_functions
+from mpframe.core.casting import torch_functions
 
 Replaced = dict[tuple[Any, str], Any]
 A = torch.rand(4, 4)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from vocabulary import CalledOps
 
-from mpframe.core.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
+from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
 
 ROWS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))

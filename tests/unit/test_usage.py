@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision, Trainer
-from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import StepOutput
+from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.data import Task
 from mpframe.run.description import usage_of
 from mpframe.training.objectives import model_loss

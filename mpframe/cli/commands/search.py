@@ -37,10 +37,10 @@ from tqdm import tqdm
 from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
+from mpframe.core.casting.policy import NO_PRODUCTS
+from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, DivergedError
-from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, refused
-from mpframe.core.storage import op_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically

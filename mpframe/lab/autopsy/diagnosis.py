@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpframe.core.op_lists import known_ops
+from mpframe.core.casting.op_lists import known_ops
 from mpframe.core.tree import dtype_name
 from mpframe.data.fetching import named_leaves
 from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, noises_of, replay

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mpframe.core.policy import NO_PRODUCTS
+from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import aligned, markdown
 from mpframe.lab.autopsy import evidence

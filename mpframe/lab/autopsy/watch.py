@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from mpframe.core.op_lists import op_name
+from mpframe.core.casting.op_lists import op_name
 from mpframe.core.tree import tensors_in
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
+from mpframe.core.casting.storage import op_of
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
-from mpframe.core.policy import NO_PRODUCTS, has_native_half
-from mpframe.core.storage import op_of
 from mpframe.core.tree import HALF
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of

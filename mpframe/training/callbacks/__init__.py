@@ -10,6 +10,8 @@ Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the
     guards                end a run, or warn
     freeze                freezes layers for a while
     step_hooks            changes gradients right before a step: a penalty, LARC
+    ema, schedules        algorithms: an average of the weights, learning rates
+    loss_spike            an algorithm that skips a step whose loss jumps
 
 The autopsy and the ranges are in lab/. A configuration names each by `_target_`.
 """

@@ -18,10 +18,10 @@ from torch.optim import SGD, Optimizer
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
-from mpframe.training.multi_optimizer import parts_of
+from mpframe.training.optimizers.multi_optimizer import parts_of
+from mpframe.training.optimizers.selection import hint
 from mpframe.training.plan import Progress
 from mpframe.training.run_context import RunContext
-from mpframe.training.selection import hint
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF
+from mpframe.training.callbacks.loss_spike import spikes_of
 from mpframe.training.evaluation import Best, Evaluation
-from mpframe.training.loss_spike import spikes_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ from mpframe.tracking.metrics_csv import MetricsCsv
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import checked_events
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 

@@ -15,9 +15,9 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.core.step_result import StepResult
-from mpframe.training.multi_optimizer import parts_of
+from mpframe.training.optimizers.multi_optimizer import parts_of
+from mpframe.training.optimizers.selection import Selection, refuse_idle
 from mpframe.training.run_context import RunContext
-from mpframe.training.selection import Selection, refuse_idle
 from mpframe.training.trainer import Trainer
 
 

@@ -18,11 +18,11 @@ from bench.step.laps import Laps
 from bench.step.workloads import Workload
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
-from mpframe.core.masters import Master
 from mpframe.core.objective import StepOutput, supervised
+from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
+from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
-from mpframe.training.split_master import SplitMaster
 from mpframe.training.trainer import Trainer
 
 MAX_NORM = 1.0

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpframe.core.casting.op_lists import LISTS, PINS, OpLists
 from mpframe.core.errors import ConfigError, nearest
-from mpframe.core.op_lists import LISTS, PINS, OpLists
 from mpframe.core.tree import HALVES
 
 NO_PRODUCTS = "none"  # In place of a recipe: matrix products and convolutions stay in half.

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
-from mpframe.core.gradients import Gradients, check_clipping, not_finite
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
-from mpframe.core.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
-from mpframe.core.masters import load_weights
+from mpframe.core.optim.gradients import Gradients, check_clipping, not_finite
+from mpframe.core.optim.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
+from mpframe.core.optim.masters import load_weights
 from mpframe.core.step_result import StepResult, Verdict, read
 
 SKIPS = ("all", "each")

@@ -25,9 +25,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from mpframe.core.buffers import State
-from mpframe.core.handlers import HANDS_OFF
-from mpframe.core.op_lists import WITH_STATISTICS, op_name
-from mpframe.core.policy import Compute, Policy
+from mpframe.core.casting.handlers import HANDS_OFF
+from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
+from mpframe.core.casting.policy import Compute, Policy
 from mpframe.core.tree import tensors_in
 
 # Ops that return their first argument's values in a new tensor.

@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling
 from torch.optim.swa_utils import AveragedModel
 
-from mpframe.core.widening import update_from_masters
+from mpframe.core.optim.widening import update_from_masters
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # They only check their arguments and call the op of their name: there is no other op inside.

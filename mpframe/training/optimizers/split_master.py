@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError
-from mpframe.core.masters import Master, mark_known, sync_from_weights
+from mpframe.core.optim.masters import Master, mark_known, sync_from_weights
 
 _END = torch.finfo(torch.bfloat16).max
 _PIECE = 2**17  # values

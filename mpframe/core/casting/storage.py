@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mpframe.core.casting.op_lists import WITH_STATISTICS, canonical, known_ops
+from mpframe.core.casting.policy import CASTABLE, Policy
+from mpframe.core.casting.trace import Use, WeightUses
 from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
-from mpframe.core.masters import exact_value
-from mpframe.core.op_lists import WITH_STATISTICS, canonical, known_ops
-from mpframe.core.policy import CASTABLE, Policy
-from mpframe.core.trace import Use, WeightUses
+from mpframe.core.optim.masters import exact_value
 from mpframe.core.tree import HALF
 
 Formats = dict[nn.Parameter, torch.dtype]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import part_for, part_of, sharded_as
 from mpframe.core.errors import CheckpointError
-from mpframe.core.masters import master_behind, round_into
+from mpframe.core.optim.masters import master_behind, round_into
 from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.training.trainer import Trainer

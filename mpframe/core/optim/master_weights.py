@@ -21,7 +21,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.gradients import (
+from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.optim.gradients import (
     Accumulator,
     Gradients,
     as_count,
@@ -30,12 +31,11 @@ from mpframe.core.gradients import (
     measure_grads,
     not_finite,
 )
-from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.core.masters import Master, Pair, master_class
-from mpframe.core.optimizer import OptimizerWrapper
+from mpframe.core.optim.masters import Master, Pair, master_class
+from mpframe.core.optim.optimizer import OptimizerWrapper
+from mpframe.core.optim.widening import Frozen, frozen_beside, widen_turned, widen_written
 from mpframe.core.step_result import StepResult, Verdict, read
 from mpframe.core.tree import HALF, is_async
-from mpframe.core.widening import Frozen, frozen_beside, widen_turned, widen_written
 
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
@@ -193,8 +193,8 @@ class MasterWeights(OptimizerWrapper):
 
         Raises:
             ConfigError: there are no new gradients, a bound is out of its range, or both are given,
-                or the optimizer needs a closure (see training/lbfgs.py) or does not take a sparse
-                gradient. Nothing has changed.
+                or the optimizer needs a closure (training/optimizers/lbfgs.py) or does not take a
+                sparse gradient. Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
@@ -230,7 +230,7 @@ class MasterWeights(OptimizerWrapper):
         if self.needs_closure:
             raise ConfigError(
                 f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
-                "with mpframe.training.lbfgs, or use an optimizer without a closure"
+                "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
             )
         return (None, evaluate(scaler)) if closure is None else (scaler, evaluate(closure))
 

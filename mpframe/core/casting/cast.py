@@ -26,13 +26,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core import handlers
-from mpframe.core.emulation import half_values, rounded, used_again
-from mpframe.core.handlers import HANDS_OFF, Args, Handler, Kwargs, OpHandler, Rule, dtypes_in
-from mpframe.core.masters import master_for
-from mpframe.core.op_lists import PINS
-from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
-from mpframe.core.torch_functions import UNWRAPPED, MakeBlock
+from mpframe.core.casting import handlers
+from mpframe.core.casting.emulation import half_values, rounded, used_again
+from mpframe.core.casting.handlers import (
+    HANDS_OFF,
+    Args,
+    Handler,
+    Kwargs,
+    OpHandler,
+    Rule,
+    dtypes_in,
+)
+from mpframe.core.casting.op_lists import PINS
+from mpframe.core.casting.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
+from mpframe.core.casting.torch_functions import UNWRAPPED, MakeBlock
+from mpframe.core.optim.masters import master_for
 from mpframe.core.tree import HALF, HALVES, call_with, map_tensors
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)

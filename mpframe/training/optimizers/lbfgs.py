@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
-from mpframe.core.gradients import measure_grads
-from mpframe.core.master_weights import MasterWeights, evaluate
 from mpframe.core.objective import require_objective
+from mpframe.core.optim.gradients import measure_grads
+from mpframe.core.optim.master_weights import MasterWeights, evaluate
 from mpframe.core.step_result import StepResult, Verdict
 from mpframe.core.tree import HALF
 from mpframe.core.user_code import name_of
-from mpframe.training.loss_spike import spikes_of
+from mpframe.training.callbacks.loss_spike import spikes_of
 from mpframe.training.trainer import Trainer
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mpframe.core.comm import is_sharded, part_for, part_of, sharded_as
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.masters import (
+from mpframe.core.optim.masters import (
     Master,
     clear_master,
     load_weights,

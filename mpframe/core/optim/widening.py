@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.core.masters import exact_value, master_behind, sync_from_weights, widen
+from mpframe.core.optim.masters import exact_value, master_behind, sync_from_weights, widen
 from mpframe.core.tree import HALF
 
 log = logging.getLogger(__name__)
