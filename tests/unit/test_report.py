@@ -240,6 +240,24 @@ def test_without_fp32_runs_there_is_no_gap(make_run: MakeRun, tmp_path: Path) ->
     assert table(tmp_path, costs)[0]["samples / s"] == "1000"
 
 
+@pytest.mark.parametrize(
+    ("device", "compute", "emulated"),
+    [("cpu", "auto", True), ("cpu", "native", False), ("cuda", "auto", False)],
+)
+def test_times_of_emulated_float16_are_not_a_gpu_s(
+    device: str, compute: str, emulated: bool, make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("0", SUMMARY)
+    make_run("1", replace(MIXED, device=device), dtype__compute=compute)
+    records = find_runs([tmp_path])[1]
+    groups = compared(records)
+    for text in (as_page("t", groups, records), as_markdown("t", groups, records)):
+        before, said, after = text.partition("float16 was emulated on a CPU: these times say")
+        assert bool(said) == emulated
+        assert not emulated or before.rstrip("<p>\n").endswith(("Speed and memory", "memory</h2"))
+        assert not emulated or "step, ms" in after
+
+
 # --- runs that did not finish
 
 

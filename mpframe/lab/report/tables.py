@@ -175,7 +175,7 @@ COST_NOTES = (
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
-
+EMULATED = "float16 was emulated on a CPU: these times say nothing about a GPU."
 RECIPE_NOTES = (
     "The gap compares the validation loss with runs whose products are in half and whose other "
     "options are equal. Saturated is the largest share of values beyond the format's range in any "
@@ -189,15 +189,17 @@ class Section(NamedTuple):
     title: str
     table: Table  # the head first
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()  # above the table
 
 
 def sections(groups: Sequence[RunGroup]) -> list[Section]:
     """Return the sections that have a table, in the order of the page."""
+    emulated = any(run.emulated for group in groups for run in group.runs)
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
         Section("Not finished", unfinished(groups)),
-        Section("Speed and memory", costs(groups), COST_NOTES),
+        Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
     return [section for section in every if section.table]
