@@ -65,8 +65,8 @@ def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path, start_run: St
         start_run(tmp_path, "model._target_=overflowing.Root", *SHORT, STOPS)
     report_of = evidence.all_in(tmp_path)[0] / "report.md"
     assert str(error.value) == (
-        "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model, data or learning "
-        f"rate; see {report_of}"
+        "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model or data; "
+        f"see {report_of}"
     )
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == str(error.value)
 

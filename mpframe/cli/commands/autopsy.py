@@ -122,4 +122,6 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
         floors={},
         scaling=next((str(scaler["kind"]) for scaler in scalers.values()), "none"),
         random=RandomState(state["rng"]["torch"], cuda[0] if cuda else None),
+        updates=progress.steps,
+        clips=trainer.plan.clip_norm is not None,
     )
