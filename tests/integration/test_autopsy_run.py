@@ -123,6 +123,7 @@ def test_a_class_of_the_users_must_be_named_again(
     [
         ([], "run: must be given"),
         (["run=/nowhere"], "no readable checkpoint"),
+        (["run={failed}", OWN, "trainer.clip_norm=1.0"], "clip_norm=1.0: has no part in an autop"),
         (["run={failed}", "step=7", OWN], "step=7: .* holds the evidence of 1"),
     ],
 )
