@@ -72,6 +72,7 @@ class Job:
     typed: list[str]  # Its words of the command line.
     overrides: list[str]  # The same words as Hydra gets them.
     config: Config
+    name: str = PRIMARY  # of the primary configuration
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
@@ -83,7 +84,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
         overrides = rewritten(typed)
         with hydra_over(source):
             config = checked(composed(overrides, source.name))
-        yield Job(typed, overrides, config)
+        yield Job(typed, overrides, config, source.name)
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:

@@ -65,8 +65,8 @@ def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path, start_run: St
         start_run(tmp_path, "model._target_=overflowing.Root", *SHORT, STOPS)
     report_of = evidence.all_in(tmp_path)[0] / "report.md"
     assert str(error.value) == (
-        "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model, data or learning "
-        f"rate; see {report_of}"
+        "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model or data; "
+        f"see {report_of}"
     )
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == str(error.value)
 
@@ -123,6 +123,7 @@ def test_a_class_of_the_users_must_be_named_again(
     [
         ([], "run: must be given"),
         (["run=/nowhere"], "no readable checkpoint"),
+        (["run={failed}", OWN, "trainer.clip_norm=1.0"], "clip_norm=1.0: has no part in an autop"),
         (["run={failed}", "step=7", OWN], "step=7: .* holds the evidence of 1"),
     ],
 )

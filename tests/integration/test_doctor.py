@@ -327,7 +327,8 @@ def run(arguments: str) -> int:
 
 def test_the_exit_code_is_one_where_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("experiment=digits_mlp dtype=fp32") == 0
-    assert capsys.readouterr().out == "experiment=digits_mlp dtype=fp32:\nnothing found\n"
+    nothing = "nothing found: the first step was tried and is finite"
+    assert capsys.readouterr().out == f"experiment=digits_mlp dtype=fp32:\n{nothing}\n"
     assert run("experiment=digits_mlp dtype=fp32 optimizer.eps=1e-50") == 1
     assert capsys.readouterr().out == (
         "experiment=digits_mlp dtype=fp32 optimizer.eps=1e-50:\n"
@@ -335,6 +336,17 @@ def test_the_exit_code_is_one_where_there_is_an_error(capsys: pytest.CaptureFixt
         "fix: optimizer.eps=1e-08\n"
         "1 error\n"
     )
+
+
+def test_the_projects_configuration_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, override dtype: fp32, override model: mlp, _self_]\n"
+        "hydra: {searchpath: ['pkg://mpframe.conf']}\n"
+    )
+    assert run(f"--config-dir={tmp_path} --config-name=mine") == 0
+    assert capsys.readouterr().out.startswith("configuration mine:\n")
 
 
 def test_a_sweep_is_examined_job_by_job(capsys: pytest.CaptureFixture[str]) -> None:

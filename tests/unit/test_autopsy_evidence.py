@@ -36,6 +36,8 @@ def saved(folder: Path, *batches: Any) -> Evidence:
         scales={"": 1.0},
         floors={},
         scaling="none",
+        updates=2,
+        clips=True,
     )
     return evidence.load(evidence.save(folder, step, {"weight": torch.ones(1)}, "a: 1"))[0]
 
@@ -56,6 +58,7 @@ def test_tuples_lists_and_dicts_as_they_are(dtype: torch.dtype, tmp_path: Path) 
     ]
     step = saved(tmp_path, *batches)
     assert step.plain
+    assert (step.updates, step.clips) == (2, True)
     assert all(map(same, step.batches, batches))
     assert [type(batch) for batch in step.batches] == [dict, tuple, tuple, Tensor]
     assert {**step.batches[0], "input_ids": 0} == {**batches[0], "input_ids": 0}  # type: ignore[dict-item]

@@ -22,7 +22,13 @@ STEP = Evidence(
 )
 
 
-def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: object) -> Report:
+def report(
+    kind: Kind,
+    scaling: str = "Backoff",
+    floor: float = 1.0,
+    step: Evidence = STEP,
+    **more: object,
+) -> Report:
     model = nn.Sequential(nn.Linear(2, 2))
     precision = Precision("amp")
     model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -31,7 +37,7 @@ def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: obj
     replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
     arguments: dict[str, object] = {"culprit": FOUND, "replays": replays, **more}
     diagnosis = Diagnosis(kind, **arguments)  # type: ignore[arg-type]
-    return report_on(diagnosis, case, replace(STEP, first_loss=2.0))
+    return report_on(diagnosis, case, replace(step, first_loss=2.0))
 
 
 def advice(made: Report) -> str:
@@ -94,7 +100,7 @@ def test_a_remedy_that_does_not_help_is_not_sold_as_one() -> None:
     ("direction", "call", "said"),
     [
         ("data", OpCall("", "inputs"), "correct or remove the samples"),
-        ("weights", OpCall("0", "bias"), "start from a checkpoint whose weights are finite"),
+        ("weights", OpCall("0", "bias"), "lower optimizer.lr; or start from an earlier"),
         ("forward", OpCall("0", "linear"), "no format helps: lower optimizer.lr"),
     ],
 )
@@ -110,6 +116,34 @@ def test_a_run_that_diverges() -> None:
         "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is 1e+07, and it was 2 "
         "at the first step"
     )
+
+
+CLIPS, FIRST = replace(STEP, clips=True), replace(STEP, updates=0)
+ZERO = "look for a division by zero, a logarithm of zero, or first weights that are too large"
+
+
+@pytest.mark.parametrize(
+    ("step", "advised", "cause"),
+    [
+        (STEP, "lower optimizer.lr or set trainer.clip_norm", "model, data or learning rate"),
+        (CLIPS, "lower optimizer.lr", "model, data or learning rate"),
+        (FIRST, ZERO, "model or data"),
+    ],
+)
+def test_what_is_set_or_cannot_be_the_cause_is_not_advised(
+    step: Evidence, advised: str, cause: str
+) -> None:
+    made = report(Kind.NOT_FINITE_IN_FP32, step=step)
+    then = "and look at these samples and at this op's inputs"
+    assert advice(made) == f"no format helps: {advised}, {then}"
+    assert made.title == f"autopsy of step 12: not finite in fp32 too: {cause}"
+    assert advice(report(Kind.DIVERGING, step=step)).startswith(f"{advised}: in fp32 too")
+
+
+def test_weights_that_were_never_finite_come_from_a_checkpoint() -> None:
+    culprit = replace(FOUND, direction="weights", call=OpCall("0", "bias"), value=math.nan)
+    made = report(Kind.NOT_FINITE_IN_FP32, step=FIRST, culprit=culprit)
+    assert advice(made).startswith("start from a checkpoint whose weights are finite")
 
 
 def test_the_terminal_and_the_page_say_the_same() -> None:

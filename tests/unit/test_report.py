@@ -108,7 +108,7 @@ def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Pat
         make_run(f"b{seed}", replace(MIXED, seed=seed, **tested, test_metrics={"accuracy": 0.7}))
     _, mixed = table(tmp_path)
     assert (mixed["test accuracy"], mixed["best"]) == ("0.7000", "0.9600")
-    assert mixed["gap to fp32"] == "-0.1000\nfp32: n 2, spread 0.0000"
+    assert mixed["gap to fp32"] == "-0.1000\nfp32: n 2, too few seeds to tell"
     assert "accuracy" not in mixed
     first, *_ = table(tmp_path, every_run)
     assert first["metric"] == ("accuracy 0.9000\nbest 0.9600, step 80\ntest 0.8000, best weights")
@@ -166,6 +166,29 @@ def test_one_seed_is_no_finding(make_run: MakeRun, tmp_path: Path) -> None:
     assert "x fp32" not in str(table(tmp_path, costs))
 
 
+@pytest.mark.parametrize("scalings", [("none",), ("none", "Backoff")])
+@pytest.mark.parametrize(("seeds", "told"), [(3, "spread 0.0200"), (2, "too few seeds to tell")])
+def test_fp32_runs_that_differ_only_in_loss_scaling_count_once(
+    scalings: tuple[str, ...], seeds: int, told: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    for seed in range(1, seeds + 1):
+        accuracy = 0.9 + seed / 100
+        for name in scalings:
+            full = replace(SUMMARY, seed=seed, val_metric=accuracy, loss_scaling=name)
+            make_run(f"{name}{seed}", full, loss_scaling__growth_interval=len(name))
+        make_run(f"mixed{seed}", replace(MIXED, seed=seed, val_metric=accuracy))
+    *_, mixed = table(tmp_path)
+    assert mixed["gap to fp32"] == f"+0.0000\nfp32: n {seeds}, {told}"
+
+
+def test_without_any_spread_the_seeds_are_too_few(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        make_run(f"full{seed}", replace(SUMMARY, seed=seed))
+        make_run(f"mixed{seed}", replace(MIXED, seed=seed))
+    _, mixed = table(tmp_path)
+    assert mixed["gap to fp32"] == "+0.0000\nfp32: n 3, too few seeds to tell"
+
+
 def test_each_group_is_held_against_fp32_with_its_own_options(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
@@ -217,6 +240,24 @@ def test_without_fp32_runs_there_is_no_gap(make_run: MakeRun, tmp_path: Path) ->
     assert table(tmp_path, costs)[0]["samples / s"] == "1000"
 
 
+@pytest.mark.parametrize(
+    ("device", "compute", "emulated"),
+    [("cpu", "auto", True), ("cpu", "native", False), ("cuda", "auto", False)],
+)
+def test_times_of_emulated_float16_are_not_a_gpu_s(
+    device: str, compute: str, emulated: bool, make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("0", SUMMARY)
+    make_run("1", replace(MIXED, device=device), dtype__compute=compute)
+    records = find_runs([tmp_path])[1]
+    groups = compared(records)
+    for text in (as_page("t", groups, records), as_markdown("t", groups, records)):
+        before, said, after = text.partition("float16 was emulated on a CPU: these times say")
+        assert bool(said) == emulated
+        assert not emulated or before.rstrip("<p>\n").endswith(("Speed and memory", "memory</h2"))
+        assert not emulated or "step, ms" in after
+
+
 # --- runs that did not finish
 
 
@@ -232,7 +273,7 @@ BFLOAT = replace(SUMMARY, dtype="mixed", half="bfloat16")
 
 
 def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: Path) -> None:
-    for seed, loss in ((1, 0.20), (2, 0.24)):
+    for seed, loss in ((1, 0.20), (2, 0.24), (3, 0.22)):
         make_run(f"a{seed}", replace(SUMMARY, seed=seed))
         for name, gap in (("none", 0.0), ("mxfp8", 0.01), ("nvfp4", 0.05)):
             done = replace(BFLOAT, seed=seed, val_loss=loss + gap)
@@ -250,11 +291,11 @@ def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: 
         "mixed bfloat16, none\ndtype.products=nvfp4",
     ]
     assert full["loss gap to none"] == plain["loss gap to none"] == ""
-    assert mx["n"] == "2"
-    assert mx["loss gap to none"] == "+0.0100\nnone: n 2, spread 0.0400"
-    assert nv["loss gap to none"] == "+0.0500\nnone: n 2, spread 0.0400"
+    assert mx["n"] == "3"
+    assert mx["loss gap to none"] == "+0.0100\nnone: n 3, spread 0.0400"
+    assert nv["loss gap to none"] == "+0.0500\nnone: n 3, spread 0.0400"
     # Of the last report, the worst operand.
-    assert (mx["saturated"], nv["saturated"]) == ("", "1.50%\n1.00% – 2.00%")
+    assert (mx["saturated"], nv["saturated"]) == ("", "2.00%\n1.00% – 3.00%")
     records = find_runs([tmp_path])[1]
     for text in (
         as_page("t", compared(records), records),
@@ -574,6 +615,15 @@ def test_out_names_another_folder(make_run: MakeRun, tmp_path: Path) -> None:
     assert run(str(tmp_path / "sweep"), f"out={tmp_path / 'a' / 'b'}") == 0
     assert (tmp_path / "a" / "b" / "report.html").exists()
     assert not (tmp_path / "sweep" / "report.html").exists()
+
+
+def test_the_title_names_all_folders(make_run: MakeRun, tmp_path: Path) -> None:
+    for name in ("0", "1", "2", "3"):
+        make_run(name)
+    sweep = tmp_path / "sweep"
+    for named, title in ((["0"], "sweep"), (["0", "1"], "0, 1"), ("0123", "0, 1, 2 and 1 more")):
+        assert run(*(str(sweep / name) for name in named)) == 0
+        assert (sweep / "report.md").read_text().startswith(f"# Runs of {title}\n")
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,15 @@ from mpframe.lab.autopsy.report import Report, examine, write_report
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
 
+_OF_UPDATES = ("trainer.clip_norm", "trainer.clip_value", "trainer.ema_decay")
+
 
 @command
 def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, ("run", "step"), "run")
+    for word in given:
+        if word.lstrip("+~").partition("=")[0] in _OF_UPDATES:
+            raise ConfigError(f"{word}: has no part in an autopsy, which updates no weight")
     path = Path(options["run"])
     folder = _evidence_in(path, options.get("step"))
     if folder is not None:
@@ -122,4 +127,6 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
         floors={},
         scaling=next((str(scaler["kind"]) for scaler in scalers.values()), "none"),
         random=RandomState(state["rng"]["torch"], cuda[0] if cuda else None),
+        updates=progress.steps,
+        clips=trainer.plan.clip_norm is not None,
     )

@@ -21,6 +21,7 @@ from dataclasses import replace
 from mpframe.cli.program import command, without_secrets
 from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import jobs
+from mpframe.config.overrides import PRIMARY
 from mpframe.config.schema import Config
 from mpframe.lab.doctor import Finding, Severity, Subject, examine
 from mpframe.run.resume import take_first_weights
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     errors = 0
     for job in jobs(arguments):
         findings = examine(subject_of(job.config, job.overrides))
-        print(without_secrets(as_text(job.typed, findings), job.typed))
+        print(without_secrets(as_text(job.typed, findings, job.name), job.typed))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0
 
@@ -46,9 +47,11 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     return Subject(trainer, train, config.flat, added, trained_in)
 
 
-def as_text(words: Sequence[str], findings: list[Finding]) -> str:
+def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) -> str:
     """Write the words that were typed for a job, a line for each finding, and their number."""
-    head = f"{shlex.join(words) or 'the default configuration'}:"
+    default = "the default configuration" if name == PRIMARY else f"configuration {name}"
+    head = f"{shlex.join(words) or default}:"
+    nothing = "nothing found: the first step was tried and is finite"
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]
-    return "\n".join([head, *map(str, findings), ", ".join(said) or "nothing found"])
+    return "\n".join([head, *map(str, findings), ", ".join(said) or nothing])

@@ -18,6 +18,7 @@ from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import write_atomically
+from mpframe.lab.hints import few
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import compared
@@ -38,7 +39,8 @@ def main(arguments: list[str]) -> None:
     refuse_unwritable("out", out)
     out.mkdir(parents=True, exist_ok=True)
     groups = compared(records)
-    title = f"Runs of {home.name}"
+    names = list(dict.fromkeys(Path(folder).resolve().name for folder in folders))
+    title = f"Runs of {few(names) if len(names) > 1 else home.name}"
     write_atomically(out / PAGE, as_page(title, groups, records))
     write_atomically(out / TABLES, as_markdown(title, groups, records))
     finished = sum(record.finished for record in records)

@@ -137,6 +137,8 @@ class Autopsy(Callback):
             skipped=frozenset(name for name, part in results.items() if bool(part.skipped)),
             zero_eps=zero_eps_of(trainer),
             world_size=trainer.comm.size,
+            updates=trainer.progress.steps,
+            clips=trainer.plan.clip_norm is not None,
         )
         if trainer.comm.is_main:
             folder, config = self._context.folder, self._context.config

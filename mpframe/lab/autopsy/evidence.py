@@ -103,6 +103,8 @@ class Evidence:
     zero_eps: str = ""  # the optimizer's eps if its format rounds it to 0: an update is 0 / 0
     plain: bool = True  # False if the batches' containers have lost their classes, see `like`
     world_size: int = 1  # ranks that shared each micro-batch
+    updates: int = 1  # steps that were applied before
+    clips: bool = False  # trainer.clip_norm is set
 
     def like(self, example: Batch) -> "Evidence":
         """Return it with the classes that the containers of a batch `example` have."""
@@ -181,6 +183,8 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         skipped=None if skipped is None else frozenset(map(str, skipped)),
         plain=bool(state["plain"]),
         world_size=max(1, int(state["world_size"])),
+        updates=int(state.get("updates", state["step"] - 1)),  # Older evidence does not say.
+        clips=bool(state.get("clips", False)),
         **simple,
     )
 

@@ -22,6 +22,9 @@ from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.training.trainer import Trainer
 
 _FEW = 8
+MODEL_FAULT = (
+    "look for a division by zero, a logarithm of zero, or first weights that are too large"
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,14 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
         facts.append(("where", f"{layer}, operand {operand} of its products"))
         facts.append(("value", f"{beyond}; {above}"))
     facts.append(("do", _advice(diagnosis, case, step)))
-    title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
+    title = f"autopsy of step {step.step}: {_title(diagnosis, case, step)}"
     return Report(title, facts, _table(diagnosis.replays))
 
 
-def _title(diagnosis: Diagnosis, case: Case) -> str:
+def _title(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     culprit = diagnosis.culprit
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32 and not step.updates:
+        return "not finite in fp32 too: model or data"
     if diagnosis.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(diagnosis, case):
         return "scale too high, and the scaler does not go lower"
     if diagnosis.kind is Kind.BEYOND_FORMAT and culprit is not None:
@@ -151,8 +156,7 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
         return _mend_fp32(diagnosis.culprit, step)
     if diagnosis.kind is Kind.DIVERGING:
         loss = f"{diagnosis.replays[0].loss:.3g}, and it was {step.first_loss:.3g}"
-        lower = "lower optimizer.lr or set trainer.clip_norm"
-        return f"{lower}: in fp32 too the loss is {loss} at the first step"
+        return f"{_calm(step)}: in fp32 too the loss is {loss} at the first step"
     return "nothing: the step replays with finite gradients, and its scale loses few of them"
 
 
@@ -202,11 +206,17 @@ def _mend_fp32(culprit: Culprit | None, step: Evidence) -> str:
         if step.zero_eps:
             number = f"the optimizer's {step.zero_eps}, the format it works in"
             return f"start again with dtype.master_weights=true: {number}"
+        if step.updates:
+            return "lower optimizer.lr; or start from an earlier checkpoint"
         return "start from a checkpoint whose weights are finite; see resume and init_from"
-    return (
-        "no format helps: lower optimizer.lr or set trainer.clip_norm, and look at these "
-        "samples and at this op's inputs"
-    )
+    return f"no format helps: {_calm(step)}, and look at these samples and at this op's inputs"
+
+
+def _calm(step: Evidence) -> str:
+    """Advise smaller updates, or before the first update a look at the model."""
+    if not step.updates:
+        return MODEL_FAULT
+    return "lower optimizer.lr" + ("" if step.clips else " or set trainer.clip_norm")
 
 
 def _table(replays: Sequence[Replay]) -> list[list[str]]:

@@ -180,7 +180,8 @@ def _count_runs(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
 
 def _section(section: Section) -> str:
     notes = [f"<p class=quiet>{escape(note)}</p>" for note in section.notes]
-    return "\n".join([f"<h2>{section.title}</h2>", _table(section.table), *notes])
+    warnings = [f"<p>{escape(warning)}</p>" for warning in section.warnings]
+    return "\n".join([f"<h2>{section.title}</h2>", *warnings, _table(section.table), *notes])
 
 
 def _table(table: Table) -> str:
@@ -250,7 +251,7 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
     parts = [f"# {_escape_markdown(title)}"]
     for section in sections(groups):
         table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])
-        parts += [f"## {section.title}", table, *section.notes]
+        parts += [f"## {section.title}", *section.warnings, table, *section.notes]
     parts.append("The curves" + " and range pictures" * bool(pictures) + " are in report.html.")
     return "\n\n".join([*parts, *(["\n".join(pictures)] if pictures else [])]) + "\n"
 

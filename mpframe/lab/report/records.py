@@ -49,6 +49,13 @@ class Record:
         return mode if mode in ("fp32", "unknown") or not half else f"{mode} {half}"
 
     @property
+    def emulated(self) -> bool:
+        """Whether a CPU computed float16 in fp32."""
+        known = self.summary
+        float16 = known is not None and (known.half, known.device) == ("float16", "cpu")
+        return float16 and self.options.get("dtype.compute") != "native"
+
+    @property
     def scaling(self) -> str:
         if self.summary is not None:
             return self.summary.loss_scaling

@@ -144,17 +144,29 @@ def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> li
 
 
 def _span(runs: Iterable[Record], value: Number) -> Span | None:
-    return Span.of(value(run.summary) for run in runs if run.finished and run.summary)
+    once = {_identity(run): run.summary for run in runs if run.finished and run.summary}
+    return Span.of(map(value, once.values()))
+
+
+def _identity(run: Record) -> object:
+    """Return what sets a run's numbers: in fp32 loss scaling changes none of them."""
+    if run.mode != "fp32" or not run.options:
+        return run.name
+    kept = (path for path in run.options if path.split(".")[0] != "loss_scaling")
+    return tuple(sorted((path, str(run.options[path])) for path in kept if not only_watches(path)))
 
 
 Table = list[list[str]]
 _SATURATED = "numerics/products/saturated/"
 NO_SPREAD = "one seed,\nno spread"
+_LEAST_SEEDS = 3
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
-    "gap is relative to the fp32 runs with otherwise equal options. A gap smaller than the spread "
-    "of the fp32 runs means nothing, and one seed has no spread. If all finished runs were tested, "
-    "metric and gap are those of the test; best and val loss are of the validation.",
+    "gap is relative to the fp32 runs with otherwise equal options. fp32 runs that differ only in "
+    "loss scaling are the same run and count once. A gap smaller than the spread of the fp32 runs "
+    "means nothing. With fewer than three seeds, or without any spread, the gap cannot be judged. "
+    "If all finished runs were tested, metric and gap are those of the test; best and val loss are "
+    "of the validation.",
 )
 COST_NOTES = (
     "The time of a step is the median. Samples / s are those of the whole run: its training "
@@ -163,7 +175,7 @@ COST_NOTES = (
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
-
+EMULATED = "float16 was emulated on a CPU: these times say nothing about a GPU."
 RECIPE_NOTES = (
     "The gap compares the validation loss with runs whose products are in half and whose other "
     "options are equal. Saturated is the largest share of values beyond the format's range in any "
@@ -177,15 +189,17 @@ class Section(NamedTuple):
     title: str
     table: Table  # the head first
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()  # above the table
 
 
 def sections(groups: Sequence[RunGroup]) -> list[Section]:
     """Return the sections that have a table, in the order of the page."""
+    emulated = any(run.emulated for group in groups for run in group.runs)
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
         Section("Not finished", unfinished(groups)),
-        Section("Speed and memory", costs(groups), COST_NOTES),
+        Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
     return [section for section in every if section.table]
@@ -333,8 +347,10 @@ def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) ->
     mine, full = pair
     if min(mine.count, full.count) == 1:
         return NO_SPREAD
-    gap, spread = f"{mine.mean - full.mean:+.4f}", f"{full.high - full.low:.4f}"
-    return f"{gap}\n{name}: n {full.count}, spread {spread}"
+    gap, spread = f"{mine.mean - full.mean:+.4f}", f"spread {full.high - full.low:.4f}"
+    if min(mine.count, full.count) < _LEAST_SEEDS or full.low == full.high:
+        spread = "too few seeds to tell"
+    return f"{gap}\n{name}: n {full.count}, {spread}"
 
 
 def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f", times: float = 1.0) -> str:
