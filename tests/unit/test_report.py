@@ -162,7 +162,9 @@ def test_one_seed_is_no_finding(make_run: MakeRun, tmp_path: Path) -> None:
         make_run(f"full{seed}", replace(SUMMARY, seed=seed))
     make_run("mixed", replace(MIXED, val_metric=0.95, median_step_seconds=0.002))
     _, mixed = table(tmp_path)
-    assert (mixed["n"], mixed["gap to fp32"]) == ("1", "one seed,\nno spread")
+    assert (mixed["n"], mixed["gap to fp32"]) == (
+        *("1", "+0.0500\nfp32: n 2, too few seeds to tell"),
+    )
     assert "x fp32" not in str(table(tmp_path, costs))
 
 

@@ -22,9 +22,7 @@ from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.training.trainer import Trainer
 
 _FEW = 8
-MODEL_FAULT = (
-    "look for a division by zero, a logarithm of zero, or first weights that are too large"
-)
+MODEL = "look for a division by zero, a logarithm of zero, or first weights that are too large"
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,6 @@ def _pins(diagnosis: Diagnosis) -> str:
 
 
 def _type_remedy(remedy: Setting) -> str:
-    """Return a remedy as it is typed on the command line."""
     return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
 
@@ -215,7 +212,7 @@ def _mend_fp32(culprit: Culprit | None, step: Evidence) -> str:
 def _calm(step: Evidence) -> str:
     """Advise smaller updates, or before the first update a look at the model."""
     if not step.updates:
-        return MODEL_FAULT
+        return MODEL
     return "lower optimizer.lr" + ("" if step.clips else " or set trainer.clip_norm")
 
 

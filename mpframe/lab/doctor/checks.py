@@ -27,7 +27,7 @@ from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
 from mpframe.core.tree import HALF
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of
-from mpframe.lab.autopsy.report import MODEL_FAULT, value_of, where_of
+from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.exponents import amax_of, lost_fraction
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, few, findings_of, note, warning
@@ -148,9 +148,7 @@ def check_overflow(subject: Subject) -> Iterator[Finding]:
     diagnosis = subject.diagnosis
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         where = "" if diagnosis.culprit is None else f" (first {where_of(diagnosis.culprit)})"
-        yield error(
-            f"model, dataset: the first batch is not finite in fp32 either{where}; {MODEL_FAULT}"
-        )
+        yield error(f"model, dataset: the first batch is not finite in fp32 either{where}; {MODEL}")
     elif diagnosis.kind is Kind.BEYOND_FORMAT:
         culprit = diagnosis.culprit
         assert culprit is not None  # A step that is finite in fp32 and not in half has one.

@@ -49,13 +49,6 @@ class Record:
         return mode if mode in ("fp32", "unknown") or not half else f"{mode} {half}"
 
     @property
-    def emulated(self) -> bool:
-        """Whether a CPU computed float16 in fp32."""
-        known = self.summary
-        float16 = known is not None and (known.half, known.device) == ("float16", "cpu")
-        return float16 and self.options.get("dtype.compute") != "native"
-
-    @property
     def scaling(self) -> str:
         if self.summary is not None:
             return self.summary.loss_scaling
@@ -111,7 +104,6 @@ def _natural(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def _summary(folder: Path) -> tuple[str, Summary | None, str]:
-    """Return the status, the summary if there is one, and the reason."""
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:
@@ -123,7 +115,6 @@ def _summary(folder: Path) -> tuple[str, Summary | None, str]:
 
 
 def _printable(value: Any) -> Any:
-    """Make the texts in nested values printable."""
     if isinstance(value, dict):
         return {_printable(key): _printable(held) for key, held in value.items()}
     if isinstance(value, list):

@@ -128,7 +128,9 @@ def _typed(value: object) -> str:
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     alike = _alike(record, records, [key for key in keys if key.split(".")[0] not in PRECISION])
-    return [run for run in alike if run.mode == "fp32"]
+    fp32 = sorted((run for run in alike if run.mode == "fp32"), key=attrgetter("finished"))
+    plain = [key for key in keys if not key.startswith("loss_scaling")]  # It changes no number.
+    return [*{(r.options.get("seed", r.name), *_words(r, plain)): r for r in fp32}.values()]
 
 
 def _in_half_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
@@ -138,35 +140,23 @@ def _in_half_of(record: Record, records: Sequence[Record], keys: Sequence[str]) 
 
 
 def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
-    """Return the runs that have the record's values of these options."""
     words = _words(record, keys)
     return [run for run in records if _words(run, keys) == words]
 
 
 def _span(runs: Iterable[Record], value: Number) -> Span | None:
-    once = {_identity(run): run.summary for run in runs if run.finished and run.summary}
-    return Span.of(map(value, once.values()))
-
-
-def _identity(run: Record) -> object:
-    """Return what sets a run's numbers: in fp32 loss scaling changes none of them."""
-    if run.mode != "fp32" or not run.options:
-        return run.name
-    kept = (path for path in run.options if path.split(".")[0] != "loss_scaling")
-    return tuple(sorted((path, str(run.options[path])) for path in kept if not only_watches(path)))
+    return Span.of(value(run.summary) for run in runs if run.finished and run.summary)
 
 
 Table = list[list[str]]
 _SATURATED = "numerics/products/saturated/"
-NO_SPREAD = "one seed,\nno spread"
 _LEAST_SEEDS = 3
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
-    "gap is relative to the fp32 runs with otherwise equal options. fp32 runs that differ only in "
-    "loss scaling are the same run and count once. A gap smaller than the spread of the fp32 runs "
-    "means nothing. With fewer than three seeds, or without any spread, the gap cannot be judged. "
-    "If all finished runs were tested, metric and gap are those of the test; best and val loss are "
-    "of the validation.",
+    "gap is relative to the fp32 runs with otherwise equal options, each counted once "
+    "whatever its loss scaling. A gap smaller than the spread of the fp32 runs means nothing, and "
+    "fewer than three seeds or no spread tell nothing. If all finished runs were tested, metric "
+    "and gap are those of the test; best and val loss are of the validation.",
 )
 COST_NOTES = (
     "The time of a step is the median. Samples / s are those of the whole run: its training "
@@ -194,7 +184,9 @@ class Section(NamedTuple):
 
 def sections(groups: Sequence[RunGroup]) -> list[Section]:
     """Return the sections that have a table, in the order of the page."""
-    emulated = any(run.emulated for group in groups for run in group.runs)
+    runs = [run for group in groups for run in group.runs]
+    cast = [r.summary for r in runs if r.summary and r.options.get("dtype.compute") != "native"]
+    emulated = any((done.half, done.device) == ("float16", "cpu") for done in cast)
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
@@ -326,7 +318,6 @@ def _format_validation(done: Summary) -> str:
 
 
 def _count(group: RunGroup) -> str:
-    """Count the finished runs, and if others did not finish, all."""
     finished = sum(run.finished for run in group.runs)
     return str(finished) if finished == len(group.runs) else f"{finished} of {len(group.runs)}"
 
@@ -340,13 +331,11 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) -> str:
-    """Return the gap to other runs and, below it, their spread. From one seed nothing follows."""
+    """Return the gap to other runs and, below it, their spread."""
     pair = group.beside(value, others)
-    if pair is None or any(run in others for run in group.runs):
+    if pair is None or group.runs[0].mode == name or any(run in others for run in group.runs):
         return ""
     mine, full = pair
-    if min(mine.count, full.count) == 1:
-        return NO_SPREAD
     gap, spread = f"{mine.mean - full.mean:+.4f}", f"spread {full.high - full.low:.4f}"
     if min(mine.count, full.count) < _LEAST_SEEDS or full.low == full.high:
         spread = "too few seeds to tell"
