@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from mpframe.checkpoint.export import versions
 from mpframe.config.check import as_typed
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parsed
-from mpframe.config.redaction import hide, redacted
+from mpframe.config.overrides import parse_overrides
+from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
@@ -66,7 +66,7 @@ def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
     """Return the options that the jobs of a sweep differ in, with their values as typed."""
     if hydra is None:
         return {}
-    words, sweep = parsed(list(hydra.overrides.task)), _sweep(hydra)
+    words, sweep = parse_overrides(list(hydra.overrides.task)), _sweep(hydra)
     return {
         key: _values(sweep.get(key, word), word)
         for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
@@ -80,7 +80,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
     if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
         return {}
     words = list(OmegaConf.load(file).hydra.overrides.task)
-    return {override.key_or_group: override for override in parsed(words)}
+    return {override.key_or_group: override for override in parse_overrides(words)}
 
 
 def hparams(
@@ -187,7 +187,7 @@ def describe(
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
     results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
     columns, first = hparams(config, scaling_of(trainer), varied(hydra))
-    tracker.hparams(redacted(columns, secrets), results, first)
+    tracker.hparams(redact(columns, secrets), results, first)
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from omegaconf import DictConfig
 
 from mpframe.checkpoint.folder import set_aside_after, tidy
-from mpframe.config.composing import checked
+from mpframe.config.composing import check_config
 from mpframe.config.overrides import stand_ins, word_of
-from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
+from mpframe.config.redaction import hidden_from_logs, hide, redact, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -184,11 +184,11 @@ class Run:
             seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
-        usage = redacted(usage_of(task, trainer), self.secrets)
+        usage = redact(usage_of(task, trainer), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
-            self.interruption.deferred(),
+            self.interruption.defer(),
             Tracker(self.rank_folder, first_step, config.trainer.on_save_error) as tracker,
         ):
             text, secrets = self.config_text, self.secrets
@@ -311,7 +311,7 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     Raises:
         MpframeError: an option is not allowed, or the run could not start or continue.
     """
-    checked_config, path = checked(config), Path(folder)
+    checked_config, path = check_config(config), Path(folder)
     refuse_unwritable("folder", path)
     path.mkdir(parents=True, exist_ok=True)
     return Run(checked_config, config, path).train()

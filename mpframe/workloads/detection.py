@@ -135,7 +135,7 @@ def scenes(
         Scenes(image_size, max_objects, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate((train, val, test))
     ]
-    rest = MeanAveragePrecision, listed, None, parts[2], CLASSES
+    rest = MeanAveragePrecision, collate, None, parts[2], CLASSES
     return Task(parts[0], parts[1], detection, *rest)
 
 
@@ -168,7 +168,7 @@ class Scenes(Generated):
         return self.add_noise(image, index), target
 
 
-def listed(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+def collate(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
     """Make a batch, a list of images and a list of their targets."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)

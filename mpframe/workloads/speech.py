@@ -135,7 +135,7 @@ def phonemes(
         Phonemes(spectra, max_labels, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate((train, val, test))
     ]
-    return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
+    return Task(parts[0], parts[1], ctc, LabelErrorRate, collate, test=parts[2])
 
 
 class Phonemes(Generated):
@@ -165,7 +165,7 @@ class Phonemes(Generated):
         return spoken
 
 
-def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Make a batch of sequences of different lengths, with the names of torch's CTC loss.
 
     The inputs [N, T, features] and targets [N, L] are zero behind the end of each sequence. The

@@ -17,7 +17,7 @@ from mpframe.lab.product_noise import (
     WITHOUT_WEIGHT,
     Noise,
     ProductProbe,
-    merged,
+    merge,
     rows_of,
 )
 from mpframe.lowbit.formats import FORMATS
@@ -99,7 +99,7 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
         count_noise(part, quantize(part, ROWS, how), ROWS, how)
         for part in (values, values[:3], values[3:])
     ]
-    torch.testing.assert_close(merged(*rows[1:]), rows[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(merge(*rows[1:]), rows[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("recipe", shipped())

@@ -6,7 +6,7 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.run.description import called, hparams, ops_in_words, varied
@@ -19,7 +19,7 @@ ALWAYS = {
 
 
 def config_of(*words: str) -> Config:
-    return checked(without_hydra(compose_named(list(words))[1]))
+    return check_config(without_hydra(compose_named(list(words))[1]))
 
 
 def job(folder: Path, words: list[str], sweep: list[str] | None = None) -> DictConfig:

@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from mpframe import OpLists, Precision
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
@@ -27,7 +27,7 @@ def of(*words: str) -> Precision:
 
 
 def config_of(*words: str) -> Config:
-    return checked(without_hydra(compose_named(list(words))[1]))
+    return check_config(without_hydra(compose_named(list(words))[1]))
 
 
 class TestShipped:

@@ -41,7 +41,7 @@ from mpframe.checkpoint.state import KINDS, validated_kind, weights_of
 from mpframe.cli.program import command, refuse_words, take_own
 from mpframe.cli.restored import checkpoint_of
 from mpframe.config.overrides import take_source
-from mpframe.config.redaction import redacted, secrets_of
+from mpframe.config.redaction import redact, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import dtype_name
@@ -128,7 +128,7 @@ def _content(source: Source, facts: dict[str, Any]) -> bytes:
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    hidden: dict[str, Any] = redacted(facts, secrets_of([], os.environ))
+    hidden: dict[str, Any] = redact(facts, secrets_of([], os.environ))
     return hidden
 
 

@@ -35,7 +35,7 @@ import yaml
 from tqdm import tqdm
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.casting.storage import op_of
@@ -91,7 +91,7 @@ changes the sign before a ReLU, or which of two values is the maximum, a whole g
 def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, _OPTIONS)
     _, composed = compose_named(given)
-    config = checked(composed)
+    config = check_config(composed)
     if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
     target = _number(options, "target", TARGET[config.dtype.half])
