@@ -108,7 +108,7 @@ def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
         return _metric(_run(config, composed, hydra))
     # Two jobs of a sweep may be the same, and run at the same time.
     with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
-        return _metric(_found(config, composed, folder) or _run(config, composed, hydra))
+        return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
 
 
 def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
@@ -119,7 +119,7 @@ def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
     return Run(config, composed, Path(hydra.runtime.output_dir), hydra).train()
 
 
-def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
+def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
     """Return how the job ended when the sweep ran before, or make it resume if it did not end."""
     if not holds_this_run(folder, format_resolved(composed), config.run.resume):
         return None

@@ -33,7 +33,7 @@ from mpframe.config.moved import MOVED
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.files.stored_yaml import parsed, walk
+from mpframe.files.stored_yaml import parse_stored, walk
 
 _TARGET = "_target_"
 
@@ -131,7 +131,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     which change it. data: if False, the dataset, the objective and the metrics are left out.
     """
     source, words = take_source(given)
-    read, trusted = parsed(text, path), Trusted(source)
+    read, trusted = parse_stored(text, path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])

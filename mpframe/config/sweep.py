@@ -182,7 +182,7 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
         return False
     except OSError as error:
         raise MpframeError(f"{path}: cannot be read ({error.strerror})") from None
-    other = _other_results(stored, stored_yaml.parsed(options, path))
+    other = _other_results(stored, stored_yaml.parse_stored(options, path))
     if other and resume == "none":
         more = "" if len(other) <= _SHOWN else f" and {len(other) - _SHOWN} more"
         raise ConfigError(

@@ -53,7 +53,7 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
         raise
     label = _OUT_OF_BOUNDS.search(str(error))
-    line = f"{option} {name_of(code)} raised {raised(error)}" + ", given " * bool(given)
+    line = f"{option} {name_of(code)} raised {describe_error(error)}" + ", given " * bool(given)
     line += " and ".join(f"{name} {described(value)}" for name, value in given.items())
     explained = UserCodeError(f"{line}; {_advice(error, label, given)}")
     targets = given.get("targets")
@@ -90,7 +90,7 @@ def name_of(code: Any) -> str:
     return str(getattr(code, "__name__", None) or type(code).__name__)
 
 
-def raised(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as a clause: its class, its first line, and where it was raised."""
     text = first_line(error).rstrip(".") if str(error).strip() else ""
     text = text if len(text) <= 200 else f"{text[:200]}..."

@@ -20,8 +20,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from mpframe.core.errors import DataError, MpframeError, first_line
 from mpframe.core.tree import map_tensors, named_tensors, tensors_in
-from mpframe.core.user_code import described, raised
-from mpframe.data.samples import keyed_state
+from mpframe.core.user_code import describe_error, described
+from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
 
 Collate = Callable[[list[Any]], Any]
@@ -78,7 +78,7 @@ class Fetcher(Dataset[Any]):
         return _detach(batch)
 
     def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        states = keyed_state(self._seed, epoch, indices).tolist()
+        states = hash_key(self._seed, epoch, indices).tolist()
         samples = []
         for index, state in zip(indices, states, strict=True):
             self._current.note(index)
@@ -146,7 +146,7 @@ def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[
     except MpframeError:
         raise
     except (Exception, SystemExit) as error:
-        blamed = DataError(f"dataset: {what}: {raised(error)}; {way_out}")
+        blamed = DataError(f"dataset: {what}: {describe_error(error)}; {way_out}")
         blamed.add_note(traceback.format_exc())
         raise blamed from None
 

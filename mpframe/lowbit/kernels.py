@@ -70,7 +70,7 @@ class Quantizer:
             return left.values, right.values
         if self.compute == "native":
             why = self._why_emulated(product, left, right)
-            raise native.refused(self.recipe, product, left.values.device, why)
+            raise native.make_native_error(self.recipe, product, left.values.device, why)
         rest = product, site, record, quantize
         return self._quantize(left, *rest), self._quantize(right, *rest)
 
@@ -81,7 +81,7 @@ class Quantizer:
     def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
         """Say why no instruction multiplies two operands, or nothing if one does."""
         device = left.values.device
-        if not native.wanted(self.compute, device):
+        if not native.is_wanted(self.compute, device):
             return f"dtype.compute={self.compute}"
         if self._in_half(product, left, right):
             return "it stays in half"
@@ -98,7 +98,7 @@ class Quantizer:
         known = None
         if how.history and site:
             amax = operand.values.abs().amax()
-            known = self.state.known_amax(f"{site} {operand.role}", amax, how.history, record)
+            known = self.state.track_amax(f"{site} {operand.role}", amax, how.history, record)
         taken = take(operand.values, operand.axes, how, self.state.draw, known)
         if self.state.watch is not None:
             quantized = taken.values(operand.axes.free) if isinstance(taken, Parts) else taken

@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.core.casting.policy import Compute, Policy
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import misfit, weight_operand
-from mpframe.lowbit.native import refusals, wanted
+from mpframe.lowbit.native import is_wanted, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, quantises
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.recurrent import RECURRENT
@@ -53,7 +53,7 @@ def products_of(
 def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
     """Say which products of a layer an instruction computes, or nothing if nobody asked for one."""
     device = device_of(module)
-    if not wanted(policy.compute, device):
+    if not is_wanted(policy.compute, device):
         return ""
     if op not in _OF_MATRICES:
         return ", emulated"

@@ -46,10 +46,10 @@ class Recipe:
     @classmethod
     def named(cls, name: str) -> Self:
         """Return the shipped recipe `conf/dtype/products/<name>.yaml`."""
-        if name not in shipped():
+        if name not in list_recipes():
             raise ConfigError(
-                f"dtype.products={name}: choose none, {', '.join(shipped())}, or a recipe of "
-                f"dtype.recipes{hint(name, shipped())}"
+                f"dtype.products={name}: choose none, {', '.join(list_recipes())}, or a recipe of "
+                f"dtype.recipes{hint(name, list_recipes())}"
             )
         return cls.from_mapping(name, _read(name))
 
@@ -82,7 +82,7 @@ class Recipe:
         return "\n".join(f"{self.name} {line}" for line in lines)
 
 
-def shipped() -> list[str]:
+def list_recipes() -> list[str]:
     """Return the names of the shipped recipes."""
     return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file.stem != "none")
 

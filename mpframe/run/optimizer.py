@@ -20,7 +20,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
-from mpframe.run.parts import monitored
+from mpframe.run.parts import find_monitored
 from mpframe.run.target import find_target, make, make_a, require_methods
 from mpframe.training.callbacks.schedules import PlannedSchedule, Schedule
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
@@ -118,7 +118,7 @@ def build_schedule(
     if "total_steps" in inspect.signature(target).parameters:
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
-        _set_direction(node, *monitored(metrics, config.trainer.monitor))
+        _set_direction(node, *find_monitored(metrics, config.trainer.monitor))
         return _schedule(node, optimizer)  # type: ignore[no-any-return]
     secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
     arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}

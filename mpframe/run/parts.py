@@ -211,7 +211,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     return metrics
 
 
-def monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
+def find_monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
     """Return the monitored name, and whether higher is better (None: not known)."""
     name = next(iter(metrics), LOSS) if monitor is None else monitor
     return name, False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better

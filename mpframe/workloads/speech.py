@@ -20,7 +20,7 @@ from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.data.samples import Generated, keyed_uniform
+from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.images import require_dropout, require_sizes
 
@@ -182,7 +182,7 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 def _make_spectra(classes: int, features: int, data_seed: int) -> Array:
     """Return [classes, features]: two bumps for each label, nothing for the blank."""
-    centres = keyed_uniform(2, data_seed, range(classes))[:, :, None]
+    centres = draw_uniforms(2, data_seed, range(classes))[:, :, None]
     places = (np.arange(features) + 0.5) / features
     bumps: Array = np.exp(-0.5 * ((places - centres) / _WIDTH) ** 2).sum(axis=1)
     bumps[0] = 0

@@ -197,7 +197,7 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
     def one(value: Any, seed: int) -> None:
         state = with_one_replaced(whole.state, value, seed)
         snapshot = checkpoint.Snapshot(2, state, whole.config, whole.facts)
-        before = checkpoint.Snapshot(0, trainer.state_dict()).detached().state
+        before = checkpoint.Snapshot(0, trainer.state_dict()).to_cpu().state
         taken = False
         with ours_alone(run.parent, run):
             resume._apply(snapshot, ({}, {}), newest, trainer)

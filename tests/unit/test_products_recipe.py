@@ -13,7 +13,7 @@ from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import OPERANDS, Recipe, shipped
+from mpframe.lowbit.recipe import OPERANDS, Recipe, list_recipes
 from mpframe.lowbit.scaling import Quantization
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
@@ -32,12 +32,12 @@ def config_of(*words: str) -> Config:
 
 class TestShipped:
     def test_the_names(self) -> None:
-        assert shipped() == [
+        assert list_recipes() == [
             *("fp8_blocks", "fp8_delayed", "fp8_rows", "fp8_tensorwise"),
             *("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "tf32"),
         ]
 
-    @pytest.mark.parametrize("name", shipped())
+    @pytest.mark.parametrize("name", list_recipes())
     def test_a_file_chooses_and_holds_what_it_is_named_after(self, name: str) -> None:
         text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
         node = yaml.safe_load(text)

@@ -40,7 +40,7 @@ from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, DivergedError
-from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, refused
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, make_range_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
@@ -270,5 +270,5 @@ def _number(
     except ValueError:
         value = math.nan
     if not allowed.holds(value):
-        raise refused(name, text, f"a number {allowed}")
+        raise make_range_error(name, text, f"a number {allowed}")
     return value

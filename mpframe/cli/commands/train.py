@@ -68,7 +68,7 @@ def _train() -> None:
     shown = _without_secrets(source, words) if flags.cfg or flags.resolve else nullcontext()
     jobs = Jobs()
     try:
-        with _errors_raised(), shown, own_folders_first(source):
+        with _raise_errors(), shown, own_folders_first(source):
             hydra.main(config_path=str(CONF), config_name=PRIMARY, version_base="1.3")(jobs)()
     except SystemExit as ended:
         if isinstance(ended.__cause__, MpframeError):  # From the callback that checks the job.
@@ -101,7 +101,7 @@ def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _errors_raised() -> Iterator[None]:
+def _raise_errors() -> Iterator[None]:
     """Context manager that makes Hydra raise its errors, which it would print."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"

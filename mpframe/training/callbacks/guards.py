@@ -146,7 +146,7 @@ class EarlyStopping(Callback):
         return {"best": self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = Best.saved(state["best"]), int(state["waited"])
+        self._best, self._waited = Best.from_state(state["best"]), int(state["waited"])
 
     def _read_monitored(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}

@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import profile, record_function, schedule
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.files.text import aligned, markdown
+from mpframe.files.text import align, markdown
 from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -208,7 +208,7 @@ class Costs:
         return f"{', '.join(words)}; casts {casts}"
 
     def text(self) -> str:
-        return f"{aligned(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
+        return f"{align(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
 
     def markdown(self) -> str:
         return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.samples import hold_out, keyed_uniform
+from mpframe.data.samples import draw_uniforms, hold_out
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.text.classification import (
     WordPiece,
@@ -77,7 +77,7 @@ def _check(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
 
 def make_tweets(count: int = 3000) -> list[Tweet]:
     """Make texts, always the same ones. In a neutral one all of the text is selected."""
-    drawn = keyed_uniform(7, 14, range(count))
+    drawn = draw_uniforms(7, 14, range(count))
     return [_make(list(row), number) for number, row in enumerate(drawn)]
 
 
