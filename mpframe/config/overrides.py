@@ -121,7 +121,7 @@ def rewritten(words: list[str]) -> list[str]:
                 f"{word[:40]}...: has {len(word)} characters, and {_LONGEST} are allowed; put the "
                 "value into a file of --config-dir"
             )
-    words = [move for word in words for move in _moves(_with_quoted_path(word))]
+    words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     return _add_options_of_swept_groups(_choose_users_targets(words))
 
@@ -157,7 +157,7 @@ def word_of(option: str, value: str) -> str:
     return f"{option}='{escaped}'"
 
 
-def _with_quoted_path(word: str) -> str:
+def _quote_path(word: str) -> str:
     """Quote a path, which may hold `=` and commas as a sweep's folder does, or begin with `~/`."""
     option, _, value = word.partition("=")
     home = value.startswith("~/") and "," not in value

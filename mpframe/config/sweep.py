@@ -241,12 +241,12 @@ def say_on_signal(folder: Path) -> None:
 
 def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
     """Return the command line to copy into a shell, in the folder where it was given before."""
-    words = _as_typed([*arguments] or sys.orig_argv)
+    words = _drop_python([*arguments] or sys.orig_argv)
     words = [word for word in words if not word.startswith(f"{_FOLDER}=")]
     return shlex.join([*words, word_of(_FOLDER, str(folder))])
 
 
-def _as_typed(words: list[str]) -> list[str]:
+def _drop_python(words: list[str]) -> list[str]:
     """Leave out the Python that runs an installed program, which nobody types."""
     program = Path(words[1]) if len(words) > 1 else Path()
     if program.is_absolute() and shutil.which(program.name) == str(program):

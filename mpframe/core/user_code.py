@@ -54,7 +54,7 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
         raise
     label = _OUT_OF_BOUNDS.search(str(error))
     line = f"{option} {name_of(code)} raised {describe_error(error)}" + ", given " * bool(given)
-    line += " and ".join(f"{name} {described(value)}" for name, value in given.items())
+    line += " and ".join(f"{name} {describe(value)}" for name, value in given.items())
     explained = UserCodeError(f"{line}; {_advice(error, label, given)}")
     targets = given.get("targets")
     if label and isinstance(targets, Tensor) and targets.dim():
@@ -103,7 +103,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe a value in words: a tensor by its format, shape and, if of integers, its range."""
     if isinstance(value, Tensor):
         low, high = _range(value)
@@ -115,7 +115,7 @@ def described(value: Any) -> str:
     kind = f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
     if not isinstance(value, dict | list | tuple):
         return kind
-    few = map(str, list(value)[:3]) if isinstance(value, dict) else map(described, value[:3])
+    few = map(str, list(value)[:3]) if isinstance(value, dict) else map(describe, value[:3])
     return f"{kind} of {', '.join(few) or 'nothing'}"
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from mpframe.core.errors import DataError, MpframeError, first_line
 from mpframe.core.tree import map_tensors, named_tensors, tensors_in
-from mpframe.core.user_code import describe_error, described
+from mpframe.core.user_code import describe, describe_error
 from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
 
@@ -71,7 +71,7 @@ class Fetcher(Dataset[Any]):
                 batch = self._stack(samples, indices)
         if next(tensors_in(batch), None) is None:
             raise DataError(
-                f"dataset: {name_samples(indices)} make {described(batch)}, which holds no tensor; "
+                f"dataset: {name_samples(indices)} make {describe(batch)}, which holds no tensor; "
                 "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
             )
         require_finite(batch, indices, self._split, place, samples)

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import ElementFormat, format_named, hint
+from mpframe.lowbit.formats import ElementFormat, find_format, hint
 from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
@@ -138,7 +138,7 @@ def _require_fit(path: str, how: Quantization) -> None:
 
 def _read_format(path: str, node: Any) -> ElementFormat:
     if isinstance(node, str):
-        return format_named(node)
+        return find_format(node)
     if not isinstance(node, Mapping):
         raise ConfigError(f"{path}.format={node}: give a format's name, or its bits")
     _require_known(f"{path}.format", node, [field.name for field in fields(ElementFormat)])

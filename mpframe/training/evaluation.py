@@ -24,7 +24,7 @@ from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.training.trainer import InBatch, Loader, Trainer
 
 LOSS = "loss"
@@ -111,7 +111,7 @@ class NamedMetric:
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not one:
             raise UserCodeError(
-                f"{self._option} {name_of(self._metric)} gave {described(value)} as its value; "
+                f"{self._option} {name_of(self._metric)} gave {describe(value)} as its value; "
                 "it must be one number"
             )
         return float(value)

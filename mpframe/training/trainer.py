@@ -15,7 +15,7 @@ from mpframe.core.callback import Batch, Callbacks, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
-from mpframe.core.optim.widening import widen_named, widened_names
+from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import describe_error, name_of
@@ -152,7 +152,7 @@ class Trainer(StepTrainer):
         state = {
             "weights": self.weights(),
             "extra_state": self.extra_state.state_dict(),
-            "widened": widened_names(self.model),
+            "widened": list_widened(self.model),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters are among the weights.
             "scaler": {name: scaler.state_dict() for name, scaler in self.scalers.items()},
             "precision": str(self.precision),

@@ -30,7 +30,7 @@ from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.workloads.images import require_sizes
@@ -360,7 +360,7 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserCodeError(
             "objective: detection takes batches of (images, targets), and the dataset gave "
-            f"{described(batch)}; let its collate make such pairs"
+            f"{describe(batch)}; let its collate make such pairs"
         )
     images, targets = batch
     if model.training:
@@ -378,7 +378,7 @@ def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
         losses = model(images, targets)
     if not isinstance(losses, Mapping) or not losses:
         raise UserCodeError(
-            f"model: {name_of(model)} gave {described(losses)} in training; the objective "
+            f"model: {name_of(model)} gave {describe(losses)} in training; the objective "
             "detection takes a dict of losses"
         )
     with outside_casts():

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described
+from mpframe.core.user_code import UserCode, describe
 from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.images import require_dropout, require_sizes
@@ -94,7 +94,7 @@ def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
     if not isinstance(batch, Mapping) or not batch.keys() >= set(_NAMES):
         raise UserCodeError(
             f"objective: ctc takes a mapping with {', '.join(_NAMES)}, and the dataset gave "
-            f"{described(batch)}; let its collate make one"
+            f"{describe(batch)}; let its collate make one"
         )
     inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
     with UserCode("model:", model, inputs=inputs):

@@ -197,7 +197,7 @@ class Curves(Callback):
 
     def _speed(self) -> dict[str, float | Tensor]:
         """Measure the steps since the last point: their pace, and the share of waiting for data."""
-        samples, seconds = self._throughput.since_last_asked()
+        samples, seconds = self._throughput.since_last_call()
         before, self._waited = self._waited, self._train.waited
         return {
             Tag.SAMPLES_PER_SECOND: samples / seconds,

@@ -67,7 +67,7 @@ class Throughput(Callback):
         """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
-    def since_last_asked(self) -> tuple[int, float]:
+    def since_last_call(self) -> tuple[int, float]:
         """Return samples and training seconds since the last call, or since this start."""
         samples, seconds = self._asked
         self._asked = self.samples, self.train_seconds
