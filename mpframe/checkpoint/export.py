@@ -20,11 +20,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mpframe.checkpoint.folder import FOLDER, identity_of
-from mpframe.checkpoint.state import Snapshot, validated_kind
+from mpframe.checkpoint.state import Snapshot, read_validated_kind
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.durable import write_atomically
 from mpframe.files.plain_file import read_regular
-from mpframe.files.stored_yaml import parsed
+from mpframe.files.stored_yaml import parse_stored
 
 SCHEMA = 1
 _SUMMARY = "summary.json"
@@ -40,7 +40,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
     `weights` and `computes_in` are null and `file` is left out, because the export decides them.
     CheckpointError: a fact is no JSON.
     """
-    stored = parsed(snapshot.config, path / "config.yaml") if snapshot.config else {}
+    stored = parse_stored(snapshot.config, path / "config.yaml") if snapshot.config else {}
     usage = _mapping(snapshot.state.get("usage"))
     facts = {
         "schema": SCHEMA,
@@ -49,7 +49,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
         "model": model_facts(_mapping(stored.get("model"))),
         **{key: usage.get(key) for key in ("inputs", "preprocessing", "class_names", "precision")},
         "metrics": {
-            "weights": validated_kind(snapshot.state),
+            "weights": read_validated_kind(snapshot.state),
             "checkpoint": _validation_of(snapshot),
             "run": _results(path),
         },

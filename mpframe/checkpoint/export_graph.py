@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mpframe.checkpoint.export import KEY
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
 from mpframe.core.tree import HALVES, dtype_name, fields_of, tensors_in
-from mpframe.core.user_code import name_of, raised
+from mpframe.core.user_code import describe_error, name_of
 
 DTYPES = {"fp32": torch.float32, **HALVES}
 
@@ -43,7 +43,7 @@ class Exported:
     saturated: dict[str, int]
 
 
-def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
+def convert_weights(weights: Mapping[str, Tensor], dtype: str) -> Exported:
     """Round parameters and buffers once to `fp32`, `float16` or `bfloat16`.
 
     ConfigError: another format. CheckpointError: a weight is nan, inf, complex or double.
@@ -85,7 +85,7 @@ _LABELS = ("labels", "start_positions", "end_positions")  # as Hugging Face's mo
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
-def traced(
+def trace_model(
     model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
 ) -> torch.export.ExportedProgram:
     """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
@@ -114,7 +114,7 @@ def traced(
             program = torch.export.export(model.eval(), *call[:2], dynamic_shapes=call[2])
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(
-            f"model: {name_of(model)} cannot be traced into a graph: {raised(error)}; use "
+            f"model: {name_of(model)} cannot be traced into a graph: {describe_error(error)}; use "
             "format=safetensors, or write its forward so that torch.export takes it"
         ) from error
     for node in program.graph.nodes:

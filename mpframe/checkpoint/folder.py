@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from mpframe.checkpoint.untrusted import damaged_if_raising
+from mpframe.checkpoint.untrusted import raise_as_damaged
 from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
 from mpframe.files.text import printable
@@ -144,7 +144,7 @@ class Manifest:
                 f"{folder}: no readable checkpoint ({MANIFEST}: {error.strerror}); "
                 "name a run's folder or a checkpoint in it"
             ) from None
-        with damaged_if_raising(path, "not a manifest"):
+        with raise_as_damaged(path, "not a manifest"):
             return cls._parse(json.loads(written), path)
 
     @classmethod

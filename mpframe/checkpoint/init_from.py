@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mpframe.checkpoint.state import address_of
-from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
+from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
@@ -28,7 +28,7 @@ from mpframe.files.plain_file import open_regular, read_regular
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 
 
-def renamed(
+def rename_weights(
     saved: Mapping[str, Tensor], names: Mapping[str, str], model: Set[str], source: str
 ) -> dict[str, Tensor]:
     """Return saved weights under new names, first without a wrapper's prefix that all have.
@@ -129,7 +129,7 @@ class Fitted:
         return lines
 
 
-def fitted(saved: Weights, model: Weights, left_out: Sequence[str], source: str) -> Fitted:
+def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source: str) -> Fitted:
     """Fit saved weights to a model with the weights `model`.
 
     Weights that match a pattern of `left_out`, e.g. `head.*`, keep the model's values. A name that
@@ -295,7 +295,7 @@ def _in_folder(folder: Path) -> Path | None:
 def _read_file(path: Path) -> ForeignWeights:
     if path.name.endswith(_INDEX):
         return _read_shards(path)
-    with damaged_if_raising(path, "not a file of weights", _OTHER):
+    with raise_as_damaged(path, "not a file of weights", _OTHER):
         open_regular(path, "rb", follow=True).close()
         if path.suffix == ".safetensors":
             return ForeignWeights(load_file(path))
@@ -303,7 +303,7 @@ def _read_file(path: Path) -> ForeignWeights:
 
 
 def _read_shards(index: Path) -> ForeignWeights:
-    with damaged_if_raising(index, "not an index of weights", _OTHER):
+    with raise_as_damaged(index, "not an index of weights", _OTHER):
         places = json.loads(read_regular(index.resolve(), _LARGEST_INDEX))["weight_map"]
         shards = sorted(set(places.values()))
     tensors: dict[str, Tensor] = {}

@@ -31,8 +31,8 @@ from mpframe.checkpoint.folder import (
     refuse_mixed,
     step_of,
 )
-from mpframe.checkpoint.state import Snapshot, divided, put_together
-from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
+from mpframe.checkpoint.state import Snapshot, put_together, split_off_parts
+from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
@@ -79,7 +79,7 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     sharded tensors. CheckpointError, on all ranks: one of them could not write.
     """
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
-    state, parts = divided(snapshot.state)
+    state, parts = split_off_parts(snapshot.state)
     new, name = hidden(final, "new"), parts_of(comm.rank)
 
     def finish(files: Files) -> None:
@@ -115,9 +115,9 @@ def read(path: Path) -> Snapshot:
         if name not in manifest.files:
             raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
     manifest.verify(path)
-    with damaged_if_raising(path / CONFIG, "not text"):
+    with raise_as_damaged(path / CONFIG, "not text"):
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
-    with damaged_if_raising(path / STATE, "not a saved state"):
+    with raise_as_damaged(path / STATE, "not a saved state"):
         state = load_untrusted(path / STATE, _CODE)
         if not isinstance(state, dict):
             kind = type(state).__name__

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
+from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.tree import HALF, dtype_name
@@ -32,7 +32,7 @@ class Snapshot:
     config: str = ""  # the resolved options as YAML
     facts: dict[str, Any] = field(default_factory=dict)  # JSON: `validation`, `made_on`, `run`
 
-    def detached(self) -> Self:
+    def to_cpu(self) -> Self:
         """Return a copy with all tensors on the CPU, which training does not change."""
         return replace(self, state=_copy(self.state, {}))
 
@@ -56,7 +56,7 @@ Place = tuple[str | int, ...]  # the keys and indexes that lead to a value in a 
 _CODE = "holds code, which is never run; the parts of a checkpoint are tensors"
 
 
-def divided(state: Any) -> tuple[Any, dict[Place, Tensor]]:
+def split_off_parts(state: Any) -> tuple[Any, dict[Place, Tensor]]:
     """Return a state without its sharded tensors, and this rank's parts of them on the host.
 
     A tensor that is in several places has one copy.
@@ -69,7 +69,7 @@ def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
     """Put whole tensors, made of all ranks' parts in order, into a state that was read."""
     ranks = [_read_parts(path) for path in files]
     wholes: dict[tuple[int, ...], Tensor] = {}
-    with damaged_if_raising(files[0], "not parts of its checkpoint"):
+    with raise_as_damaged(files[0], "not parts of its checkpoint"):
         for place in ranks[0]:
             parts = [of_rank.pop(place) for of_rank in ranks[1:]]
             parts.insert(0, ranks[0][place])
@@ -107,7 +107,7 @@ def _put(state: Any, place: Place, whole: Tensor) -> None:
 
 
 def _read_parts(path: Path) -> dict[Place, Tensor]:
-    with damaged_if_raising(path, "not a rank's parts"):
+    with raise_as_damaged(path, "not a rank's parts"):
         parts = load_untrusted(path, _CODE)
         if not isinstance(parts, dict) or not all(isinstance(v, Tensor) for v in parts.values()):
             raise CheckpointError(f"{path}: holds no rank's parts of a checkpoint; use another one")
@@ -205,7 +205,7 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
     return {**weights, **averages}
 
 
-def validated_kind(state: Mapping[str, Any]) -> str:
+def read_validated_kind(state: Mapping[str, Any]) -> str:
     """Return the kind of weights that the run was validated with: `ema` or `trained`."""
     return "trained" if _trainer_of(state).get("ema") is None else "ema"
 
@@ -256,7 +256,7 @@ def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -
     )
 
 
-def steps_tried(state: Mapping[str, Any], path: Path) -> int:
+def read_steps_tried(state: Mapping[str, Any], path: Path) -> int:
     """Return the global step at which the run was saved: the x of its curves."""
     with suppress(LookupError, TypeError):
         progress = state["trainer"]["progress"]
@@ -266,7 +266,7 @@ def steps_tried(state: Mapping[str, Any], path: Path) -> int:
     raise _not_of_a_run(path, "progress")
 
 
-def trained_in(state: Mapping[str, Any], path: Path) -> str:
+def read_precision(state: Mapping[str, Any], path: Path) -> str:
     """Return the precision of the run, e.g. `mixed(float16)`."""
     precision = _trainer_of(state).get("precision")
     if not isinstance(precision, str):

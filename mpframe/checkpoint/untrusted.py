@@ -36,7 +36,7 @@ def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
     old_format: also read torch's format from before 2020.
 
     CheckpointError: the file holds code, or was made to fill the memory or to take minutes. A
-    damaged file may raise anything else, so call this within `damaged_if_raising`.
+    damaged file may raise anything else, so call this within `raise_as_damaged`.
     """
     if old_format and not zipfile.is_zipfile(path):
         _refuse_long_pickles(path)
@@ -51,7 +51,7 @@ def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
 
 
 @contextmanager
-def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
+def raise_as_damaged(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
     """Turn any exception in the block, except mpframe's, into one about a damaged file.
 
     what: the damage, e.g. `not a manifest`. way_out: what to do then.

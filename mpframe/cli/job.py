@@ -23,10 +23,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.command_line import checked
+from mpframe.config.command_line import check_config
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
-from mpframe.config.sweep import holds_this_run, resolved_text, stopped
+from mpframe.config.sweep import format_resolved, holds_this_run, make_stop_error
 from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.file_lock import turn_in
 from mpframe.files.text import printable
@@ -76,7 +76,7 @@ class Jobs:
         at_home, job = os.getpid() == self._home, f"job {hydra.job.num}: "
         if isinstance(error, RunInterrupted):  # The jobs that are left are not started either.
             if at_home:
-                sys.exit(print_error(stopped(error.received, Path(hydra.sweep.dir))))
+                sys.exit(print_error(make_stop_error(error.received, Path(hydra.sweep.dir))))
             sys.exit(print_error(RunInterrupted(error.received), job))
         if hydra.runtime.choices["hydra/sweeper"] != "basic" or not at_home:
             raise JobError(f"{job}{error}") from error
@@ -103,12 +103,12 @@ def print_error(error: MpframeError, place: str = "") -> int:
 
 
 def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
-    config, folder = checked(composed), Path(hydra.runtime.output_dir)
+    config, folder = check_config(composed), Path(hydra.runtime.output_dir)
     if hydra.mode is not RunMode.MULTIRUN:
         return _metric(_run(config, composed, hydra))
     # Two jobs of a sweep may be the same, and run at the same time.
     with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
-        return _metric(_found(config, composed, folder) or _run(config, composed, hydra))
+        return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
 
 
 def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
@@ -119,9 +119,9 @@ def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
     return Run(config, composed, Path(hydra.runtime.output_dir), hydra).train()
 
 
-def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
+def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
     """Return how the job ended when the sweep ran before, or make it resume if it did not end."""
-    if not holds_this_run(folder, resolved_text(composed), config.run.resume):
+    if not holds_this_run(folder, format_resolved(composed), config.run.resume):
         return None
     try:
         summary = Summary.read(folder)

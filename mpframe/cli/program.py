@@ -34,9 +34,9 @@ def _program() -> Iterator[None]:
             with unreachable_in_one_line():
                 yield
         except SystemExit as error:  # In a user's code, an error like any other.
-            from mpframe.core.user_code import raised  # It imports torch.
+            from mpframe.core.user_code import describe_error  # It imports torch.
 
-            said = f"the command was ended by {raised(error)}; let it return"
+            said = f"the command was ended by {describe_error(error)}; let it return"
             raise UserCodeError(said) from error
         except MpframeError as error:
             error.args = (without_secrets(str(error)),)

@@ -8,7 +8,7 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
 from mpframe.checkpoint.folder import FOLDER, best_in, refuse_mixed
-from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, weights_of
+from mpframe.checkpoint.state import averages_of, extra_state_of, read_steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
@@ -60,7 +60,7 @@ def checkpoint_of(path: Path, split: str | None = None) -> Path:
     return best[0] if best else path
 
 
-def restored(
+def restore_run(
     path: Path,
     given: list[str],
     weights: str | None = None,
@@ -94,4 +94,4 @@ def restored(
             hint = "trainer.ema_decay is null; give trainer.ema_decay=0.999"
             raise ConfigError(f"weights=ema: {hint}")
         ema.load_by_name(trainer.model, averages)
-    return Restored(config, task, trainer, steps_tried(state, path), kind)
+    return Restored(config, task, trainer, read_steps_tried(state, path), kind)

@@ -36,7 +36,7 @@ class SweepTable(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
-        self._planned = _planned(config)
+        self._planned = _count_jobs(config)
         # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
@@ -63,7 +63,7 @@ class SweepTable(Callback):
             print(as_text(self._folder, jobs, self._planned))
 
 
-def _planned(config: DictConfig) -> int:
+def _count_jobs(config: DictConfig) -> int:
     """Return how many jobs the sweep has, 0 if its sweeper decides."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return 0

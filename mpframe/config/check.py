@@ -33,7 +33,7 @@ from mpframe.config.schema import (
     Part,
     RunOptions,
     TrainerOptions,
-    measured,
+    parse_measure,
     use_instead,
 )
 from mpframe.core.errors import ConfigError, nearest
@@ -189,7 +189,7 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
     """Convert a value to the type of its option, or refuse it."""
     limits: Range = spec.metadata["range"]
     measure = spec.metadata["measure"]
-    if measure and measured(value, measure):
+    if measure and parse_measure(value, measure):
         return value
     try:
         converted = _convert(value, spec)

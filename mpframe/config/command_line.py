@@ -19,13 +19,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.composing import checked, composed, refuse_bad_override, without_hydra
+from mpframe.config.composing import check_config, compose_words, refuse_bad_override, without_hydra
 from mpframe.config.overrides import (
     PRIMARY,
     Source,
     hydra_over,
-    parsed,
-    parsed_flags,
+    parse_flags,
+    parse_overrides,
     rewritten,
     source_of,
     take_source,
@@ -34,24 +34,24 @@ from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import (
     axes,
+    format_resolved,
     holds_this_run,
     leave_out,
     refuse_unfit_choices,
-    resolved_text,
 )
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
 
 __all__ = [
-    "Job", "checked", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"
+    "Job", "check_config", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"
 ]  # fmt: skip
 _JOBS = 512
 
 
 def prepare(arguments: list[str]) -> list[str]:
     """Return the arguments as Hydra takes them."""
-    flags, words = parsed_flags(arguments)
+    flags, words = parse_flags(arguments)
     if flags.shell_completion:
         return arguments
     for word in words if flags.multirun else ():
@@ -83,7 +83,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
     for typed in _words_of_jobs(words, multirun, source):
         overrides = rewritten(typed)
         with hydra_over(source):
-            config = checked(composed(overrides, source.name))
+            config = check_config(compose_words(overrides, source.name))
         yield Job(typed, overrides, config, source.name)
 
 
@@ -91,12 +91,12 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
     """Compose the `option=value` words of one job: Hydra's overrides, and the configuration."""
     source, typed = take_source(given)
     words = rewritten(typed)
-    overrides = parsed(words)
+    overrides = parse_overrides(words)
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: give one value; there is no sweep here")
     with hydra_over(source):
-        return overrides, composed(words, source.name)
+        return overrides, compose_words(words, source.name)
 
 
 def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
@@ -121,7 +121,7 @@ class JobCheck(Callback):
                     raise ConfigError(
                         f"{word}: does nothing without -m; add -m, or use hydra.run.dir"
                     )
-            for override in parsed(_words(config, "task")):
+            for override in parse_overrides(_words(config, "task")):
                 refuse_bad_override(override)
             _check(config, "hydra.run.dir")
 
@@ -144,10 +144,10 @@ def _exit_on_error() -> Iterator[None]:
 def _check_sweep(config: DictConfig, name: str) -> None:
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
-    leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
+    leave_out(config, [o.key_or_group for o in parse_overrides(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
-    first = composed([*given, *(words[0] for words in swept)], name)
+    first = compose_words([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
     refuse_unfit_choices(swept, given, name)
 
@@ -162,7 +162,7 @@ def _check(config: DictConfig, option: str) -> None:
             job.hydra.job.num, job.hydra.job.id = 0, "0"
             job.hydra.runtime.output_dir = str(folder.absolute())
         HydraConfig.instance().set_config(job)
-        resume = checked(job).run.resume
+        resume = check_config(job).run.resume
         refuse_unwritable(option, folder)
         if option == "hydra.sweep.dir":
             file = folder / "multirun.yaml"
@@ -172,7 +172,7 @@ def _check(config: DictConfig, option: str) -> None:
                     f"hydra.sweep.dir={folder}: its {file.name} is not a regular file; delete it, "
                     "or choose another folder"
                 )
-            options = resolved_text(without_hydra(job))
+            options = format_resolved(without_hydra(job))
             holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
     finally:
         HydraConfig.instance().cfg = before

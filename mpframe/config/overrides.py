@@ -35,7 +35,7 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
-def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
     flags, rest = _parse_flags(_parser(), arguments)
     _refuse_unfit(flags, rest)
@@ -121,12 +121,12 @@ def rewritten(words: list[str]) -> list[str]:
                 f"{word[:40]}...: has {len(word)} characters, and {_LONGEST} are allowed; put the "
                 "value into a file of --config-dir"
             )
-    words = [move for word in words for move in _moves(_with_quoted_path(word))]
+    words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     return _add_options_of_swept_groups(_choose_users_targets(words))
 
 
-def parsed(words: list[str]) -> list[Override]:
+def parse_overrides(words: list[str]) -> list[Override]:
     """Parse the words as Hydra does."""
     parser = OverridesParser.create()
     overrides = []
@@ -147,7 +147,7 @@ def word_of(option: str, value: str) -> str:
     """Return the word that gives an option a text as its value, quoted if Hydra needs it."""
     word = f"{option}={value}"
     try:
-        plain = parsed([word])[0]
+        plain = parse_overrides([word])[0]
     except ConfigError:
         plain = None
     if plain is not None and not plain.is_sweep_override() and plain.value() == value:
@@ -157,7 +157,7 @@ def word_of(option: str, value: str) -> str:
     return f"{option}='{escaped}'"
 
 
-def _with_quoted_path(word: str) -> str:
+def _quote_path(word: str) -> str:
     """Quote a path, which may hold `=` and commas as a sweep's folder does, or begin with `~/`."""
     option, _, value = word.partition("=")
     home = value.startswith("~/") and "," not in value
@@ -190,7 +190,7 @@ def _choose_users_targets(words: list[str]) -> list[str]:
 
 def _add_options_of_swept_groups(words: list[str]) -> list[str]:
     """Allow options that only some choices of a swept group have."""
-    swept = tuple(f"{o.key_or_group}." for o in parsed(words) if o.is_sweep_override())
+    swept = tuple(f"{o.key_or_group}." for o in parse_overrides(words) if o.is_sweep_override())
     return [f"++{word}" if word.startswith(swept) else word for word in words]
 
 
@@ -246,12 +246,14 @@ def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
         place=place if _PACKAGE in place else str(Path(place).absolute()),
         further=str(Path(flags.config_dir).absolute()) if flags.config_dir else None,
     )
-    given = [o.value() for o in parsed([w for w in words if w.startswith(f"{_SEARCHED}=")])]
-    found = given[0] if given else _searched_by(source)
+    given = [
+        o.value() for o in parse_overrides([w for w in words if w.startswith(f"{_SEARCHED}=")])
+    ]
+    found = given[0] if given else _read_searched(source)
     return replace(source, searched=tuple(map(str, found)) if isinstance(found, list) else ())
 
 
-def _searched_by(source: Source) -> Any:
+def _read_searched(source: Source) -> Any:
     """Return what a user's primary configuration adds; Hydra reports its mistakes."""
     for folder in source.own_folders:
         with suppress(OSError, YAMLError, OmegaConfBaseException):

@@ -9,7 +9,7 @@ A schedule is made for a number of steps, whatever its argument for it is called
     epochs: ${plan:epochs}                     passes over the data; the last may be incomplete
     steps_per_epoch: ${plan:steps_per_epoch}
 
-A resolved configuration still contains the `${plan:...}`. `filled_in` puts the numbers in when the
+A resolved configuration still contains the `${plan:...}`. `fill_in` puts the numbers in when the
 schedule is made, because they are known only once the dataset is loaded.
 """
 
@@ -45,12 +45,12 @@ OmegaConf.register_new_resolver("plan", _keep_plan, replace=True)
 OmegaConf.register_new_resolver("size", _choose_size, replace=True)
 
 
-def filled_in(node: Any, plan: Mapping[str, int]) -> Any:
+def fill_in(node: Any, plan: Mapping[str, int]) -> Any:
     """Return `node` with the numbers of `plan` in place of its `${plan:...}`."""
     if isinstance(node, Mapping):
-        return {key: filled_in(value, plan) for key, value in node.items()}
+        return {key: fill_in(value, plan) for key, value in node.items()}
     if isinstance(node, list):
-        return [filled_in(value, plan) for value in node]
+        return [fill_in(value, plan) for value in node]
     words = _WORDS.fullmatch(node) if isinstance(node, str) else None
     if words is None:
         return node

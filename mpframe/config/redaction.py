@@ -59,15 +59,15 @@ def hide(text: str, secrets: Sequence[str]) -> str:
     return text
 
 
-def redacted(value: Any, secrets: Sequence[str]) -> Any:
+def redact(value: Any, secrets: Sequence[str]) -> Any:
     """Return a copy of nested values with `***` for every secret in a key or a value.
 
     An interpolation or a number that contains a secret is hidden as a whole.
     """
     if isinstance(value, Mapping):
-        return {redacted(key, secrets): redacted(held, secrets) for key, held in value.items()}
+        return {redact(key, secrets): redact(held, secrets) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(held, secrets) for held in value]
+        return [redact(held, secrets) for held in value]
     if value is None or isinstance(value, bool):
         return value
     shown = hide(str(value), secrets)
@@ -82,7 +82,7 @@ def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
     if resolve:
         resolved: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
         tree = _but_references(tree, resolved)
-    return OmegaConf.to_yaml(OmegaConf.create(redacted(tree, secrets)))
+    return OmegaConf.to_yaml(OmegaConf.create(redact(tree, secrets)))
 
 
 def values_of(config: Any) -> list[Any]:

@@ -87,7 +87,7 @@ def use_instead(name: str) -> str:
     return (folded | _FORMER).get(name.lower(), "")
 
 
-def measured(value: Any, measure: str) -> float | None:
+def parse_measure(value: Any, measure: str) -> float | None:
     """Return the number before `measure`, e.g. 30.0 for `30min`, or None for anything else."""
     words = re.fullmatch(rf"(\d+\.?\d*|\.\d+){measure}", str(value))
     return float(words[1]) if words and float(words[1]) > 0 else None

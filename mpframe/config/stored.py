@@ -27,13 +27,13 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.moved import MOVED
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.files.stored_yaml import parsed, walk
+from mpframe.files.stored_yaml import parse_stored, walk
 
 _TARGET = "_target_"
 
@@ -131,7 +131,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     which change it. data: if False, the dataset, the objective and the metrics are left out.
     """
     source, words = take_source(given)
-    read, trusted = parsed(text, path), Trusted(source)
+    read, trusted = parse_stored(text, path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
@@ -156,7 +156,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
     optimizer = parts if joint else _OPTIMIZER
-    config = checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+    config = check_config(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
     if "dataset.workers" not in taken:  # As many as the machine of the run had cores for.
         config.data.workers = min(config.data.workers, os.cpu_count() or 1)
     if data:
@@ -179,14 +179,14 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
 def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -> list[str]:
     """Return `GROUP=CHOICE` for each stored section, so that words may name its options."""
     choices = []
-    for group in _used_groups(stored) - _words(given):
+    for group in _find_used_groups(stored) - _words(given):
         target = _target(stored, group)
         names = [choice for choice, known in trusted.choices(group).items() if known == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
     return choices
 
 
-def _used_groups(stored: Mapping[str, Any]) -> set[str]:
+def _find_used_groups(stored: Mapping[str, Any]) -> set[str]:
     """Return the open sections with one target that an evaluation takes from the stored ones."""
     return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
 
@@ -216,7 +216,7 @@ def _find_unnamed(
     stored: Mapping[str, Any], named: set[str], trusted: Trusted
 ) -> Iterator[tuple[str, Any]]:
     """Yield (word of the command line, target) of what only the stored configuration names."""
-    for group in sorted(_used_groups(stored) - named):
+    for group in sorted(_find_used_groups(stored) - named):
         target = _target(stored, group)
         if not trusted.names(group, target):
             yield f"{group}._target_", target

@@ -24,8 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.config.check import flatten, refuse_bad_value
-from mpframe.config.composing import choices_of, composed, paths, refuse_unknown_choice
-from mpframe.config.overrides import PRIMARY, parsed, word_of
+from mpframe.config.composing import choices_of, compose_words, paths, refuse_unknown_choice
+from mpframe.config.overrides import PRIMARY, parse_overrides, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import WATCHING, only_watches
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
@@ -41,7 +41,7 @@ def axes(
     words: Sequence[str], given: Sequence[str] = (), draws: bool = False, name: str = PRIMARY
 ) -> list[list[str]]:
     """Return for each word a list with one word per swept value; needs Hydra initialised."""
-    overrides = parsed(list(words))
+    overrides = parse_overrides(list(words))
     swept = [_words_of(override, [*given, *words], draws, name) for override in overrides]
     if not draws and math.prod(map(len, swept)) > _MOST_JOBS:  # Hydra would list them all first.
         several = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
@@ -59,7 +59,7 @@ def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str
         options = [word for word in first if word.startswith(f"++{group}.")]
         for word in words if options and len(words) > 1 else ():
             job = [*first[:place], word, *first[place + 1 :]]
-            known = paths(composed([*given, *(w for w in job if w not in options)], name))
+            known = paths(compose_words([*given, *(w for w in job if w not in options)], name))
             for key in (option.lstrip("+").partition("=")[0] for option in options):
                 if key not in known:
                     hint = nearest(key, known)
@@ -82,7 +82,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
         if choices:
             refuse_unknown_choice(group, value, choices)
         else:
-            refuse_bad_value(group, parsed([job])[0].value())
+            refuse_bad_value(group, parse_overrides([job])[0].value())
     return jobs
 
 
@@ -120,7 +120,7 @@ def name_of(
 ) -> str:
     """Name a job after its words, without `shared` options and secrets."""
     left_out = set(shared)
-    keys = [override.key_or_group for override in parsed(list(words))]
+    keys = [override.key_or_group for override in parse_overrides(list(words))]
     swept = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
     given = ",".join(sorted(swept))
     shown = hide(given, secrets)
@@ -171,7 +171,7 @@ Options = Mapping[str, Any]
 
 
 def holds_this_run(folder: Path, options: str, resume: str) -> bool:
-    """Return whether a folder holds a run with these options, YAML as `resolved_text` makes it.
+    """Return whether a folder holds a run with these options, YAML as `format_resolved` makes it.
 
     ConfigError: it holds another run, and `resume` is none.
     """
@@ -182,7 +182,7 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
         return False
     except OSError as error:
         raise MpframeError(f"{path}: cannot be read ({error.strerror})") from None
-    other = _other_results(stored, stored_yaml.parsed(options, path))
+    other = _other_results(stored, stored_yaml.parse_stored(options, path))
     if other and resume == "none":
         more = "" if len(other) <= _SHOWN else f" and {len(other) - _SHOWN} more"
         raise ConfigError(
@@ -193,7 +193,7 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
     return not other
 
 
-def resolved_text(composed: DictConfig) -> str:
+def format_resolved(composed: DictConfig) -> str:
     """Return every option's value as YAML without secrets, as a run's folder holds them."""
     return as_yaml(composed, secrets_of(values_of(composed), os.environ), resolve=True)
 
@@ -221,7 +221,7 @@ def _other_results(then: Options, now: Options) -> list[str]:
 _FOLDER = "hydra.sweep.dir"
 
 
-def stopped(received: signal.Signals, folder: Path) -> RunInterrupted:
+def make_stop_error(received: signal.Signals, folder: Path) -> RunInterrupted:
     """Make the error of a sweep that a signal stopped, with the command that continues it."""
     return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
 
@@ -230,7 +230,7 @@ def say_on_signal(folder: Path) -> None:
     """Make signals end this process with that line, while its jobs run in other processes."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        error = stopped(signal.Signals(number), folder)
+        error = make_stop_error(signal.Signals(number), folder)
         said = hide(str(error), secrets_of(sys.argv, os.environ))
         print(f"mpframe: {printable(said)}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -241,12 +241,12 @@ def say_on_signal(folder: Path) -> None:
 
 def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
     """Return the command line to copy into a shell, in the folder where it was given before."""
-    words = _as_typed([*arguments] or sys.orig_argv)
+    words = _drop_python([*arguments] or sys.orig_argv)
     words = [word for word in words if not word.startswith(f"{_FOLDER}=")]
     return shlex.join([*words, word_of(_FOLDER, str(folder))])
 
 
-def _as_typed(words: list[str]) -> list[str]:
+def _drop_python(words: list[str]) -> list[str]:
     """Leave out the Python that runs an installed program, which nobody types."""
     program = Path(words[1]) if len(words) > 1 else Path()
     if program.is_absolute() and shutil.which(program.name) == str(program):

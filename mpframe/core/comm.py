@@ -96,8 +96,8 @@ class Comm:
             values = torch.where(torch.stack([*finite]), values, torch.nan)
             counts = torch.where(values.isnan(), 0.0, counts)
         weights = (counts / counts.max()).float()  # exactly 1 where all are equal
-        mean = weighted(values, weights).sum() / weights.sum()
-        return self.mean(weighted(mean, self.weight(counts.sum())))
+        mean = apply_weight(values, weights).sum() / weights.sum()
+        return self.mean(apply_weight(mean, self.weight(counts.sum())))
 
     def max(self, magnitude: Tensor) -> Tensor:
         """Return the largest of all ranks' values >= 0, elementwise: inf if one is inf or nan."""
@@ -160,7 +160,7 @@ class Comm:
 SINGLE_PROCESS = Comm()
 
 
-def weighted(value: Tensor, weight: Tensor) -> Tensor:
+def apply_weight(value: Tensor, weight: Tensor) -> Tensor:
     """Return value * weight, or 0 if the weight is 0, because a mean over nothing is nan."""
     return torch.where(weight == 0, 0.0, value * weight)
 
@@ -197,7 +197,7 @@ def part_for(place: Any, values: Tensor) -> Tensor:
     return values[rows * place.device_mesh.get_local_rank() :][:rows]
 
 
-def sharded_as(place: Any, part: Tensor) -> Tensor:
+def shard_like(place: Any, part: Tensor) -> Tensor:
     """Wrap a rank's part of `place` as a tensor sharded like it, sharing the part's memory."""
     if not is_sharded(place) or part.shape != part_of(place).shape:
         return part

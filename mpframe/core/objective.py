@@ -18,7 +18,7 @@ from mpframe.core.casting.cast import block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
-from mpframe.core.user_code import blame, described, name_of
+from mpframe.core.user_code import blame, describe, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def compute(
         blame("objective:", objective, batch=batch)
     if not isinstance(output, StepOutput):
         raise UserCodeError(
-            f"{_source(objective)} gave {described(output)}; it must give a StepOutput, as in "
+            f"{_source(objective)} gave {describe(output)}; it must give a StepOutput, as in "
             "StepOutput(loss, outputs, targets)"
         )
     loss = output.loss
@@ -120,14 +120,14 @@ def require_objective(path: str, objective: Any) -> None:
     if not callable(objective):
         raise UserCodeError(
             f"{path}: must be a function objective(model, batch) that returns a StepOutput, not "
-            f"{described(objective)}"
+            f"{describe(objective)}"
         )
 
 
 def _to_one_number(loss: Any, objective: Objective) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise UserCodeError(
-            f"{_source(objective)} gave {described(loss)}; it must give one floating-point number "
+            f"{_source(objective)} gave {describe(loss)}; it must give one floating-point number "
             "as a tensor, the mean over the batch"
         )
     wide: Tensor = loss.float() if loss.dtype in HALF else loss
@@ -189,7 +189,7 @@ class Supervised:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UserCodeError(
                 "objective: supervised takes batches of (inputs, targets), and the dataset gave "
-                f"{described(batch)}; give it such pairs, use objective=model_loss or write an "
+                f"{describe(batch)}; give it such pairs, use objective=model_loss or write an "
                 "objective of your own"
             )
         inputs, targets = batch

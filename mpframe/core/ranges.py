@@ -71,7 +71,7 @@ def require(
     """
     number = value if isinstance(value, int) else float(value) if isinstance(value, Real) else None
     if number is None or isinstance(number, bool) or not allowed.holds(number):
-        raise refused(option, value, f"{kind} {allowed}".strip(), way_out)
+        raise make_range_error(option, value, f"{kind} {allowed}".strip(), way_out)
     return number
 
 
@@ -81,10 +81,10 @@ def require_whole(
     """Return `value` if it is a whole number from `least` to `most`, or raise as `require`."""
     allowed = Range(low=least, high=most)
     if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
-        raise refused(option, value, f"a whole number {allowed}", way_out)
+        raise make_range_error(option, value, f"a whole number {allowed}", way_out)
     return value
 
 
-def refused(option: str, value: object, allowed: str, way_out: str = "") -> ConfigError:
+def make_range_error(option: str, value: object, allowed: str, way_out: str = "") -> ConfigError:
     """Return the error for a `value` that is not `allowed`."""
     return ConfigError(f"{option}={value}: must be {allowed}" + (f"; {way_out}" if way_out else ""))

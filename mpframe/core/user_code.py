@@ -53,8 +53,8 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
         raise
     label = _OUT_OF_BOUNDS.search(str(error))
-    line = f"{option} {name_of(code)} raised {raised(error)}" + ", given " * bool(given)
-    line += " and ".join(f"{name} {described(value)}" for name, value in given.items())
+    line = f"{option} {name_of(code)} raised {describe_error(error)}" + ", given " * bool(given)
+    line += " and ".join(f"{name} {describe(value)}" for name, value in given.items())
     explained = UserCodeError(f"{line}; {_advice(error, label, given)}")
     targets = given.get("targets")
     if label and isinstance(targets, Tensor) and targets.dim():
@@ -90,7 +90,7 @@ def name_of(code: Any) -> str:
     return str(getattr(code, "__name__", None) or type(code).__name__)
 
 
-def raised(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as a clause: its class, its first line, and where it was raised."""
     text = first_line(error).rstrip(".") if str(error).strip() else ""
     text = text if len(text) <= 200 else f"{text[:200]}..."
@@ -103,7 +103,7 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe a value in words: a tensor by its format, shape and, if of integers, its range."""
     if isinstance(value, Tensor):
         low, high = _range(value)
@@ -115,7 +115,7 @@ def described(value: Any) -> str:
     kind = f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
     if not isinstance(value, dict | list | tuple):
         return kind
-    few = map(str, list(value)[:3]) if isinstance(value, dict) else map(described, value[:3])
+    few = map(str, list(value)[:3]) if isinstance(value, dict) else map(describe, value[:3])
     return f"{kind} of {', '.join(few) or 'nothing'}"
 
 

@@ -107,11 +107,11 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
     content = _read_bytes(path, _LARGEST)
     # A second file with the digest of a published one is out of reach, unlike two made together.
     if hashlib.md5(content, usedforsecurity=False).hexdigest() not in PUBLISHED:
-        raise _refused(path, "its bytes are not the published ones")
+        raise _make_error(path, "its bytes are not the published ones")
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
     except pickle.UnpicklingError as error:
-        raise _refused(path, str(error)) from error
+        raise _make_error(path, str(error)) from error
     images = torch.from_numpy(batch["data"])
     return images.view(RECORDS, 3, 32, 32), torch.tensor(batch["labels"])
 
@@ -134,7 +134,7 @@ def _read_bytes(path: Path, most: int) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _refused(path: Path, why: str) -> DataError:
+def _make_error(path: Path, why: str) -> DataError:
     return DataError(
         f"{path}: refused, not a file of CIFAR-10's Python version ({why}); "
         "get cifar-10-python.tar.gz again, or use the binary version"

@@ -20,8 +20,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from mpframe.core.errors import DataError, MpframeError, first_line
 from mpframe.core.tree import map_tensors, named_tensors, tensors_in
-from mpframe.core.user_code import described, raised
-from mpframe.data.samples import keyed_state
+from mpframe.core.user_code import describe, describe_error
+from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
 
 Collate = Callable[[list[Any]], Any]
@@ -71,14 +71,14 @@ class Fetcher(Dataset[Any]):
                 batch = self._stack(samples, indices)
         if next(tensors_in(batch), None) is None:
             raise DataError(
-                f"dataset: {name_samples(indices)} make {described(batch)}, which holds no tensor; "
+                f"dataset: {name_samples(indices)} make {describe(batch)}, which holds no tensor; "
                 "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
             )
         require_finite(batch, indices, self._split, place, samples)
         return _detach(batch)
 
     def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        states = keyed_state(self._seed, epoch, indices).tolist()
+        states = hash_key(self._seed, epoch, indices).tolist()
         samples = []
         for index, state in zip(indices, states, strict=True):
             self._current.note(index)
@@ -146,7 +146,7 @@ def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[
     except MpframeError:
         raise
     except (Exception, SystemExit) as error:
-        blamed = DataError(f"dataset: {what}: {raised(error)}; {way_out}")
+        blamed = DataError(f"dataset: {what}: {describe_error(error)}; {way_out}")
         blamed.add_note(traceback.format_exc())
         raise blamed from None
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError, nearest
-from mpframe.data.samples import hold_out, keyed_uniform
+from mpframe.data.samples import draw_uniforms, hold_out
 from mpframe.data.task import Task, classification, require_facts, require_labels
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
@@ -49,11 +49,11 @@ def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
         return images
     # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
     padding = max(1, images.shape[-1] // 8)
-    images = shifted_crop(images, padding, uniforms[:, :2])
+    images = shift_crop(images, padding, uniforms[:, :2])
     return mirror(images, uniforms[:, 2]) if name == "crop_flip" else images
 
 
-def shifted_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
+def shift_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
     """Pad with `padding` zeros on each side, and cut a window of the old size at a random place.
 
     `uniforms` [N, 2] in [0, 1) choose the vertical and the horizontal place.
@@ -172,7 +172,7 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         images = self.pixels(chosen)
         if self.augment != "none":
-            uniforms = torch.from_numpy(keyed_uniform(DRAWS, *self._key, chosen.numpy()))
+            uniforms = torch.from_numpy(draw_uniforms(DRAWS, *self._key, chosen.numpy()))
             images = augment(images, self.augment, uniforms)
         return self.normalize(images), self.targets.index_select(0, chosen)
 
@@ -281,7 +281,7 @@ def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
         raise DataError(f"{path}: cannot be read ({error}); get the file again") from error
     if len(values) != size:
         found = "more" if len(values) > size else f"only {len(values)}"
-        raise _damaged(path, f"its header promises {size} bytes of values and it holds {found}")
+        raise _make_error(path, f"its header promises {size} bytes of values and it holds {found}")
     return torch.frombuffer(bytearray(values), dtype=torch.uint8).reshape(shape)
 
 
@@ -290,16 +290,16 @@ def _read_shape(path: Path, file: Any, item: tuple[int, ...]) -> tuple[int, ...]
     magic = bytes([0, 0, _UNSIGNED_BYTE, rank])
     header = file.read(4 + 4 * rank)
     if len(header) != 4 + 4 * rank or header[:4] != magic:
-        raise _damaged(path, f"it does not begin with {magic.hex(' ')} and {rank} sizes")
+        raise _make_error(path, f"it does not begin with {magic.hex(' ')} and {rank} sizes")
     count, *rest = struct.unpack(f">{rank}I", header[4:])
     if tuple(rest) != item or not 0 < count <= _MOST_ITEMS:
         wanted = " x ".join(["N", *map(str, item)])
         found = " x ".join(map(str, [count, *rest]))
-        raise _damaged(path, f"it holds {found} values, wanted is {wanted} with N up to 2^20")
+        raise _make_error(path, f"it holds {found} values, wanted is {wanted} with N up to 2^20")
     return (count, *item)
 
 
-def _damaged(path: Path, what: str) -> DataError:
+def _make_error(path: Path, what: str) -> DataError:
     return DataError(f"{path}: not a whole idx file: {what}; get the file again")
 
 

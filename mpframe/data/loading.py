@@ -19,7 +19,7 @@ from mpframe.core.errors import ConfigError, DataError, MpframeError
 from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import UserCode, name_of
 from mpframe.data.fetching import Collate, Fetcher
-from mpframe.data.samples import keyed_state
+from mpframe.data.samples import hash_key
 from mpframe.data.workers import (
     POLL_SECONDS,
     CurrentSamples,
@@ -102,7 +102,7 @@ class Loader:
                 batch_sampler=self._requests,
                 num_workers=workers,
                 pin_memory=pin,
-                collate_fn=_unchanged,
+                collate_fn=_keep_whole,
                 persistent_workers=workers > 0,
                 timeout=POLL_SECONDS if workers else 0,
                 worker_init_fn=ignore_signals,
@@ -154,14 +154,14 @@ class Loader:
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
             size = self.size
-            order = shuffled(size, self.seed, epoch) if self.shuffle else torch.arange(size)
+            order = shuffle_indices(size, self.seed, epoch) if self.shuffle else torch.arange(size)
             self._order = epoch, order
         return self._order[1]
 
 
-def shuffled(size: int, seed: int, epoch: int) -> Tensor:
+def shuffle_indices(size: int, seed: int, epoch: int) -> Tensor:
     """Return the order of an epoch, [size] int64, from seed and epoch only."""
-    key = int(keyed_state(seed, epoch)[0])
+    key = int(hash_key(seed, epoch)[0])
     return torch.randperm(size, generator=torch.Generator().manual_seed(key))
 
 
@@ -192,7 +192,7 @@ def _batch_or_raise(answer: Any) -> Any:
     return answer
 
 
-def _unchanged(batch: Any) -> Any:
+def _keep_whole(batch: Any) -> Any:
     return batch
 
 

@@ -22,7 +22,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 
-def keyed_state(*words: Word) -> UInt64Array:
+def hash_key(*words: Word) -> UInt64Array:
     """Fold words into 64-bit states, one for each element of the longest word.
 
     Words are integers (modulo 2^64) or 1-d integer sequences of one length.
@@ -33,10 +33,10 @@ def keyed_state(*words: Word) -> UInt64Array:
     return state
 
 
-def keyed_uniform(draws: int, *words: Word) -> NDArray[np.float64]:
+def draw_uniforms(draws: int, *words: Word) -> NDArray[np.float64]:
     """Return `draws` uniforms in [0, 1) of 53 random bits for each key, [keys, draws]."""
     steps = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
-    bits = _mix64(keyed_state(*words)[:, None] + steps)
+    bits = _mix64(hash_key(*words)[:, None] + steps)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -59,7 +59,7 @@ def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
     The split depends only on the targets [N]. Returns the indices to train on, then the indices of
     each part, all [n] int64 and ascending.
     """
-    shuffled = torch.from_numpy(keyed_uniform(1, range(len(targets)))).flatten().argsort()
+    shuffled = torch.from_numpy(draw_uniforms(1, range(len(targets)))).flatten().argsort()
     held = shuffled[targets[shuffled].argsort(stable=True)][::one_in]
     left = torch.ones(len(targets), dtype=torch.bool)
     left[held] = False
@@ -102,7 +102,7 @@ class Generated(Dataset[Any], ABC):
 
     def uniforms(self, count: int, *words: int) -> NDArray[np.float64]:
         """Return `count` numbers in [0, 1) by the key and these words."""
-        drawn: NDArray[np.float64] = keyed_uniform(count, *self._key, *words)[0]
+        drawn: NDArray[np.float64] = draw_uniforms(count, *self._key, *words)[0]
         return drawn
 
     def add_noise(self, values: NDArray[np.float64], index: int) -> Tensor:

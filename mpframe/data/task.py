@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import Loss, Objective, Supervised
 from mpframe.core.ranges import require_whole
-from mpframe.core.user_code import described, name_of
+from mpframe.core.user_code import describe, name_of
 from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 
@@ -109,7 +109,7 @@ class Task:
 def _require_callable(name: str, code: Any) -> None:
     if code is not None and not callable(code):
         raise DataError(
-            f"dataset: the {name} of its Task is {described(code)}; it must be a function or a "
+            f"dataset: the {name} of its Task is {describe(code)}; it must be a function or a "
             "class that can be called"
         )
 
@@ -118,7 +118,7 @@ def _require_names(names: Any) -> None:
     listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if names is not None and not listed:
         raise DataError(
-            f"dataset: the class_names of its Task are {described(names)}; give a list of strings"
+            f"dataset: the class_names of its Task are {describe(names)}; give a list of strings"
         )
 
 

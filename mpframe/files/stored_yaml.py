@@ -18,11 +18,11 @@ _DEEPEST = 16
 
 
 def read_stored(path: Path) -> dict[str, Any]:
-    """Read the options in a file. Raises as `parsed` does, or OSError."""
-    return parsed(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
+    """Read the options in a file. Raises as `parse_stored` does, or OSError."""
+    return parse_stored(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
 
 
-def parsed(text: str, path: Path) -> dict[str, Any]:
+def parse_stored(text: str, path: Path) -> dict[str, Any]:
     """Parse a stored configuration into plain values, without calling or looking up anything.
 
     CheckpointError: it is not a configuration, or made to take hours or all memory.

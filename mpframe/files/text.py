@@ -80,7 +80,7 @@ def take_options(
 Rows = Sequence[Sequence[str]]
 
 
-def aligned(rows: Rows, right: Collection[int] = ()) -> str:
+def align(rows: Rows, right: Collection[int] = ()) -> str:
     """Pad the cells of each column to one width, right-aligned in the columns of `right`."""
     columns = [
         [cell.rjust(width) if number in right else cell.ljust(width) for cell in column]

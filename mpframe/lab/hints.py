@@ -98,7 +98,7 @@ class PlannedRun:
         parts = parts_of(self.trainer.optimizer)
         return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
 
-    def typed(self, path: str, value: object) -> str:
+    def format_word(self, path: str, value: object) -> str:
         """Return the word that sets an option of an open section, as it must be typed."""
         known = path in self.options and path not in self.added
         return f"{'' if known else '++'}{path}={value}"
@@ -151,7 +151,7 @@ def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
                 f"{dtype_name(form)} weights, which therefore do not move",
-                run.typed(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
+                run.format_word(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
             )
 
 

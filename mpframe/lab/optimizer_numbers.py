@@ -37,7 +37,7 @@ class RoundedNumber:
         return f"{self.name}{self.index}={self.value:.10g} {becomes} in {dtype_name(self.form)}"
 
 
-def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
+def find_rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
     """Yield the numbers given to an optimizer that its format loses or rounds badly."""
     form = _format_of(optimizer)
     for name, index, value in _numbers(optimizer):

@@ -47,7 +47,7 @@ class Noise:
 
     @classmethod
     def of(cls, row: list[float]) -> Self:
-        """Read a row of `count_noise` or `merged`."""
+        """Read a row of `count_noise` or `merge`."""
         count, signal, noise, saturated, lost, highest, lowest = row
         decibels = 10 * math.log10(signal / noise) if signal > 0 < noise else math.nan
         decibels = math.inf if noise == 0 else decibels
@@ -66,7 +66,7 @@ class ProductProbe:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._rows: Rows = {}
-        watch_products(precision, self._seen)
+        watch_products(precision, self._add_row)
 
     def noises(self, comm: Comm = SINGLE_PROCESS) -> Noises:
         """Stop, and return all ranks' counts on rank 0, in one transfer. All ranks call this."""
@@ -78,7 +78,7 @@ class ProductProbe:
                 _add(counted, key, row)
         return {key: Noise.of(row.tolist()) for key, row in counted.items()}
 
-    def _seen(self, weight: str, product: str, operand: str, row: Tensor) -> None:
+    def _add_row(self, weight: str, product: str, operand: str, row: Tensor) -> None:
         layer = weight.rpartition(".")[0] or ("model" if weight else WITHOUT_WEIGHT)
         _add(self._rows, (layer, f"{product}.{operand}"), row)
 
@@ -90,9 +90,9 @@ def rows_of(step: int, noises: Noises) -> Iterator[dict[str, Any]]:
 
 
 def _add(rows: Rows, key: tuple[str, str], row: Tensor) -> None:
-    rows[key] = merged(rows[key], row) if key in rows else row
+    rows[key] = merge(rows[key], row) if key in rows else row
 
 
-def merged(one: Tensor, other: Tensor) -> Tensor:
+def merge(one: Tensor, other: Tensor) -> Tensor:
     ends = torch.maximum(one[_SUMS], other[_SUMS]), torch.minimum(one[-1], other[-1])
     return torch.cat([one[:_SUMS] + other[:_SUMS], torch.stack(ends)])

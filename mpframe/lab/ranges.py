@@ -141,9 +141,9 @@ class RangeProbe:
     def _watch_modules(self) -> Iterator[Any]:
         def watch(layer: str, _: nn.Module, __: Any, output: Any) -> None:
             for tensor in tensors_in(output):
-                self._seen("activations", layer, tensor)
+                self._count("activations", layer, tensor)
                 if tensor.requires_grad:
-                    seen = partial(self._seen, "activation_gradients", layer)
+                    seen = partial(self._count, "activation_gradients", layer)
                     tensor.register_hook(seen)  # type: ignore[no-untyped-call]
 
         for layer, module in _leaves(self._trainer.model):
@@ -152,7 +152,7 @@ class RangeProbe:
 
     def _watch_parameters(self) -> Iterator[Any]:
         def watch(layer: str, parameter: Tensor) -> None:
-            self._seen("gradients", layer, parameter.grad)
+            self._count("gradients", layer, parameter.grad)
 
         for layer, parameter in _parameters(self._trainer.model):
             if parameter.requires_grad:
@@ -162,7 +162,7 @@ class RangeProbe:
                 yield hook(partial(watch, layer))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _seen(self, kind: str, layer: str, values: Tensor | None) -> None:
+    def _count(self, kind: str, layer: str, values: Tensor | None) -> None:
         if values is None or not values.is_floating_point():
             return
         if values.element_size() == 2:
@@ -178,12 +178,12 @@ class RangeProbe:
         """Count weights and updates, and return how many half would round away, by layer."""
         away: dict[str, Tensor] = {}
         for layer, parameter in _parameters(self._trainer.model):
-            self._seen("weights", layer, parameter)
+            self._count("weights", layer, parameter)
             before = self._before.get(parameter)
             if before is None:
                 continue
             after = self._trainer.optimizer.master_of(parameter)
-            self._seen("updates", layer, after - before)
+            self._count("updates", layer, after - before)
             stuck = after.to(self._half) == before.to(self._half)
             count = (stuck & (after != before)).sum().double()
             away[layer] = away[layer] + count if layer in away else count

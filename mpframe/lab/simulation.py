@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.files.text import aligned
+from mpframe.files.text import align
 from mpframe.lab.pictures import new_figure, save
 
 Series = npt.NDArray[np.float64]
@@ -66,7 +66,7 @@ def as_table(replays: Mapping[str, Simulation]) -> str:
         counts = str(len(done.scales)), str(int(done.skipped.sum()))
         scales = f"{done.mean_headroom:.2f}", str(done.changes), f"{done.scales[-1]:g}"
         rows.append((name, *counts, *scales))
-    return aligned([head, *rows])
+    return align([head, *rows])
 
 
 def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torch.dtype) -> None:

@@ -89,7 +89,7 @@ FORMATS = {
 Draw = Callable[[Tensor], Tensor]
 
 
-def format_named(name: str) -> ElementFormat:
+def find_format(name: str) -> ElementFormat:
     """Return the format that hardware has under this name."""
     if name not in FORMATS:
         raise ConfigError(

@@ -15,9 +15,9 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
-from mpframe.lowbit.native import refusals, refused, wanted
+from mpframe.lowbit.native import is_wanted, make_native_error, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
-from mpframe.lowbit.recipe import Recipe, shipped
+from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.lowbit.recurrent import RECURRENT
 from mpframe.lowbit.state import ProductState, Watch
 
@@ -48,7 +48,7 @@ class ProductHandler(OpHandler):
         recipes = [policy.recipes[name] for name in names if name in policy.recipes]
         for recipe in recipes if policy.compute == "native" else []:
             for product, why in refusals(recipe, device).items():
-                raise refused(recipe, product, device, why)
+                raise make_native_error(recipe, product, device, why)
         self.state.learn_names(model)
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
@@ -109,8 +109,8 @@ def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
     for pattern, pin in policy.ops.modules.items():
         if pin in (*PINS, NO_PRODUCTS, *recipes):
             continue
-        if pin not in shipped():
-            names, known = ", ".join((*PINS, NO_PRODUCTS)), sorted({*recipes, *shipped()})
+        if pin not in list_recipes():
+            names, known = ", ".join((*PINS, NO_PRODUCTS)), sorted({*recipes, *list_recipes()})
             raise ConfigError(
                 f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: {', '.join(known)}"
             )
@@ -126,7 +126,7 @@ def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
 def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
     """Say which products of a layer an instruction computes, or nothing if nobody asked for one."""
     device = device_of(module)
-    if not wanted(policy.compute, device):
+    if not is_wanted(policy.compute, device):
         return ""
     if op not in _OF_MATRICES:
         return ", emulated"

@@ -50,7 +50,7 @@ class Quantizer:
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
         """Return left @ right, both quantised. It takes the arguments of `pair`."""
-        if self._why_emulated(product, left, right):
+        if self._explain_emulation(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart
         return native.multiply(self._quantize(left, *rest), self._quantize(right, *rest))
@@ -69,8 +69,8 @@ class Quantizer:
         if self._in_half(product, left, right):
             return left.values, right.values
         if self.compute == "native":
-            why = self._why_emulated(product, left, right)
-            raise native.refused(self.recipe, product, left.values.device, why)
+            why = self._explain_emulation(product, left, right)
+            raise native.make_native_error(self.recipe, product, left.values.device, why)
         rest = product, site, record, quantize
         return self._quantize(left, *rest), self._quantize(right, *rest)
 
@@ -78,10 +78,10 @@ class Quantizer:
         hows = self.recipe.products.get(product)
         return hows is None or bool(misfit(self.recipe, product, left, right))
 
-    def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
+    def _explain_emulation(self, product: str, left: Operand, right: Operand) -> str:
         """Say why no instruction multiplies two operands, or nothing if one does."""
         device = left.values.device
-        if not native.wanted(self.compute, device):
+        if not native.is_wanted(self.compute, device):
             return f"dtype.compute={self.compute}"
         if self._in_half(product, left, right):
             return "it stays in half"
@@ -98,7 +98,7 @@ class Quantizer:
         known = None
         if how.history and site:
             amax = operand.values.abs().amax()
-            known = self.state.known_amax(f"{site} {operand.role}", amax, how.history, record)
+            known = self.state.track_amax(f"{site} {operand.role}", amax, how.history, record)
         taken = take(operand.values, operand.axes, how, self.state.draw, known)
         if self.state.watch is not None:
             quantized = taken.values(operand.axes.free) if isinstance(taken, Parts) else taken

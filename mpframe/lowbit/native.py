@@ -52,7 +52,7 @@ def take_apart(
 ) -> Parts:
     """Quantise float32 values of 2 axes. It takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
-        values, axes = values.t(), axes.permuted((1, 0))
+        values, axes = values.t(), axes.permute((1, 0))
     split = find_scales(apply_hadamard(values, axes, how), axes, how, known_amax)
     elements = round_blocks(replace(split, scale=torch.ones_like(split.scale)), how, draw)
     elements = elements.view(values.shape)
@@ -145,7 +145,7 @@ def swizzle(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
 
 
-def wanted(compute: str, device: torch.device) -> bool:
+def is_wanted(compute: str, device: torch.device) -> bool:
     """Whether `dtype.compute` asks for instructions, which `auto` does only on GPUs."""
     return compute == "native" or (compute == "auto" and device.type != "cpu")
 
@@ -175,7 +175,7 @@ def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
     return {product: reason for product, reason in reasons.items() if reason}
 
 
-def refused(recipe: Recipe, product: str, device: torch.device, why: str) -> ConfigError:
+def make_native_error(recipe: Recipe, product: str, device: torch.device, why: str) -> ConfigError:
     """Return the error of `dtype.compute=native` for a product that is emulated."""
     return ConfigError(
         f"dtype.compute=native: dtype.products={recipe.name} has no native {product} product on "

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from mpframe.core.casting.emulation import each_axis, half_values, rounded
+from mpframe.core.casting.emulation import each_axis, half_values, round_result
 from mpframe.core.casting.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
 from mpframe.core.casting.policy import CASTABLE, Policy
 from mpframe.core.errors import ConfigError
@@ -121,7 +121,7 @@ def vecdot(call: Call, x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     return _matmul(call, x[..., None, :], y[..., None])[..., 0, 0]
 
 
-def grouped(
+def grouped_mm(
     call: Call,
     mat_a: Tensor,
     mat_b: Tensor,
@@ -314,7 +314,7 @@ OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
     "addbmm": (addbmm, 1),
-    "_grouped_mm": (grouped, 0),
+    "_grouped_mm": (grouped_mm, 0),
     "einsum": (einsum, 1),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),
     **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (conv_transpose, 0)),
@@ -343,7 +343,7 @@ class ProductOp:
         if not torch.compiler.is_compiling():
             run = show_as(func, run)
         y, half = run(*args, **kwargs), self.half
-        return y if half is None else map_tensors(lambda tensor: rounded(tensor, half), y)
+        return y if half is None else map_tensors(lambda tensor: round_result(tensor, half), y)
 
     def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
         if self._first is None:

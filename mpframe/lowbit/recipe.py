@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import ElementFormat, format_named, hint
+from mpframe.lowbit.formats import ElementFormat, find_format, hint
 from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
@@ -46,10 +46,10 @@ class Recipe:
     @classmethod
     def named(cls, name: str) -> Self:
         """Return the shipped recipe `conf/dtype/products/<name>.yaml`."""
-        if name not in shipped():
+        if name not in list_recipes():
             raise ConfigError(
-                f"dtype.products={name}: choose none, {', '.join(shipped())}, or a recipe of "
-                f"dtype.recipes{hint(name, shipped())}"
+                f"dtype.products={name}: choose none, {', '.join(list_recipes())}, or a recipe of "
+                f"dtype.recipes{hint(name, list_recipes())}"
             )
         return cls.from_mapping(name, _read(name))
 
@@ -82,7 +82,7 @@ class Recipe:
         return "\n".join(f"{self.name} {line}" for line in lines)
 
 
-def shipped() -> list[str]:
+def list_recipes() -> list[str]:
     """Return the names of the shipped recipes."""
     return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file.stem != "none")
 
@@ -138,7 +138,7 @@ def _require_fit(path: str, how: Quantization) -> None:
 
 def _read_format(path: str, node: Any) -> ElementFormat:
     if isinstance(node, str):
-        return format_named(node)
+        return find_format(node)
     if not isinstance(node, Mapping):
         raise ConfigError(f"{path}.format={node}: give a format's name, or its bits")
     _require_known(f"{path}.format", node, [field.name for field in fields(ElementFormat)])

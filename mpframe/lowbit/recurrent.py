@@ -106,14 +106,14 @@ def _layers(
     return rows, *(torch.stack(parts) for parts in zip(*last, strict=True))
 
 
-def _packed(
+def _run_packed(
     kind: str, linear: Linear, data: Tensor, batch_sizes: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
     """Run aten's `data` form for packed sequences."""
     return _layers(kind, linear, data, batch_sizes.tolist(), *rest, **named)
 
 
-def _padded(
+def _run_padded(
     kind: str, linear: Linear, input: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
     """Run aten's `input` form, [steps, samples, inputs] or samples first."""
@@ -128,7 +128,7 @@ def _padded(
 def layers(kind: str, linear: Linear, *args: Any, **named: Any) -> tuple[Tensor, ...]:
     """Run torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu`, in either form of its arguments."""
     is_packed = "batch_sizes" in named or not isinstance([*args, *named.values()][3], bool)
-    return (_packed if is_packed else _padded)(kind, linear, *args, **named)
+    return (_run_packed if is_packed else _run_padded)(kind, linear, *args, **named)
 
 
 def cell(

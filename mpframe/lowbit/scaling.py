@@ -80,7 +80,7 @@ class Axes:
     contracted: tuple[int, ...]
     free: int
 
-    def permuted(self, order: Sequence[int]) -> "Axes":
+    def permute(self, order: Sequence[int]) -> "Axes":
         """Return the same axes of the tensor permuted by `order`."""
         return Axes(tuple(map(order.index, self.contracted)), order.index(self.free))
 
@@ -120,7 +120,7 @@ def quantize(
     """
     # In the order of memory: a transposed tensor takes three times as long.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
-    values, axes = values.permute(order), axes.permuted(order)
+    values, axes = values.permute(order), axes.permute(order)
     values = apply_hadamard(values, axes, how)
     if how.scale == "none":
         quantized = round_to(values, how.format, how.draws(draw))

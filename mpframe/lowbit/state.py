@@ -96,7 +96,7 @@ class ProductState:
             self._generators[device] = torch.Generator(like.device).manual_seed(seed)
         return torch.rand(like.shape, generator=self._generators[device], device=like.device)
 
-    def known_amax(self, operand: str, now: Tensor, length: int, record: bool) -> Tensor:
+    def track_amax(self, operand: str, now: Tensor, length: int, record: bool) -> Tensor:
         """Return the amax of `length` optimizer steps for the scale of an operand.
 
         `operand` names the weight and the role. `now` is the tensor's amax, 0-d. Without `record`

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpframe.core.comm import weigh_, weighted
+from mpframe.core.comm import apply_weight, weigh_
 from mpframe.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class DataParallel:
             on any rank. The same for single ranks' gradients before they were weighed and summed,
             None if the loss is not scaled. The mean loss, weighed as they are.
         """
-        comm, total, means = self._comm, weighted(loss, self.weight), dict[Tensor, Tensor]()
+        comm, total, means = self._comm, apply_weight(loss, self.weight), dict[Tensor, Tensor]()
         used = torch.tensor([p in self._sent for p in self._parameters], dtype=torch.int64)
         asking, adding = comm.start(used, dist.ReduceOp.MAX, on_host=True), comm.start(total)
         amaxes = [torch.zeros((), device=loss.device)]

@@ -4,8 +4,8 @@
     LOCAL_RANK                   which one on this machine: its CUDA device
     MASTER_ADDR, MASTER_PORT     where the ranks find each other
 
-Without them, or with a world size of 1, there is one process. They are read without torch. `joined`
-joins the ranks for one run.
+Without them, or with a world size of 1, there is one process. They are read without torch.
+`init_comm` joins the ranks for one run.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """
@@ -128,7 +128,7 @@ def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
 
 
 @contextmanager
-def joined(
+def init_comm(
     parallel: str | None, device: "Callable[[], torch.device]", timeout: float
 ) -> "Iterator[Comm]":
     """Context manager in which the ranks that torchrun started are one comm.

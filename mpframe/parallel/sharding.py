@@ -49,7 +49,7 @@ class Sharding:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
         for block in [*_blocks(model), model]:
-            values = _summed_values([p for p in block.parameters() if not is_sharded(p)])
+            values = _count_summed_values([p for p in block.parameters() if not is_sharded(p)])
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             sharded: Any = block
@@ -73,7 +73,7 @@ class Sharding:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""
         for name, weight in self._trained:
             if weight.grad is None:
-                raise _unused(name)
+                raise _make_unused_error(name)
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
@@ -113,7 +113,7 @@ class _Sum:
         async_op: bool = False,
     ) -> Any:
         if input_tensor.numel() != self._values:
-            raise _unused(f"a weight of {self._name}")
+            raise _make_unused_error(f"a weight of {self._name}")
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
@@ -164,7 +164,7 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _summed_values(parameters: Sequence[Tensor]) -> int:
+def _count_summed_values(parameters: Sequence[Tensor]) -> int:
     """Return how many values the gradients have, each divided into full parts."""
     ranks = dist.get_world_size()
     trained = (p for p in parameters if p.requires_grad and len(p))
@@ -186,7 +186,7 @@ def _refuse_indivisible(model: nn.Module) -> None:
             )
 
 
-def _unused(what: str) -> ConfigError:
+def _make_unused_error(what: str) -> ConfigError:
     return ConfigError(
         f"trainer.parallel=fsdp: {what} was not used in this step; {_WAY_OUT}, or freeze it"
     )

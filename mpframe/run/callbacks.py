@@ -9,7 +9,7 @@
 The fixed ones are not in the group, so they cannot be left out.
 """
 
-from mpframe.config.schema import Config, measured
+from mpframe.config.schema import Config, parse_measure
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_callbacks
@@ -31,7 +31,7 @@ class RunCallbacks:
         every = options.checkpoint_every
         plan = SavePlan(
             every=None if isinstance(every, str) else every,
-            minutes=measured(every, "min"),
+            minutes=parse_measure(every, "min"),
             keep_last=options.keep_last,
             keep_best=options.keep_best,
             background=options.async_save,

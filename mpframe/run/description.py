@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from mpframe.checkpoint.export import versions
 from mpframe.config.check import as_typed
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parsed
-from mpframe.config.redaction import hide, redacted
+from mpframe.config.overrides import parse_overrides
+from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
@@ -54,7 +54,7 @@ def precision_in_words(config: Config) -> str:
     return mode if mode == "fp32" else f"{mode} {config.dtype.half}"
 
 
-def called(node: Mapping[str, Any] | None) -> str:
+def format_section(node: Mapping[str, Any] | None) -> str:
     """Return an open section in one line, e.g. `cnn width=32 stages=2`."""
     if not node:
         return "none"
@@ -62,11 +62,11 @@ def called(node: Mapping[str, Any] | None) -> str:
     return " ".join([str(node["_target_"]).rpartition(".")[2], *arguments])
 
 
-def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
+def find_varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
     """Return the options that the jobs of a sweep differ in, with their values as typed."""
     if hydra is None:
         return {}
-    words, sweep = parsed(list(hydra.overrides.task)), _sweep(hydra)
+    words, sweep = parse_overrides(list(hydra.overrides.task)), _sweep(hydra)
     return {
         key: _values(sweep.get(key, word), word)
         for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
@@ -80,7 +80,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
     if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
         return {}
     words = list(OmegaConf.load(file).hydra.overrides.task)
-    return {override.key_or_group: override for override in parsed(words)}
+    return {override.key_or_group: override for override in parse_overrides(words)}
 
 
 def hparams(
@@ -91,10 +91,10 @@ def hparams(
     columns: dict[str, Value] = {
         "dtype": precision_in_words(config),
         "loss_scaling": scaling,
-        "model": called(config.model),
-        "optimizer": " + ".join(map(called, nodes)),
-        "scheduler": called(config.scheduler),
-        "dataset": called({"_target_": config.dataset["_target_"]}),
+        "model": format_section(config.model),
+        "optimizer": " + ".join(map(format_section, nodes)),
+        "scheduler": format_section(config.scheduler),
+        "dataset": format_section({"_target_": config.dataset["_target_"]}),
         "optimizer.lr": float(nodes[0].get("lr", float("nan"))),
         "dataset.batch_size": config.data.batch_size,
         "trainer.accumulate": config.trainer.accumulate,
@@ -186,20 +186,20 @@ def describe(
     tracker.layout(metrics)
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
     results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
-    columns, first = hparams(config, scaling_of(trainer), varied(hydra))
-    tracker.hparams(redacted(columns, secrets), results, first)
+    columns, first = hparams(config, scaling_of(trainer), find_varied(hydra))
+    tracker.hparams(redact(columns, secrets), results, first)
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:
     """Describe the run in three lines: its precision, its model and data, its training."""
     weights = sum(p.numel() for p in trainer.model.parameters() if not is_lazy(p))
-    optimizers = " + ".join(map(called, config.optimizer_nodes))
+    optimizers = " + ".join(map(format_section, config.optimizer_nodes))
     lines = [
         f"**Precision**: {precision_in_words(config)} on {device_of(trainer.model)}, loss scaling "
         f"{scaling_of(trainer)}, ops {ops_in_words(trainer.precision.policy.ops)}",
-        f"**Model and data**: {called(config.model)}, {weights:,} weights; "
-        f"{called(config.dataset)}, {len(train)} batches an epoch",
-        f"**Training**: {optimizers}, schedule {called(config.scheduler)}, "
+        f"**Model and data**: {format_section(config.model)}, {weights:,} weights; "
+        f"{format_section(config.dataset)}, {len(train)} batches an epoch",
+        f"**Training**: {optimizers}, schedule {format_section(config.scheduler)}, "
         f"{config.trainer.epochs} epochs, seed {config.run.seed}",
     ]
     return "\n".join(f"- {line}" for line in lines)

@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from mpframe.config.check import flatten
-from mpframe.config.planned import filled_in
+from mpframe.config.planned import fill_in
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.config.schema import Config, GroupOptions, Part, measured
+from mpframe.config.schema import Config, GroupOptions, Part, parse_measure
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
-from mpframe.run.parts import monitored
+from mpframe.run.parts import find_monitored
 from mpframe.run.target import find_target, make, make_a, require_methods
 from mpframe.training.callbacks.schedules import PlannedSchedule, Schedule
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
-from mpframe.training.optimizers.selection import Selection, divided, grouped
+from mpframe.training.optimizers.selection import Selection, divide_parameters, group_parameters
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
         parameters = _build_groups(config, model) if config.groups else model.parameters()
         return {"": _build_optimizer("optimizer", config.optimizer, parameters)}
     parts = config.joint.parts
-    of_part = divided(model, {name: _selection(part.options) for name, part in parts.items()})
+    of_part = divide_parameters(
+        model, {name: _selection(part.options) for name, part in parts.items()}
+    )
     return {
         name: _build_optimizer(f"optimizer.parts.{name}", part.node, of_part[name])
         for name, part in parts.items()
@@ -51,7 +53,7 @@ def _selection(options: GroupOptions) -> Selection:
 def _build_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
     """Return torch's parameter groups, each with its name and settings, without frozen ones."""
     selections = {name: _selection(group.options) for name, group in config.groups.items()}
-    selected = grouped(model, selections)
+    selected = group_parameters(model, selections)
     groups = []
     for name, parameters in selected.items():
         group = config.groups.get(name)
@@ -76,7 +78,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the group's settings, checked by making an optimizer: torch takes any from a group."""
     path, settings, lr = f"optimizer.groups.{name}", dict(group.node), group.options.lr
-    factor = measured(lr, "x")
+    factor = parse_measure(lr, "x")
     if factor is not None and "lr" not in config.optimizer:
         raise ConfigError(f"{path}.lr={lr}: is a factor on optimizer.lr; set that as well")
     if lr is not None:
@@ -111,12 +113,12 @@ def build_schedule(
     """Make the schedule, if there is one."""
     if config.scheduler is None:
         return None
-    node = filled_in(config.scheduler, plan)
+    node = fill_in(config.scheduler, plan)
     target = find_target("scheduler", node["_target_"])
     if "total_steps" in inspect.signature(target).parameters:
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
-        _set_direction(node, *monitored(metrics, config.trainer.monitor))
+        _set_direction(node, *find_monitored(metrics, config.trainer.monitor))
         return _schedule(node, optimizer)  # type: ignore[no-any-return]
     secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
     arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}

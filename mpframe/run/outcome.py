@@ -130,7 +130,7 @@ def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
     """Context manager in which the trainer has a checkpoint's weights and, if any, averages."""
     state = checkpoint.load(path)
     extra = trainer.extra_state
-    kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).detached().state
+    kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).to_cpu().state
     ema = ema_of(trainer)
     averages, updates = (ema.by_name(trainer.model), ema.updates) if ema else ({}, 0)
     try:

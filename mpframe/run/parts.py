@@ -27,7 +27,7 @@ from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
@@ -211,7 +211,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     return metrics
 
 
-def monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
+def find_monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
     """Return the monitored name, and whether higher is better (None: not known)."""
     name = next(iter(metrics), LOSS) if monitor is None else monitor
     return name, False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better
@@ -269,7 +269,7 @@ def build_scaler(config: Config) -> LossScaler:
     scale = scaler.scale
     if not isinstance(scale, Tensor) or scale.dim() or scale.dtype != torch.float32:
         raise ConfigError(
-            f"{option}: its scale is {described(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
+            f"{option}: its scale is {describe(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
         )
     return scaler
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest, refuse_mixed
-from mpframe.checkpoint.state import conversion, of_rank, rounding, trained_in, weights_of
+from mpframe.checkpoint.state import conversion, of_rank, read_precision, rounding, weights_of
 from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import Callbacks
 from mpframe.core.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
-from mpframe.files.stored_yaml import parsed
+from mpframe.files.stored_yaml import parse_stored
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
@@ -178,7 +178,7 @@ class Resume:
 
 def _options(config: str, path: Path) -> dict[str, Any]:
     """Return the stored options, or none if a user's own loop saved the checkpoint."""
-    return parsed(config, path / "config.yaml") if config else {}
+    return parse_stored(config, path / "config.yaml") if config else {}
 
 
 def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
@@ -222,7 +222,7 @@ def _apply(
 ) -> None:
     """Load a state, all of it or none."""
     state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-    before = Snapshot(0, state).detached().state
+    before = Snapshot(0, state).to_cpu().state
     try:
         refuse_other_parts(*options)
         _load(snapshot, trainer)
@@ -264,13 +264,16 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
 
     Returns the precision of the run that they come from, if it was mpframe's.
     """
-    from mpframe.checkpoint.init_from import fitted, renamed  # Most runs do not need it.
+    from mpframe.checkpoint.init_from import (  # Most runs do not need it.
+        fit_weights,
+        rename_weights,
+    )
 
     source, left_out = str(options.init_from), options.init_from_except
     saved, precision, left = _read(Path(source))
     weights = trainer.weights()
-    saved = renamed(saved, options.init_from_names or {}, weights.keys(), source)
-    taken = fitted(saved, weights, left_out, source)
+    saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
+    taken = fit_weights(saved, weights, left_out, source)
     trainer.load_weights(taken.weights)
     log.info(
         "weights taken from %s%s: %s",
@@ -293,4 +296,4 @@ def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]
         foreign = read_foreign(path)
         return foreign.tensors, None, foreign.left
     state = checkpoint.load(path)
-    return weights_of(state, "trained", path), trained_in(state, path), ()
+    return weights_of(state, "trained", path), read_precision(state, path), ()

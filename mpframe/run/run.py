@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from omegaconf import DictConfig
 
 from mpframe.checkpoint.folder import set_aside_after, tidy
-from mpframe.config.composing import checked
+from mpframe.config.composing import check_config
 from mpframe.config.overrides import stand_ins, word_of
-from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
+from mpframe.config.redaction import hidden_from_logs, hide, redact, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -34,13 +34,13 @@ from mpframe.core.errors import (
     RunInterrupted,
     UserCodeError,
 )
-from mpframe.core.user_code import raised
+from mpframe.core.user_code import describe_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
-from mpframe.files.stored_yaml import parsed
-from mpframe.parallel.launch import joined, place, refuse_misfit
+from mpframe.files.stored_yaml import parse_stored
+from mpframe.parallel.launch import init_comm, place, refuse_misfit
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
@@ -111,7 +111,7 @@ class Run:
             self._scratch,
             hidden_from_logs(self.secrets),
             console(options.verbosity, place().rank),
-            joined(options.parallel, device, options.timeout) as self.comm,
+            init_comm(options.parallel, device, options.timeout) as self.comm,
             self._reporting_failure(),
             self.run_folder,
             run_lock(self.rank_folder),
@@ -184,11 +184,11 @@ class Run:
             seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
-        usage = redacted(usage_of(task, trainer), self.secrets)
+        usage = redact(usage_of(task, trainer), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
-            self.interruption.deferred(),
+            self.interruption.defer(),
             Tracker(self.rank_folder, first_step, config.trainer.on_save_error) as tracker,
         ):
             text, secrets = self.config_text, self.secrets
@@ -205,7 +205,7 @@ class Run:
                 usage=usage,
             )
             self._train_with(trainer, self.callbacks, loaders, context)
-            tracker.finished()
+            tracker.mark_finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""
@@ -311,7 +311,7 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     Raises:
         MpframeError: an option is not allowed, or the run could not start or continue.
     """
-    checked_config, path = checked(config), Path(folder)
+    checked_config, path = check_config(config), Path(folder)
     refuse_unwritable("folder", path)
     path.mkdir(parents=True, exist_ok=True)
     return Run(checked_config, config, path).train()
@@ -343,7 +343,9 @@ def _refuse_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise UserCodeError(f"the run was ended by {raised(error)}; let it return") from error
+        raise UserCodeError(
+            f"the run was ended by {describe_error(error)}; let it return"
+        ) from error
 
 
 @contextmanager
@@ -360,7 +362,7 @@ def _date_errors(trainer: Trainer) -> Iterator[None]:
 def _refuse_other_options(comm: Comm, text: str) -> None:
     """Refuse ranks whose options, YAML without secrets, differ from rank 0's."""
     first = comm.broadcast_object(text)
-    trees = [] if first == text else [parsed(yaml, Path("options")) for yaml in (first, text)]
+    trees = [] if first == text else [parse_stored(yaml, Path("options")) for yaml in (first, text)]
     differs = [
         f"{option}={ours}: rank {comm.rank} has it, and rank 0 has {theirs}"
         for option, (theirs, ours) in (changes(*trees) if trees else {}).items()

@@ -10,7 +10,7 @@ from hydra.utils import get_object, instantiate
 
 from mpframe.config.moved import MOVED
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
-from mpframe.core.user_code import raised
+from mpframe.core.user_code import describe_error
 
 T = TypeVar("T")
 _TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
@@ -40,7 +40,7 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             f"{section}: {target} refused its options: {first_line(error)}"
         ) from error
     except (Exception, SystemExit) as error:
-        raise UserCodeError(f"{section}: {target} raised {raised(error)}") from error
+        raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
 
 
 def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:
@@ -124,7 +124,7 @@ def find_target(section: str, target: str) -> Any:
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
-        said = raised(error) if isinstance(error, SystemExit) else first_line(error)
+        said = describe_error(error) if isinstance(error, SystemExit) else first_line(error)
         said = f"is now {MOVED[target]}" if target in MOVED else said
         raise ConfigError(f"{section}._target_={target}: {said}") from error
     if not callable(named):

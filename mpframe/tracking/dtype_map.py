@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.core.casting.op_lists import WITH_STATISTICS
 from mpframe.core.casting.policy import Compute, Policy
-from mpframe.core.casting.storage import formats_of, op_of, wanted_by
+from mpframe.core.casting.storage import choose_format, formats_of, op_of
 from mpframe.core.casting.trace import Use, WeightUses
 from mpframe.core.precision import Precision
 from mpframe.core.tree import dtype_name
-from mpframe.files.text import aligned
+from mpframe.files.text import align
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
 _SHOWN = 4  # Reasons for weights that stay fp32.
@@ -65,7 +65,7 @@ def as_table(rows: list[Row]) -> str:
         name = row.module or "(model)"
         cells.append((name, row.kind, stored, row.compute, row.why, row.products)[:shown])
     rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
-    return aligned([cells[0], rule, *cells[1:]])
+    return align([cells[0], rule, *cells[1:]])
 
 
 def describe(precision: Precision, model: nn.Module) -> str:
@@ -128,7 +128,7 @@ def _fp32_weights(
     found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
+            wanted = choose_format(name, module, policy, uses.by_weight.get(parameter))
             if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
                 found.setdefault(parameter, (name, module))
     return found

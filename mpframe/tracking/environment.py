@@ -35,7 +35,7 @@ def environment_text() -> str:
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
         "platform": platform.platform(),
         "git commit": _commit(),
-        "command": f"`{shown_command(sys.argv, os.environ)}`",
+        "command": f"`{format_command(sys.argv, os.environ)}`",
     }
     return markdown([("", ""), *rows.items()])
 
@@ -53,7 +53,7 @@ def arithmetic(device: torch.device, comm: Comm = SINGLE_PROCESS) -> dict[str, s
     }
 
 
-def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> str:
+def format_command(arguments: Iterable[str], environment: Mapping[str, str]) -> str:
     """Return the command line, each secret in it, from `environment` or by name, as `***`."""
     arguments = list(arguments)
     secrets = secrets_of(arguments, environment)

@@ -111,7 +111,7 @@ class Tracker:
     def hparams(
         self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
     ) -> None:
-        """Enter the run into the HParams table. `finished` marks it as a success.
+        """Enter the run into the HParams table. `mark_finished` marks it as a success.
 
         Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
         either always a number or never: its server cannot sort a column that mixes the two.
@@ -128,7 +128,7 @@ class Tracker:
         self._add(_with_first(experiment, first))
         self._add(start)
 
-    def finished(self) -> None:
+    def mark_finished(self) -> None:
         """Mark the run as a success in the HParams table, for good: no run that may be resumed."""
         *_, success = summaries.hparams({}, {})  # type: ignore[no-untyped-call]
         self._add(success)
@@ -196,7 +196,7 @@ class Tracker:
             self._warned = True
 
 
-def checked_events(last_step: Any) -> dict[str, Any]:
+def check_events(last_step: Any) -> dict[str, Any]:
     """Return a checkpoint's `last_step`. ValueError, TypeError or LookupError if it is none."""
     events = [str(event) for event in last_step["events"]]
     for event in events:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, run_callbacks
-from mpframe.core.comm import Comm, weighted
+from mpframe.core.comm import Comm, apply_weight
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.training.trainer import InBatch, Loader, Trainer
 
 LOSS = "loss"
@@ -111,7 +111,7 @@ class NamedMetric:
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not one:
             raise UserCodeError(
-                f"{self._option} {name_of(self._metric)} gave {described(value)} as its value; "
+                f"{self._option} {name_of(self._metric)} gave {describe(value)} as its value; "
                 "it must be one number"
             )
         return float(value)
@@ -217,7 +217,7 @@ class Evaluator:
         first = computed[0]
         metrics.update((first.outputs, first.targets))
         count = as_count(count_of(first.count, batch), device)
-        losses = [weighted(output.loss.double(), count) for output in computed]
+        losses = [apply_weight(output.loss.double(), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
     def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:
@@ -264,7 +264,7 @@ class Best:
         return asdict(self)
 
     @classmethod
-    def saved(cls, state: dict[str, Any]) -> Self:
+    def from_state(cls, state: dict[str, Any]) -> Self:
         """Make one from what `state_dict` returned."""
         value, step = state["value"], state["step"]
         return cls(

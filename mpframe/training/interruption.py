@@ -50,7 +50,7 @@ class Interruption(Callback):
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Only note a signal, for `raise_if_received`, within the block."""
         self._deferring = True
         try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, Supervised, outside_casts, supervised
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 
 
 def cross_entropy(
@@ -67,7 +67,7 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
     loss = _get(result, "loss")
     if loss is None:
         raise UserCodeError(
-            f"model: {name_of(model)} gave {described(result)} without a loss; give it its "
+            f"model: {name_of(model)} gave {describe(result)} without a loss; give it its "
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
@@ -83,7 +83,7 @@ def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
         return batch[0], batch[1]
     raise UserCodeError(
         f"objective: model_loss calls the model with keywords, and the dataset gave "
-        f"{described(batch)}; let it give a dict of the model's arguments"
+        f"{describe(batch)}; let it give a dict of the model's arguments"
     )
 
 

@@ -80,7 +80,7 @@ class Progress:
         )
 
     @classmethod
-    def saved(cls, state: Mapping[str, Any]) -> Self:
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Make the progress that a checkpoint holds. Raises CheckpointError for a wrong count."""
         for name, value in state.items():
             for count in value.values() if isinstance(value, dict) else (value,):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import named_tensors
-from mpframe.core.user_code import described
+from mpframe.core.user_code import describe
 
 OUTPUTS = ("class", "probabilities", "raw")
 _MOST_COLUMNS = 10_000
@@ -116,7 +116,7 @@ def _refuse_lists_of_samples(outputs: Any) -> None:
     """Refuse a detector's outputs: how many boxes there are is not how many samples."""
     if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
         raise ConfigError(
-            f"outputs: the model gives {described(outputs)}, as detectors do, and a table has a "
+            f"outputs: the model gives {describe(outputs)}, as detectors do, and a table has a "
             "row of the same columns for each sample; let the objective return such outputs"
         )
 

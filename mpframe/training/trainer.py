@@ -15,10 +15,10 @@ from mpframe.core.callback import Batch, Callbacks, run_callbacks
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
-from mpframe.core.optim.widening import widen_named, widened_names
+from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
-from mpframe.core.user_code import name_of, raised
+from mpframe.core.user_code import describe_error, name_of
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
@@ -152,7 +152,7 @@ class Trainer(StepTrainer):
         state = {
             "weights": self.weights(),
             "extra_state": self.extra_state.state_dict(),
-            "widened": widened_names(self.model),
+            "widened": list_widened(self.model),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters are among the weights.
             "scaler": {name: scaler.state_dict() for name, scaler in self.scalers.items()},
             "precision": str(self.precision),
@@ -173,7 +173,7 @@ class Trainer(StepTrainer):
         for algorithm in self.algorithms.values():
             algorithm.load_state_dict(state)
         self.precision.load_state_dict(state.get("products", {}))
-        self.progress, self._unread = Progress.saved(state["progress"]), []
+        self.progress, self._unread = Progress.from_state(state["progress"]), []
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters, as their fp32 masters, and buffers by name, not copied."""
@@ -278,7 +278,7 @@ def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str
         except Exception as error:  # Whatever a user's class raises.
             raise CheckpointError(
                 f"{option}: {name_of(named[name])} cannot continue the saved state: "
-                f"{raised(error)}; resume with the class it was saved from"
+                f"{describe_error(error)}; resume with the class it was saved from"
             ) from error
 
 

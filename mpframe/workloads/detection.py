@@ -30,7 +30,7 @@ from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described, name_of
+from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.workloads.images import require_sizes
@@ -135,7 +135,7 @@ def scenes(
         Scenes(image_size, max_objects, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate((train, val, test))
     ]
-    rest = MeanAveragePrecision, listed, None, parts[2], CLASSES
+    rest = MeanAveragePrecision, collate, None, parts[2], CLASSES
     return Task(parts[0], parts[1], detection, *rest)
 
 
@@ -168,7 +168,7 @@ class Scenes(Generated):
         return self.add_noise(image, index), target
 
 
-def listed(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+def collate(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
     """Make a batch, a list of images and a list of their targets."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)
@@ -360,7 +360,7 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserCodeError(
             "objective: detection takes batches of (images, targets), and the dataset gave "
-            f"{described(batch)}; let its collate make such pairs"
+            f"{describe(batch)}; let its collate make such pairs"
         )
     images, targets = batch
     if model.training:
@@ -378,7 +378,7 @@ def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
         losses = model(images, targets)
     if not isinstance(losses, Mapping) or not losses:
         raise UserCodeError(
-            f"model: {name_of(model)} gave {described(losses)} in training; the objective "
+            f"model: {name_of(model)} gave {describe(losses)} in training; the objective "
             "detection takes a dict of losses"
         )
     with outside_casts():

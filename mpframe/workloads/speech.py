@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described
-from mpframe.data.samples import Generated, keyed_uniform
+from mpframe.core.user_code import UserCode, describe
+from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.images import require_dropout, require_sizes
 
@@ -94,7 +94,7 @@ def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
     if not isinstance(batch, Mapping) or not batch.keys() >= set(_NAMES):
         raise UserCodeError(
             f"objective: ctc takes a mapping with {', '.join(_NAMES)}, and the dataset gave "
-            f"{described(batch)}; let its collate make one"
+            f"{describe(batch)}; let its collate make one"
         )
     inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
     with UserCode("model:", model, inputs=inputs):
@@ -135,7 +135,7 @@ def phonemes(
         Phonemes(spectra, max_labels, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate((train, val, test))
     ]
-    return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
+    return Task(parts[0], parts[1], ctc, LabelErrorRate, collate, test=parts[2])
 
 
 class Phonemes(Generated):
@@ -165,7 +165,7 @@ class Phonemes(Generated):
         return spoken
 
 
-def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Make a batch of sequences of different lengths, with the names of torch's CTC loss.
 
     The inputs [N, T, features] and targets [N, L] are zero behind the end of each sequence. The
@@ -182,7 +182,7 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 def _make_spectra(classes: int, features: int, data_seed: int) -> Array:
     """Return [classes, features]: two bumps for each label, nothing for the blank."""
-    centres = keyed_uniform(2, data_seed, range(classes))[:, :, None]
+    centres = draw_uniforms(2, data_seed, range(classes))[:, :, None]
     places = (np.arange(features) + 0.5) / features
     bumps: Array = np.exp(-0.5 * ((places - centres) / _WIDTH) ** 2).sum(axis=1)
     bumps[0] = 0

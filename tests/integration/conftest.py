@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
@@ -28,7 +28,7 @@ def train(folder: Path, *overrides: str) -> Summary:
     folder.mkdir(parents=True, exist_ok=True)
     _, composed = compose_named(["callbacks.progress_bar=null", *overrides])
     own = without_hydra(composed)
-    return Run(checked(own), own, folder).train()
+    return Run(check_config(own), own, folder).train()
 
 
 @pytest.fixture

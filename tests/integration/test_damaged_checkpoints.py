@@ -135,7 +135,7 @@ def refused(start_run: StartRun, folder: Path, source: Path, *options: str) -> s
 
     def look(resume: Resume, trainer: Trainer, renew: Renew) -> object:
         torch.rand(()), random.random()  # The generators stand elsewhere than the checkpoint's.
-        before.append(checkpoint.Snapshot(0, remember(trainer)).detached().state)
+        before.append(checkpoint.Snapshot(0, remember(trainer)).to_cpu().state)
         try:
             return into(resume, trainer, renew)
         finally:

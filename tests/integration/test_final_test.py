@@ -16,7 +16,7 @@ from sameness import differing
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import (
     CheckpointError,
     ConfigError,
@@ -42,7 +42,7 @@ def run_of(folder: Path, *options: str) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     _, composed = compose_named(["callbacks.progress_bar=null", *options])
     own = without_hydra(composed)
-    return Run(checked(own), own, folder)
+    return Run(check_config(own), own, folder)
 
 
 @pytest.fixture(scope="module")

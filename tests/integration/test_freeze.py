@@ -13,7 +13,7 @@ from test_param_groups import batches
 from test_resume import cut
 from torch import Tensor
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
@@ -31,7 +31,7 @@ KINDS = ["foreach", "fused"]
 
 def cnn(*words: str) -> Trainer:
     _, composed = compose_named([*CNN, "optimizer.lr=0.01", *words])
-    config = checked(without_hydra(composed))
+    config = check_config(without_hydra(composed))
     seed_everything(0)
     return build_trainer(config, build_task(config), batches=4)
 

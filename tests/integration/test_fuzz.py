@@ -32,7 +32,7 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import MpframeError
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
-from mpframe.lab.report.tables import compared
+from mpframe.lab.report.tables import group_runs
 from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
@@ -197,7 +197,7 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
     def one(value: Any, seed: int) -> None:
         state = with_one_replaced(whole.state, value, seed)
         snapshot = checkpoint.Snapshot(2, state, whole.config, whole.facts)
-        before = checkpoint.Snapshot(0, trainer.state_dict()).detached().state
+        before = checkpoint.Snapshot(0, trainer.state_dict()).to_cpu().state
         taken = False
         with ours_alone(run.parent, run):
             resume._apply(snapshot, ({}, {}), newest, trainer)
@@ -264,7 +264,7 @@ def test_event_files(cases: int, run: Path) -> None:
 def reported(run: Path, drawn: bool) -> None:
     """A report on the run; to draw its curves takes longer than all else."""
     _, runs = find_runs([run])
-    groups = compared(runs)
+    groups = group_runs(runs)
     assert "\x1b" not in as_markdown("t", groups, runs)
     if drawn:
         assert "\x1b" not in as_page("t", groups, runs)

@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from mpframe import Precision, Trainer, checkpoint
 from mpframe.checkpoint.init_from import read_foreign
 from mpframe.checkpoint.state import weights_of
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.objective import supervised
@@ -210,5 +210,5 @@ def test_a_run_starts_from_a_file_and_its_average_too(start_run: StartRun, tmp_p
 )  # fmt: skip
 def test_names_that_are_no_mapping_are_refused(words: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        checked(without_hydra(compose_named(words)[1]))
+        check_config(without_hydra(compose_named(words)[1]))
     assert str(refused.value) == line

@@ -10,7 +10,7 @@ from conftest import StartRun
 from hydra import compose, initialize_config_dir
 
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.command_line import checked, compose_named, prepare
+from mpframe.config.command_line import check_config, compose_named, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError
 from mpframe.core.objective import Objective, Supervised
@@ -27,7 +27,7 @@ SHORT = ["model=mlp", "model.hidden=16", "trainer.epochs=1"]
 def objective_of(*overrides: str) -> Any:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        config = checked(compose("config", overrides=arguments))
+        config = check_config(compose("config", overrides=arguments))
     return build_task(config).objective
 
 
@@ -135,7 +135,7 @@ def test_a_task_may_leave_the_objective_to_the_options(
     words = ["dataset._target_=no_loss.task", "model._target_=torch.nn.Linear"]
     words += ["+model.in_features=1", "+model.out_features=1"]
     assert objective_of(*words, "objective=model_loss") is model_loss
-    config = checked(compose_named(words)[1])
+    config = check_config(compose_named(words)[1])
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
         build_trainer(config, build_task(config), batches=4)
 

@@ -10,7 +10,7 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
@@ -25,7 +25,7 @@ GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 
 def trainer_of(*overrides: str) -> Trainer:
     _, composed = compose_named([*SMALL, "device=cpu", *overrides])
-    config = checked(without_hydra(composed))
+    config = check_config(without_hydra(composed))
     seed_everything(0)
     return build_trainer(config, build_task(config), batches=4)
 

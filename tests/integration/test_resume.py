@@ -14,7 +14,7 @@ from sameness import MEASURED, assert_same_run, differing, results
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import CheckpointError
 from mpframe.run.run import Run
 from mpframe.training.trainer import Trainer
@@ -145,7 +145,7 @@ def test_nothing_that_is_saved_could_be_left_out(
     whole = tmp_path / "whole"
     start_run(whole, *options)
     own = without_hydra(compose_named(["callbacks.progress_bar=null", *options])[1])
-    config = checked(own)
+    config = check_config(own)
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "fit", lambda *_: None)
         start_run(tmp_path / "fresh", *options)

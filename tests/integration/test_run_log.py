@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import step_of
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
@@ -57,7 +57,7 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(root, "handlers", [logging.StreamHandler(sys.stderr)])
         patched.setattr(root, "level", logging.INFO)
-        summary = Run(checked(own), own, folder, hydra).train()
+        summary = Run(check_config(own), own, folder, hydra).train()
     lines = (folder / "train.log").read_text().splitlines()
     return summary, [line.rpartition("] ")[2] for line in lines]
 

@@ -10,8 +10,8 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.config.command_line import checked, compose_named, without_hydra
-from mpframe.config.planned import filled_in
+from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.planned import fill_in
 from mpframe.core.errors import ConfigError
 from mpframe.run.optimizer import build_schedule
 from mpframe.tracking.summary import Summary
@@ -118,7 +118,7 @@ PLAN = {"total_steps": 22, "epochs": 2, "steps_per_epoch": 11}
     ],
 )
 def test_numbers_are_filled_in(written: object, filled: object) -> None:
-    assert filled_in(written, PLAN) == filled
+    assert fill_in(written, PLAN) == filled
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_numbers_are_filled_in(written: object, filled: object) -> None:
 def test_a_number_that_the_plan_does_not_have_is_refused_at_once(value: str, line: str) -> None:
     words = ["scheduler._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "model=mlp"]
     with pytest.raises(ConfigError) as refused:
-        checked(without_hydra(compose_named([*words, f"scheduler.T_max={value}"])[1]))
+        check_config(without_hydra(compose_named([*words, f"scheduler.T_max={value}"])[1]))
     assert line in str(refused.value)
     assert str(refused.value).startswith("scheduler.T_max: ")
     assert "\n" not in str(refused.value)
@@ -226,7 +226,7 @@ def test_a_shipped_schedule_gets_the_numbers_of_the_plan_and_resumes(name: str) 
     make = getattr(schedules, name)
     wanted = by_hand(lambda optimizer: make(optimizer, **arguments), 22)
     _, composed = compose_named([f"scheduler={name}", *words])
-    config = checked(without_hydra(composed))
+    config = check_config(without_hydra(composed))
     optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
     first, second = (build_schedule(config, own, PLAN, {}) for own in optimizers)
     assert first is not None
@@ -276,7 +276,7 @@ def planned(
     chosen = (
         f"scheduler={name}" if name.islower() and "." not in name else f"scheduler._target_={path}"
     )
-    config = checked(without_hydra(compose_named([chosen, *words])[1]))
+    config = check_config(without_hydra(compose_named([chosen, *words])[1]))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr, momentum=0.9)
     schedule = build_schedule(config, optimizer, plan, {})
     assert schedule is not None

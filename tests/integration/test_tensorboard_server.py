@@ -48,7 +48,7 @@ def log_run(folder: Path, lr: float, steps: range, purge_step: int | None, offse
             tracker.scalars(step, {Tag.LOSS_TRAIN: offset + step, Tag.SCALE: scale})
             if step % 5 == 0:
                 tracker.scalars(step, {ACCURACY: (offset + step) / 1000})
-        tracker.finished()
+        tracker.mark_finished()
 
 
 @pytest.fixture(scope="module")

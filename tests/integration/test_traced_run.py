@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_resume import cut
 
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.command_line import checked, prepare
+from mpframe.config.command_line import check_config, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import RunInterrupted, UserCodeError
 from mpframe.core.precision import Precision
@@ -32,7 +32,7 @@ HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", 
 def built(*overrides: str) -> Trainer:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        config = checked(compose("config", overrides=arguments))
+        config = check_config(compose("config", overrides=arguments))
     seed_everything(0)
     task = build_task(config)
     seed_everything(0)

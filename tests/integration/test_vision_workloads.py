@@ -10,7 +10,7 @@ from test_resume import cut
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import build_trainer
@@ -39,7 +39,7 @@ def test_the_command_runs_every_rung() -> None:
         assert composed.hydra.mode.name == "MULTIRUN"
         assert sorted(composed.hydra.sweeper.params.rung.split(",")) == RUNGS
     _, composed = compose_named(["experiment=ladder_digits", "rung=dynamic"])
-    scaler = checked(without_hydra(composed)).loss_scaling
+    scaler = check_config(without_hydra(composed)).loss_scaling
     assert (scaler["init_scale"], scaler["growth_interval"]) == (2.0**24, 500)
 
 
@@ -108,7 +108,7 @@ def test_the_body_waits_for_the_head_and_the_run_resumes(
 @pytest.mark.parametrize(("dtype", "body"), [("mixed", "float16"), ("mixed_bf16", "bfloat16")])
 def test_the_head_is_pinned_and_the_body_goes_by_the_mode(dtype: str, body: str) -> None:
     _, composed = compose_named(["experiment=fine_tuning_digits", f"dtype={dtype}"])
-    config = checked(without_hydra(composed))
+    config = check_config(without_hydra(composed))
     model = build_trainer(config, build_task(config), batches=4).model
     stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters()}
     assert stored["fc.weight"] == "float32"

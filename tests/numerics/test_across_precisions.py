@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.init_from import fitted
+from mpframe.checkpoint.init_from import fit_weights
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.objective import supervised
 from mpframe.run.resume import load_state
@@ -154,7 +154,7 @@ SAVED = {"body.w": torch.ones(2), "head.w": torch.ones(5), "old.w": torch.ones(1
 
 
 def test_what_may_differ_keeps_its_first_values() -> None:
-    taken = fitted(SAVED, OWN, ["head.*", "old*"], "run")
+    taken = fit_weights(SAVED, OWN, ["head.*", "old*"], "run")
     weights = taken.weights
     assert (taken.kept, taken.unused) == (["head.w", "head.b"], ["head.w", "old.w"])
     assert list(weights) == list(OWN)
@@ -178,7 +178,7 @@ def test_what_may_differ_keeps_its_first_values() -> None:
 )
 def test_all_that_does_not_fit_is_listed(left_out: list[str], text: str) -> None:
     with pytest.raises(CheckpointError) as refused:
-        fitted(SAVED, OWN, left_out, "run")
+        fit_weights(SAVED, OWN, left_out, "run")
     assert str(refused.value).startswith(text)
 
 
@@ -187,9 +187,9 @@ def test_many_names_are_cut_short() -> None:
     with pytest.raises(
         CheckpointError, match="unexpected: old0, old1, old2, old3, old4 and 4 more"
     ):
-        fitted(saved, OWN, [], "run")
+        fit_weights(saved, OWN, [], "run")
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"init_from_except=haed\.w: matches no weight .*nearest"):
-        fitted(SAVED, OWN, ["haed.w"], "run")
+        fit_weights(SAVED, OWN, ["haed.w"], "run")

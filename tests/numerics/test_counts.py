@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of, supervised
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 from mpframe.run.trainer import shard
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.objectives import model_loss
@@ -127,7 +127,7 @@ def stepped(
     mode: str, reduce: str, windows: list[list[list[int]]], objective: Any = model_loss
 ) -> tuple[Tensor, Any]:
     """The step of one rank, on its texts of these lengths."""
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         trainer = trainer_of(mode, comm, reduce, objective)
         result = trainer.train_step(*(texts(*lengths) for lengths in windows[comm.rank]))
         assert not result.skipped

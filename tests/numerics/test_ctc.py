@@ -12,7 +12,7 @@ from mpframe import Precision
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
 from mpframe.tracking.dtype_map import dtype_map
-from mpframe.workloads.speech import LSTM, ctc, padded
+from mpframe.workloads.speech import LSTM, collate, ctc
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 FEATURES, CLASSES = 6, 5
@@ -21,7 +21,7 @@ FEATURES, CLASSES = 6, 5
 def batch_of(*lengths: tuple[int, int]) -> dict[str, Any]:
     """Random sequences of so many frames and labels."""
     random = torch.Generator().manual_seed(0)
-    return padded(
+    return collate(
         [
             (
                 torch.randn(t, FEATURES, generator=random),
@@ -58,7 +58,7 @@ def test_two_frames_and_one_label_by_hand() -> None:
         def forward(self, inputs: Tensor, lengths: Any) -> Tensor:
             return inputs[..., :2] * 0
 
-    batch = padded([(torch.ones(2, 2), torch.tensor([1]))])
+    batch = collate([(torch.ones(2, 2), torch.tensor([1]))])
     with torch.no_grad():
         loss = compute(ctc, Even(), batch).loss
     # log_softmax, two products and a logarithm in fp32, each within 2^-24 of a number below 2.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from mpframe import Precision
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 
 SCALE = 2.0**10
 STEPS = 4
@@ -57,7 +57,7 @@ def setup(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
 
 def trained(name: str, mode: str, on_ranks: bool) -> list[Any]:
     """The masters after a few steps of SGD, each with its names, amaxes and loss."""
-    with joined(None, lambda: CPU, 60) if on_ranks else nothing() as comm:
+    with init_comm(None, lambda: CPU, 60) if on_ranks else nothing() as comm:
         model, inputs, targets, loss_fn = setup(name)
         precision = Precision(mode)
         model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -129,7 +129,7 @@ class Layers(nn.Module):
 
 
 def with_layers(do: Callable[[Layers, DataParallel, int], Any]) -> Any:
-    with joined(None, lambda: CPU, 60) as comm:
+    with init_comm(None, lambda: CPU, 60) as comm:
         return do(Layers(), comm.in_backward(), comm.rank)
 
 
@@ -215,7 +215,7 @@ def strided(rank: int) -> list[nn.Parameter]:
 
 def averaged_layouts(used: tuple[int, ...]) -> list[Tensor | None]:
     """The second rank uses all, the first one those with these numbers; d/dw w^2/2 is w."""
-    with joined(None, lambda: CPU, 60) as comm:
+    with init_comm(None, lambda: CPU, 60) as comm:
         parameters = strided(comm.rank)
         numbers = range(5) if comm.rank else used
         loss = torch.stack([parameters[n].square().sum() / 2 for n in numbers]).sum()
@@ -246,7 +246,7 @@ def test_ddp_says_nothing(two: Ranks) -> None:
 
 
 def dropped() -> bool:
-    with joined(None, lambda: CPU, 60) as comm:
+    with init_comm(None, lambda: CPU, 60) as comm:
         model, ranks = Layers(), comm.in_backward()
         model.averaged(ranks, 0, 1, 2)
         gone = weakref.ref(ranks)

@@ -14,7 +14,7 @@ from mpframe import LogMax, Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.images import resnet18
@@ -76,7 +76,7 @@ def trained(
 
 def on_ranks(name: str, mode: str, batch: int, double: bool = False) -> list[Tensor]:
     """`trained` as one of the ranks."""
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         return trained(name, mode, comm, batch, double=double)
 
 

@@ -15,7 +15,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.lab.product_noise import ProductProbe
 from mpframe.lab.ranges import RangeProbe
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 from mpframe.training.trainer import Trainer
 
 
@@ -30,7 +30,7 @@ def counted(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted_on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         return counted(mode, comm, options)
 
 
@@ -58,7 +58,7 @@ def noise(comm: Comm) -> Any:
 
 
 def noise_on_ranks() -> Any:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         return noise(comm)
 
 

@@ -25,7 +25,7 @@ from mpframe.data.metrics import Accuracy
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.split_master import SplitMaster
@@ -135,7 +135,7 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
 
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
-    with joined(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
         large = options.get("large", 2**22)
         patched.setattr(process_group, "_LARGE", large)
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
@@ -294,7 +294,7 @@ def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str
 
 def sent_before_the_first_layer(large: int) -> int:
     """How many pieces were under way when the backward pass came to the first of three layers."""
-    with joined(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -336,7 +336,7 @@ class Reentrant(nn.Module):
 
 
 def reentrant_step(reduce: str) -> str:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         model = Reentrant()
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         plan, objective = Plan(reduce=reduce), supervised(nn.MSELoss())
@@ -359,7 +359,7 @@ def test_a_second_gradient_in_one_backward_pass_is_refused(two: Ranks) -> None:
 
 
 def sparse_step() -> str:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         model = nn.Embedding(4, 2, sparse=True)
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         plan, objective = Plan(reduce="in_backward"), supervised(nn.MSELoss())
@@ -396,7 +396,7 @@ def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
 
 
 def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         random = torch.Generator().manual_seed(3)
         inputs = comm.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
         pull = comm.part(torch.randn(shape, generator=random))
@@ -421,7 +421,7 @@ def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) 
 
 def sums(large: int) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
-    with joined(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
+    with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(process_group, "_LARGE", large)
         own = [
             torch.full((4,), 1.0 + comm.rank),
@@ -457,7 +457,7 @@ def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
 
 
 def largest_norm() -> Tensor:
-    with joined(None, lambda: CPU, 60) as comm:
+    with init_comm(None, lambda: CPU, 60) as comm:
         return comm.norm(torch.tensor(2e38))
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpframe.core.comm import SINGLE_PROCESS
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.data import Loader
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 
 KINDS = {
     "allreduce_": ("all_reduce", 0),
@@ -46,7 +46,7 @@ def counted(mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], 
 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         if parallel == "fsdp":
             trainer, samples = sharded_setup("mlp", mode, comm, True, {})
             train = Loader(samples, 8, shuffle=True, comm=comm)

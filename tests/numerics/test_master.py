@@ -219,7 +219,7 @@ class TestWrites:
         expected = torch.lerp(before, torch.full((4, 4), 0.875), 1 - 0.0625)
         assert torch.equal(ema.by_name(model)["weight"], expected)
         master = optimizer.master_of(model.weight).detach().clone()
-        with ema.applied():
+        with ema.apply():
             pass
         step(optimizer, model.weight, value=0.0)
         assert same_bits([optimizer.master_of(model.weight)], [master])

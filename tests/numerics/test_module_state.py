@@ -390,7 +390,7 @@ class TestResume:
             trainer.train_step(batch(3 + number % 4, number))
         if folder is not None and not steps.start:
             state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-            checkpoint.save(folder, Snapshot(steps.stop, state).detached())
+            checkpoint.save(folder, Snapshot(steps.stop, state).to_cpu())
         return trainer
 
     @pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")
@@ -450,7 +450,7 @@ class TestResume:
         trainer = trainer_of("batch norm")
         trainer.model[1].register_buffer("jagged", BUFFERS["jagged"](), persistent=persistent)
         again = Trainer(trainer.model, trainer.optimizer, trainer.objective)
-        snapshot = Snapshot(0, {"trainer": again.state_dict()}).detached()
+        snapshot = Snapshot(0, {"trainer": again.state_dict()}).to_cpu()
         if not persistent:
             assert checkpoint.save(tmp_path, snapshot).exists()
             return
@@ -462,6 +462,6 @@ class TestResume:
         trainer = trainer_of("sparse")
         large = torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (10**6, 10**6))
         trainer.model[1].register_buffer("large", large)
-        checkpoint.save(tmp_path, Snapshot(0, {"trainer": trainer.state_dict()}).detached())
+        checkpoint.save(tmp_path, Snapshot(0, {"trainer": trainer.state_dict()}).to_cpu())
         loaded = checkpoint.load(tmp_path)["trainer"]["weights"]["1.large"]
         assert torch.equal(loaded.coalesce().values(), torch.ones(1))

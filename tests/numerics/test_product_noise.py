@@ -17,11 +17,11 @@ from mpframe.lab.product_noise import (
     WITHOUT_WEIGHT,
     Noise,
     ProductProbe,
-    merged,
+    merge,
     rows_of,
 )
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import Recipe, shipped
+from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
 from mpframe.tracking.metrics_csv import MetricsCsv
 
@@ -99,10 +99,10 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
         count_noise(part, quantize(part, ROWS, how), ROWS, how)
         for part in (values, values[:3], values[3:])
     ]
-    torch.testing.assert_close(merged(*rows[1:]), rows[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(merge(*rows[1:]), rows[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("recipe", shipped())
+@pytest.mark.parametrize("recipe", list_recipes())
 def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     """Once for each product that is quantised, and nothing after the step."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError
-from mpframe.lowbit.formats import FORMATS, ElementFormat, format_named, round_to
+from mpframe.lowbit.formats import FORMATS, ElementFormat, find_format, round_to
 
 TORCH = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ML_DTYPES = {
@@ -188,7 +188,7 @@ class TestOwnFormat:
 
     def test_unknown_name(self) -> None:
         with pytest.raises(ConfigError, match=r"format=e4m3: choose tf32, .*e4m3fn"):
-            format_named("e4m3")
+            find_format("e4m3")
 
 
 def test_compiled_and_fake() -> None:

@@ -272,10 +272,10 @@ class TestChoice:
     def test_a_cpu_emulates(self, compute: str, calls: list[tuple[int, ...]]) -> None:
         trained(compute, "fp8_rows")
         assert not calls
-        assert not native.wanted(compute, CPU)
+        assert not native.is_wanted(compute, CPU)
 
     def test_a_gpu_does_not_unless_told(self) -> None:
-        wanted = [native.wanted(compute, CUDA) for compute in ("auto", "native", "emulated")]
+        wanted = [native.is_wanted(compute, CUDA) for compute in ("auto", "native", "emulated")]
         assert wanted == [True, True, False]
 
     @pytest.mark.parametrize("products", ["fp8_rows", "fp8_tensorwise", "fp8_delayed"])

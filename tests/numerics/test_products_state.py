@@ -108,7 +108,7 @@ class TestHistory:
     HOW = Quantization(FORMATS["e4m3fn"], history=2)
 
     def amax(self, state: ProductState, own: float, record: bool = True) -> float:
-        return float(state.known_amax("w x", torch.tensor(own), 2, record))
+        return float(state.track_amax("w x", torch.tensor(own), 2, record))
 
     def step(self) -> None:
         parameter = nn.Parameter(torch.zeros(1))

@@ -23,7 +23,7 @@ from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
-from mpframe.parallel.launch import joined
+from mpframe.parallel.launch import init_comm
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
@@ -127,7 +127,7 @@ def trained(
 
 
 def on_ranks(name: str, mode: str, fsdp: bool, options: dict[str, Any]) -> dict[str, Any]:
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         return trained(name, mode, comm, fsdp, options)
 
 
@@ -260,7 +260,7 @@ def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(mode: str, two: R
 
 def cleared(mode: str, set_to_none: bool) -> tuple[float, float]:
     """The sum of all gradients' magnitudes before and after `zero_grad`; no step comes between."""
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         trainer, samples = setup("mlp", mode, comm, True, {})
         inputs, targets = samples[:8]
         with trainer.precision.cast():
@@ -287,7 +287,7 @@ def test_gradients_of_parts_are_cleared(two: Ranks, mode: str, set_to_none: bool
 def kept(mode: str) -> dict[str, Any]:
     """Two steps and a validation: whether parts stay where they are, and what is gathered."""
     gathered_in: dict[str, torch.dtype] = {}
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         trainer, samples = setup("gpt", mode, comm, True, {"steps": 2})
         train = Loader(samples, 8, shuffle=True, comm=comm)
         block: Any = trainer.model.get_submodule("blocks.0")
@@ -404,7 +404,7 @@ REFUSED: dict[str, tuple[Any, Any, Any]] = {
 def refusals() -> list[str]:
     """What this rank says to trainings that it does not take."""
     said = []
-    with joined(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 120) as comm:
         for make, objective, _ in REFUSED.values():
             try:
                 _step_once(make(), objective, comm)

@@ -197,7 +197,7 @@ def objective(model: nn.Module, batch: Any) -> StepOutput:
 def evaluate(trainer: Trainer, batch: Any) -> None:
     ema = ema_of(trainer)
     assert ema is not None
-    with torch.no_grad(), ema.applied(), trainer.precision.cast():
+    with torch.no_grad(), ema.apply(), trainer.precision.cast():
         trainer.model(batch[0])
 
 

@@ -29,7 +29,7 @@ def test_the_best_value_and_its_step(values: list[float], higher: bool, best: ob
         before = kept.value
         assert kept.offer("m", value, step, higher) is (kept.value != before)
     assert (kept.value, kept.step) == best
-    assert Best.saved(kept.state_dict()) == kept
+    assert Best.from_state(kept.state_dict()) == kept
 
 
 def test_another_metric_begins_anew() -> None:

@@ -187,7 +187,7 @@ def test_a_detached_snapshot_does_not_follow_the_run() -> None:
     weight = torch.arange(6.0).reshape(2, 3).t()
     counts = {"step": [1]}
     state = {"a": weight, "tied": weight, "counts": counts, "pair": (weight[0], 1)}
-    taken = Snapshot(1, state).detached().state
+    taken = Snapshot(1, state).to_cpu().state
     expected = weight.clone()
     weight.zero_()
     counts["step"][0] = 2

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from mpframe.cli.commands.options import options_page
 from mpframe.config.check import check
-from mpframe.config.command_line import checked, compose_named
+from mpframe.config.command_line import check_config, compose_named
 from mpframe.config.locations import CONF
 from mpframe.config.schema import (
     OPTIONS,
@@ -61,7 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def composed(*overrides: str) -> Config:
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        return checked(compose("config", overrides=list(overrides)))
+        return check_config(compose("config", overrides=list(overrides)))
 
 
 def test_every_group_has_files() -> None:

@@ -11,9 +11,9 @@ from mpframe.data.images import (
     augment,
     mirror,
     require_augmentation,
-    shifted_crop,
+    shift_crop,
 )
-from mpframe.data.samples import keyed_uniform
+from mpframe.data.samples import draw_uniforms
 
 
 def some_images(dtype: torch.dtype, count: int = 6) -> Tensor:
@@ -24,8 +24,8 @@ def some_images(dtype: torch.dtype, count: int = 6) -> Tensor:
 @pytest.mark.parametrize("padding", [1, 3])
 def test_crop_is_a_window_of_the_padded_image(dtype: torch.dtype, padding: int) -> None:
     images = some_images(dtype)
-    uniforms = torch.from_numpy(keyed_uniform(2, range(len(images))))
-    cropped = shifted_crop(images, padding, uniforms)
+    uniforms = torch.from_numpy(draw_uniforms(2, range(len(images))))
+    cropped = shift_crop(images, padding, uniforms)
     assert cropped.dtype == dtype
     for image, result, (u, v) in zip(images, cropped, uniforms.tolist(), strict=True):
         top, left = int(u * (2 * padding + 1)), int(v * (2 * padding + 1))
@@ -37,7 +37,7 @@ def test_crop_is_a_window_of_the_padded_image(dtype: torch.dtype, padding: int) 
 def test_the_middle_place_changes_nothing_and_the_ends_shift_fully() -> None:
     images = some_images(torch.float32, count=3)
     ends = torch.tensor([[0.5, 0.5], [0.0, 0.0], [1 - 2.0**-53, 1 - 2.0**-53]], dtype=torch.float64)
-    kept, down, up = shifted_crop(images, 1, ends)
+    kept, down, up = shift_crop(images, 1, ends)
     assert torch.equal(kept, images[0])
     assert torch.equal(down[:, 1:, 1:], images[1][:, :-1, :-1])
     assert torch.equal(down[:, 0], torch.zeros(2, 8))
@@ -58,7 +58,7 @@ def test_places_and_flips_are_evenly_spread() -> None:
     count = 9000
     images = torch.zeros(count, 1, 8, 8)
     images[:, :, 4, 3] = 1.0
-    uniforms = torch.from_numpy(keyed_uniform(DRAWS, 0, 0, range(count)))
+    uniforms = torch.from_numpy(draw_uniforms(DRAWS, 0, 0, range(count)))
     places = augment(images, "crop_flip", uniforms).flatten(1).argmax(dim=1)
     counts = places.bincount(minlength=64)
     # Columns 2..4 or, mirrored, 3..5; rows 3..5. Expected shares per row 1/3, per column
@@ -72,7 +72,7 @@ def test_places_and_flips_are_evenly_spread() -> None:
 def test_shape_dtype_and_input_are_kept(name: str) -> None:
     images = some_images(torch.uint8)
     before = images.clone()
-    result = augment(images, name, torch.from_numpy(keyed_uniform(DRAWS, range(len(images)))))
+    result = augment(images, name, torch.from_numpy(draw_uniforms(DRAWS, range(len(images)))))
     assert result.shape == images.shape
     assert result.dtype == images.dtype
     assert torch.equal(images, before)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpframe.data.samples import _mix64, keyed_state, keyed_uniform
+from mpframe.data.samples import _mix64, draw_uniforms, hash_key
 
 GAMMA = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -28,24 +28,24 @@ def test_state_folds_the_words_as_documented(words: tuple[int, ...]) -> None:
     state = 0
     for word in words:
         state = reference_mix64((state + word + GAMMA) & MASK)
-    assert keyed_state(*words).tolist() == [state]
+    assert hash_key(*words).tolist() == [state]
 
 
 def test_draws_follow_the_state() -> None:
-    state = keyed_state(3, 4, 5).tolist()[0]
+    state = hash_key(3, 4, 5).tolist()[0]
     bits = [reference_mix64((state + j * GAMMA) & MASK) >> 11 for j in (1, 2, 3)]
-    assert keyed_uniform(3, 3, 4, 5).tolist() == [[b * 2.0**-53 for b in bits]]
+    assert draw_uniforms(3, 3, 4, 5).tolist() == [[b * 2.0**-53 for b in bits]]
 
 
 def test_a_row_depends_on_its_key_alone() -> None:
-    together = keyed_uniform(4, 1, 2, list(range(100)))
+    together = draw_uniforms(4, 1, 2, list(range(100)))
     for index in (0, 17, 99):
-        assert np.array_equal(keyed_uniform(4, 1, 2, [index])[0], together[index])
-        assert np.array_equal(keyed_uniform(4, 1, 2, [50, index, 3])[1], together[index])
+        assert np.array_equal(draw_uniforms(4, 1, 2, [index])[0], together[index])
+        assert np.array_equal(draw_uniforms(4, 1, 2, [50, index, 3])[1], together[index])
 
 
 def test_fewer_draws_are_the_first_of_more() -> None:
-    assert np.array_equal(keyed_uniform(2, 9, [4, 5]), keyed_uniform(6, 9, [4, 5])[:, :2])
+    assert np.array_equal(draw_uniforms(2, 9, [4, 5]), draw_uniforms(6, 9, [4, 5])[:, :2])
 
 
 @pytest.mark.parametrize("axis", ["seed", "epoch", "index"])
@@ -53,7 +53,7 @@ def test_uniform_along_every_word_of_the_key(axis: str) -> None:
     n, bins = 20_000, 64
     many = np.arange(n)
     words = {"seed": (many, 1, 2), "epoch": (1, many, 2), "index": (1, 2, many)}[axis]
-    values = keyed_uniform(1, *words).ravel()
+    values = draw_uniforms(1, *words).ravel()
     assert values.min() >= 0.0
     assert values.max() < 1.0
     counts = np.bincount((values * bins).astype(int), minlength=bins)
@@ -65,5 +65,5 @@ def test_uniform_along_every_word_of_the_key(axis: str) -> None:
 
 
 def test_seed_and_epoch_do_not_trade_places() -> None:
-    square = [keyed_state(seed, epoch).tolist()[0] for seed in range(50) for epoch in range(50)]
+    square = [hash_key(seed, epoch).tolist()[0] for seed in range(50) for epoch in range(50)]
     assert len(set(square)) == 2500

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpframe.workloads.text.classification import padded
+from mpframe.workloads.text.classification import pad_batch
 
 SAMPLES = [
     {"input_ids": torch.tensor([2, 7, 3], dtype=torch.int32), "labels": torch.tensor(1)},
@@ -12,7 +12,7 @@ SAMPLES = [
 
 
 def test_the_longest_sample_decides() -> None:
-    batch = padded(SAMPLES)
+    batch = pad_batch(SAMPLES)
     expected = {
         "input_ids": torch.tensor([[2, 7, 3], [2, 3, 0]]),
         "labels": torch.tensor([1, 0]),
@@ -26,7 +26,7 @@ def test_the_longest_sample_decides() -> None:
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8)])
 def test_the_length_is_a_multiple(multiple: int, length: int) -> None:
-    batch = padded(SAMPLES, multiple)
+    batch = pad_batch(SAMPLES, multiple)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, length)
     assert batch["attention_mask"].sum(1).tolist() == [3, 2]
     assert not batch["input_ids"][:, 3:].any()

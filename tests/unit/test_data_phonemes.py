@@ -8,7 +8,7 @@ import torch
 
 from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
-from mpframe.workloads.speech import padded, phonemes
+from mpframe.workloads.speech import collate, phonemes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}
 
@@ -65,7 +65,7 @@ def test_a_longer_part_begins_with_the_shorter_one() -> None:
 
 def test_batches_are_padded_and_the_lengths_stay_on_the_host() -> None:
     samples = [(torch.ones(2, 3), torch.tensor([4])), (torch.ones(1, 3), torch.tensor([5, 6]))]
-    batch = padded(samples)
+    batch = collate(samples)
     assert batch["inputs"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
     assert batch["targets"].tolist() == [[4, 0], [5, 6]]
     assert (batch["input_lengths"], batch["target_lengths"]) == ([2, 1], [1, 2])

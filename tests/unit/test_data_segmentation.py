@@ -12,7 +12,7 @@ from PIL import Image
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Task
 from mpframe.data.fetching import at_epoch
-from mpframe.data.samples import keyed_uniform
+from mpframe.data.samples import draw_uniforms
 from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 
@@ -50,7 +50,7 @@ def test_shapes_by_hand() -> None:
     seen = set()
     for index in range(40):
         image, targets = task.train[index]
-        (u,) = keyed_uniform(channels + 5 + channels + channels * side**2, 0, index)
+        (u,) = draw_uniforms(channels + 5 + channels + channels * side**2, 0, index)
         there, kind, down, right, size = u[channels : channels + 5]
         radius, number = (0.1 + 0.15 * size) * side, 1 + int(3 * kind)
         noise = u[2 * channels + 5 :].reshape(channels, side, side)
@@ -126,7 +126,7 @@ def test_random_crops_and_their_classes(tree: Path, flip: bool, cache_bytes: int
     for index in range(10):
         name = "ab"[index // 5]
         whole = np.asarray(Image.open(tree / "train" / "images" / f"{name}.png"))
-        (u,) = keyed_uniform(3, 3, 2, index)
+        (u,) = draw_uniforms(3, 3, 2, index)
         top, left = int(u[0] * (whole.shape[0] - 7)), int(u[1] * (whole.shape[1] - 7))
         crop = torch.tensor(whole[top : top + 8, left : left + 8]).permute(2, 0, 1).long()
         expected = crop.flip(-1) if flip and u[2] < 0.5 else crop

@@ -107,7 +107,7 @@ def test_an_average_beyond_the_range_is_held_at_its_end(half: torch.dtype) -> No
     weight = nn.Parameter(torch.tensor([limit, -limit, 1.0], dtype=half))
     ema = Ema({weight: master}, 0.5)
     before = weight.detach().clone()
-    with ema.applied():
+    with ema.apply():
         assert weight.tolist() == [limit, -limit, 1.0]
     assert torch.equal(weight, before)
 
@@ -120,7 +120,7 @@ def test_it_is_kept_in_fp32_and_rounded_only_for_use(half: torch.dtype) -> None:
     master.add_(2.0**-12)
     ema.update()
     assert torch.equal(averages(ema, weight), torch.tensor([1.0 + 2.0**-12 - 2.0**-16]))
-    with ema.applied():
+    with ema.apply():
         assert weight.dtype == half
         assert torch.equal(weight.detach(), torch.tensor([1.0], dtype=half))
     assert torch.equal(master, torch.tensor([1.0 + 2.0**-12]))
@@ -131,7 +131,7 @@ def test_the_weights_come_back_after_an_exception() -> None:
     ema = Ema({weight: weight}, 0.5)
     weight.data.fill_(2.0)
     try:
-        with ema.applied():
+        with ema.apply():
             assert weight.item() == 1.0
             raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -22,10 +22,10 @@ from mpframe.checkpoint.export_graph import (
     DTYPES,
     as_onnx,
     as_pt2,
-    converted,
+    convert_weights,
     describe_inputs,
     graph_inputs,
-    traced,
+    trace_model,
     without_labels,
 )
 from mpframe.checkpoint.state import weights_of
@@ -61,7 +61,7 @@ def nearest_even(value: float, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("form", HALVES)
 def test_half_is_one_rounding_of_the_master(form: str) -> None:
     masters = torch.tensor(EDGES)
-    exported = converted({"w": masters}, form)
+    exported = convert_weights({"w": masters}, form)
     expected = [nearest_even(value, HALVES[form]) for value in masters.tolist()]
     assert exported.tensors["w"].dtype == HALVES[form]
     assert exported.tensors["w"].tolist() == expected
@@ -75,7 +75,7 @@ def test_half_is_one_rounding_of_the_master(form: str) -> None:
 
 def test_fp32_changes_nothing() -> None:
     weights = {"w": torch.tensor(EDGES), "half": torch.ones(2, dtype=torch.float16)}
-    exported = converted(weights, "fp32")
+    exported = convert_weights(weights, "fp32")
     assert torch.equal(exported.tensors["w"], weights["w"])
     assert exported.tensors["half"].dtype == torch.float32
     assert exported.saturated == {}
@@ -85,7 +85,7 @@ def test_fp32_changes_nothing() -> None:
 def test_a_file_loads_back_with_safetensors_and_into_a_model(form: str, tmp_path: Path) -> None:
     model = net()
     path = tmp_path / "model.safetensors"
-    path.write_bytes(as_safetensors(converted(model.state_dict(), form).tensors, {"step": 7}))
+    path.write_bytes(as_safetensors(convert_weights(model.state_dict(), form).tensors, {"step": 7}))
     loaded = load_file(path)
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt", "mpframe": '{"step": 7}'}
@@ -101,7 +101,7 @@ def test_a_file_loads_back_with_safetensors_and_into_a_model(form: str, tmp_path
 def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> None:
     shared = torch.arange(12.0).reshape(3, 4)
     weights = {"a": shared, "b": shared, "c": shared.t(), "d": shared[:, 1:3]}
-    (tmp_path / "x").write_bytes(as_safetensors(converted(weights, "fp32").tensors, {}))
+    (tmp_path / "x").write_bytes(as_safetensors(convert_weights(weights, "fp32").tensors, {}))
     for name, tensor in load_file(tmp_path / "x").items():
         assert torch.equal(tensor, weights[name])
 
@@ -117,7 +117,7 @@ def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> 
 )
 def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
-        converted({"w": tensor}, "float16")
+        convert_weights({"w": tensor}, "float16")
 
 
 @pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
@@ -359,7 +359,7 @@ def test_a_graph_of_several_inputs_is_called_by_their_names(tmp_path: Path) -> N
     model = Tagger().eval()
     inputs = without_labels(graph_inputs({"inputs": described}, "fp32"), model)
     assert [one["name"] for one in inputs] == ["input_ids", "mask"]
-    graph = traced(Tagger(), converted(model.state_dict(), "fp32"), "fp32", inputs)
+    graph = trace_model(Tagger(), convert_weights(model.state_dict(), "fp32"), "fp32", inputs)
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
     loaded = torch.export.load(tmp_path / "x.pt2").module()
     given = {"input_ids": torch.arange(15).reshape(3, 5) % 7, "mask": torch.rand(3, 5)}
@@ -404,7 +404,7 @@ for length in (2, 5, 9):
 
 def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
     model = Counted(nested=True)
-    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    graph = trace_model(model, convert_weights(model.state_dict(), "fp32"), "fp32", [WORDS])
     assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None]}]
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
     subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
@@ -416,7 +416,7 @@ def test_in_onnx_too() -> None:
     import onnxruntime
 
     model = Counted()
-    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    graph = trace_model(model, convert_weights(model.state_dict(), "fp32"), "fp32", [WORDS])
     session = onnxruntime.InferenceSession(as_onnx(graph, "{}"))
     assert [one.name for one in session.get_outputs()] == ["logits", "states"]
     for length in (2, 5, 9):
@@ -435,7 +435,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_length_that_the_model_fixes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = Counted(fixed=5)
-    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    graph = trace_model(model, convert_weights(model.state_dict(), "fp32"), "fp32", [WORDS])
     assert describe_inputs(graph, [WORDS]) == [WORDS]
     assert warnings(caplog) == [
         "warning: the graph takes words of size 5 in dimension 1 only, because the model's code "
@@ -448,7 +448,7 @@ def test_columns_that_are_read_by_number_are_no_length(caplog: pytest.LogCapture
         def forward(self, words: Tensor) -> Tensor:
             return words[:, 0] + words[:, 4]
 
-    graph = traced(Columns(), converted({}, "fp32"), "fp32", [WORDS])
+    graph = trace_model(Columns(), convert_weights({}, "fp32"), "fp32", [WORDS])
     assert describe_inputs(graph, [WORDS]) == [WORDS]
     assert not warnings(caplog)
 

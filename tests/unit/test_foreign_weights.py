@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mpframe.checkpoint import untrusted
-from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
+from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
 from mpframe.core.errors import CheckpointError, ConfigError
 
 STATE = {
@@ -227,13 +227,13 @@ def test_patterns_give_new_names(
     given: list[str], names: dict[str, str], expected: list[str]
 ) -> None:
     own = saved(*given)
-    result = renamed(own, names, OWN, "file")
+    result = rename_weights(own, names, OWN, "file")
     assert list(result) == expected
     assert [float(v) for v in result.values()] == [float(v) for v in own.values()]
 
 
 def test_a_prefix_of_the_models_own_stays() -> None:
-    assert list(renamed(saved("module.a"), {}, {"module.a"}, "file")) == ["module.a"]
+    assert list(rename_weights(saved("module.a"), {}, {"module.a"}, "file")) == ["module.a"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_patterns_that_cannot_be_meant_are_refused(
     names: dict[str, str], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as refused:
-        renamed(saved("backbone.a", "head.b"), names, OWN, "file")
+        rename_weights(saved("backbone.a", "head.b"), names, OWN, "file")
     assert str(refused.value) == text
 
 
@@ -260,29 +260,29 @@ def test_the_pattern_that_would_do_is_named() -> None:
     own = {name: torch.zeros(()) for name in sorted(OWN)}
     given = saved("backbone.conv.weight", "backbone.conv.bias", "head.weight")
     with pytest.raises(CheckpointError) as refused:
-        fitted(given, own, [], "file")
+        fit_weights(given, own, [], "file")
     assert "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or" in str(
         refused.value
     )
     names = {"backbone.*": "encoder.*"}
-    assert fitted(renamed(given, names, OWN, "file"), own, [], "file").kept == []
+    assert fit_weights(rename_weights(given, names, OWN, "file"), own, [], "file").kept == []
 
 
 def test_another_kind_is_refused() -> None:
     own = {"a": torch.zeros(2), "n": torch.tensor(0)}
     given = {"a": torch.zeros(2, dtype=torch.int8), "n": torch.tensor(0.0)}
     with pytest.raises(CheckpointError) as refused:
-        fitted(given, own, [], "file")
+        fit_weights(given, own, [], "file")
     assert "of another kind: a int8 for floating, n floating for int64" in str(refused.value)
     with pytest.raises(CheckpointError, match="a sparse_coo for floating"):
-        fitted({**own, "a": torch.zeros(2).to_sparse()}, own, [], "file")
+        fit_weights({**own, "a": torch.zeros(2).to_sparse()}, own, [], "file")
 
 
 def test_a_tied_name_takes_the_weight_that_was_saved() -> None:
     table = torch.zeros(3)
     own = {"embed.weight": table, "head.weight": table.detach(), "other": torch.zeros(3)}
     given = {"embed.weight": torch.ones(3), "other": torch.zeros(3)}
-    taken = fitted(given, own, [], "file")
+    taken = fit_weights(given, own, [], "file")
     assert taken.weights["head.weight"] is given["embed.weight"]
     assert (taken.kept, taken.unused) == ([], [])
 
@@ -292,14 +292,14 @@ def test_two_values_for_a_tied_weight_are_refused() -> None:
     own = {"embed.weight": table, "head.weight": table.detach()}
     given = {"embed.weight": torch.ones(3), "head.weight": torch.zeros(3)}
     with pytest.raises(CheckpointError) as refused:
-        fitted(given, own, [], "file")
+        fit_weights(given, own, [], "file")
     assert "tied, and of different values: embed.weight and head.weight" in str(refused.value)
-    assert fitted(given, own, ["head.*"], "file").kept == ["head.weight"]
+    assert fit_weights(given, own, ["head.*"], "file").kept == ["head.weight"]
 
 
 def test_eight_bits_are_widened_too() -> None:
     given = {"a": torch.tensor([1.75, -448.0]).to(torch.float8_e4m3fn)}
-    taken = fitted(given, {"a": torch.zeros(2)}, [], "file")
+    taken = fit_weights(given, {"a": torch.zeros(2)}, [], "file")
     assert torch.equal(taken.weights["a"], torch.tensor([1.75, -448.0]))
     assert taken.remarks() == ["1 tensors are float8_e4m3fn, and were widened exactly"]
 
@@ -307,7 +307,7 @@ def test_eight_bits_are_widened_too() -> None:
 def test_what_was_left_out_or_widened_is_told() -> None:
     own = {"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}
     given = {"a": torch.ones(1).half(), "b": torch.ones(1).double(), "old": torch.ones(1)}
-    assert fitted(given, own, ["c", "old"], "file").remarks() == [
+    assert fit_weights(given, own, ["c", "old"], "file").remarks() == [
         "with their first values: c",
         "not used: old",
         "1 tensors are float16, and were widened exactly: masters start from half values",

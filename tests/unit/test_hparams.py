@@ -6,10 +6,10 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
-from mpframe.run.description import called, hparams, ops_in_words, varied
+from mpframe.run.description import find_varied, format_section, hparams, ops_in_words
 
 ALWAYS = {
     "dtype", "loss_scaling", "model", "optimizer", "scheduler", "dataset", "optimizer.lr",
@@ -19,7 +19,7 @@ ALWAYS = {
 
 
 def config_of(*words: str) -> Config:
-    return checked(without_hydra(compose_named(list(words))[1]))
+    return check_config(without_hydra(compose_named(list(words))[1]))
 
 
 def job(folder: Path, words: list[str], sweep: list[str] | None = None) -> DictConfig:
@@ -54,14 +54,14 @@ def test_two_optimizers_are_one_column() -> None:
     assert columns["optimizer"] == (
         "Muon lr=0.02 weight_decay=0.01 + AdamW lr=0.003 weight_decay=0.01"
     )
-    assert called(None) == "none"
+    assert format_section(None) == "none"
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_every_job_of_a_sweep_has_the_same_columns(model: str, tmp_path: Path) -> None:
     sweep = ["model=cnn,mlp", "dtype=fp32,mixed", "trainer.epochs=3", "trainer.log_every=1,2"]
     words = [f"model={model}", "dtype=mixed", "trainer.epochs=3", "trainer.log_every=1"]
-    columns, first = hparams(config_of(*words), "Backoff", varied(job(tmp_path, words, sweep)))
+    columns, first = hparams(config_of(*words), "Backoff", find_varied(job(tmp_path, words, sweep)))
     assert columns.keys() == ALWAYS
     assert first == ["model", "dtype"]
 
@@ -69,7 +69,7 @@ def test_every_job_of_a_sweep_has_the_same_columns(model: str, tmp_path: Path) -
 def test_a_swept_option_has_a_column_of_its_own(tmp_path: Path) -> None:
     sweep = ["model.width=range(8,17,8)", "model.dropout=0,0.5", "optimizer.weight_decay=1,null"]
     words = ["model.width=8", "model.dropout=0.5", "optimizer.weight_decay=1"]
-    told = varied(job(tmp_path, words, sweep))
+    told = find_varied(job(tmp_path, words, sweep))
     columns, first = hparams(config_of(*words), "Backoff", told)
     assert first == ["model.width", "model.dropout", "optimizer.weight_decay"]
     assert (columns["model.width"], columns["model.dropout"]) == (8, 0.5)
@@ -78,7 +78,7 @@ def test_a_swept_option_has_a_column_of_its_own(tmp_path: Path) -> None:
 
 def test_the_jobs_of_a_glob_have_their_choice(tmp_path: Path) -> None:
     words = ["dtype=amp_bf16"]
-    told = varied(job(tmp_path, words, ["dtype=glob(*bf16)"]))
+    told = find_varied(job(tmp_path, words, ["dtype=glob(*bf16)"]))
     columns, first = hparams(config_of(*words), "none", told)
     assert (first, columns["dtype"]) == (["dtype"], "amp bfloat16")
 
@@ -86,7 +86,7 @@ def test_the_jobs_of_a_glob_have_their_choice(tmp_path: Path) -> None:
 def test_what_a_searcher_draws_comes_first(tmp_path: Path) -> None:
     sweep = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model=mlp"]
     words = ["optimizer.lr=0.02", "model=mlp", "model.depth=2"]
-    told = varied(job(tmp_path, words, sweep))
+    told = find_varied(job(tmp_path, words, sweep))
     columns, first = hparams(config_of(*words), "Backoff", told)
     assert first == ["optimizer.lr", "model.depth"]
     assert (columns["optimizer.lr"], columns["model.depth"]) == (0.02, 2)
@@ -100,10 +100,10 @@ def test_of_a_single_run_the_options_of_its_command_line_come_first(tmp_path: Pa
         "run_name=a",
         "~model.x",
     ]
-    columns, first = hparams(config_of(*words[:4]), "none", varied(job(tmp_path, words)))
+    columns, first = hparams(config_of(*words[:4]), "none", find_varied(job(tmp_path, words)))
     assert first == ["dtype", "ops.move.softmax"]
     assert (columns["dtype"], columns["ops.move.softmax"]) == ("amp bfloat16", "allow")
-    assert varied(None) == {}
+    assert find_varied(None) == {}
 
 
 @pytest.mark.parametrize(

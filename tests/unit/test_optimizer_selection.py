@@ -5,12 +5,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from mpframe.config.command_line import checked
+from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import Trainer, build_trainer
-from mpframe.training.optimizers.selection import Selection, divided
+from mpframe.training.optimizers.selection import Selection, divide_parameters
 from mpframe.workloads.images import mlp
 
 
@@ -21,7 +21,7 @@ def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, l
 
 def test_the_first_part_that_selects_a_parameter_gets_it() -> None:
     model = mlp(4, classes=2, hidden=8)
-    parts = divided(
+    parts = divide_parameters(
         model,
         {"matrices": Selection(["*"], without=["head.*"], ndim=2), "rest": Selection(["*"])},
     )
@@ -35,7 +35,7 @@ def test_frozen_and_tied_parameters() -> None:
     model = mlp(8, classes=8, hidden=8)
     model.hidden1.linear.weight.requires_grad_(False)
     model.head.weight = model.hidden2.linear.weight
-    parts = divided(model, {"all": Selection()})
+    parts = divide_parameters(model, {"all": Selection()})
     assert len(parts["all"]) == len({p for p in model.parameters() if p.requires_grad}) == 4
 
 
@@ -49,12 +49,12 @@ def test_frozen_and_tied_parameters() -> None:
 )  # fmt: skip
 def test_what_divides_nothing_is_refused(selections: dict[str, Selection], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        divided(mlp(4, classes=2, hidden=8), selections)
+        divide_parameters(mlp(4, classes=2, hidden=8), selections)
 
 
 def trainer_of(*overrides: str) -> "Trainer":
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = checked(compose("config", overrides=["device=cpu", *overrides]))
+        config = check_config(compose("config", overrides=["device=cpu", *overrides]))
     return build_trainer(config, build_task(config), batches=4)
 
 

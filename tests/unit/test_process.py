@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.run import process
 from mpframe.training import memory
@@ -143,7 +143,7 @@ def test_where_nothing_tells_the_load_only_the_cores_count(
 
 
 def config(*options: str) -> Config:
-    return checked(without_hydra(compose_named(["experiment=digits_mlp", *options])[1]))
+    return check_config(without_hydra(compose_named(["experiment=digits_mlp", *options])[1]))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import yaml
 from torch import nn
 
 from mpframe import OpLists, Precision
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import OPERANDS, Recipe, shipped
+from mpframe.lowbit.recipe import OPERANDS, Recipe, list_recipes
 from mpframe.lowbit.scaling import Quantization
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
@@ -27,17 +27,17 @@ def of(*words: str) -> Precision:
 
 
 def config_of(*words: str) -> Config:
-    return checked(without_hydra(compose_named(list(words))[1]))
+    return check_config(without_hydra(compose_named(list(words))[1]))
 
 
 class TestShipped:
     def test_the_names(self) -> None:
-        assert shipped() == [
+        assert list_recipes() == [
             *("fp8_blocks", "fp8_delayed", "fp8_rows", "fp8_tensorwise"),
             *("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "tf32"),
         ]
 
-    @pytest.mark.parametrize("name", shipped())
+    @pytest.mark.parametrize("name", list_recipes())
     def test_a_file_chooses_and_holds_what_it_is_named_after(self, name: str) -> None:
         text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
         node = yaml.safe_load(text)

@@ -18,7 +18,7 @@ from mpframe.training.callbacks.profile import (
     OUTSIDE,
     Costs,
     Op,
-    marked,
+    mark_modules,
     read_ops,
 )
 
@@ -184,7 +184,7 @@ class Recursive(nn.Module):
 def test_marks_of_a_real_trace_and_no_hook_left(tmp_path: Path) -> None:
     """A module that calls itself, and one that raises, leave the ranges as they were."""
     model = nn.Sequential(nn.Linear(2, 2), Recursive())
-    with profile(record_shapes=True) as recorded, marked(model):
+    with profile(record_shapes=True) as recorded, mark_modules(model):
         with pytest.raises(ValueError, match="too deep"):
             model[1](torch.ones(1, 2), -1)
         model(torch.ones(1, 2)).sum().backward()

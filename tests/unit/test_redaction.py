@@ -8,7 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from mpframe.config.redaction import Redacting, as_yaml, hide, redacted, secrets_of
+from mpframe.config.redaction import Redacting, as_yaml, hide, redact, secrets_of
 from mpframe.files.text import printable
 
 SECRETS = [
@@ -48,7 +48,7 @@ def test_a_secret_is_hidden_however_it_is_escaped(secret: str) -> None:
 
 
 def test_a_number_that_is_a_secret_is_hidden() -> None:
-    assert redacted({"a": 8823746511, "b": 88, "c": True}, ["8823746511"]) == {
+    assert redact({"a": 8823746511, "b": 88, "c": True}, ["8823746511"]) == {
         "a": "***", "b": 88, "c": True,
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mpframe.config.command_line import checked, prepare
+from mpframe.config.command_line import check_config, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
@@ -19,7 +19,7 @@ MOVED = ["mul", "linear"]
 def composed(*words: str) -> Config:
     overrides = prepare(["dtype=mixed", *words])
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        return checked(compose("config", overrides=overrides))
+        return check_config(compose("config", overrides=overrides))
 
 
 @pytest.mark.parametrize(

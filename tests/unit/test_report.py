@@ -18,7 +18,14 @@ from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.lab.report.page import _panels, as_markdown, as_page, draw
 from mpframe.lab.report.records import find_runs
-from mpframe.lab.report.tables import compared, costs, every_run, recipes, results, unfinished
+from mpframe.lab.report.tables import (
+    costs,
+    every_run,
+    group_runs,
+    recipes,
+    results,
+    tabulate_unfinished,
+)
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -83,13 +90,13 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 
 def table(folder: Path, of: Callable[..., list[list[str]]] = results) -> list[dict[str, str]]:
-    head, *rows = of(compared(find_runs([folder])[1]))
+    head, *rows = of(group_runs(find_runs([folder])[1]))
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def gaps(folder: Path) -> dict[str, float]:
     """The gap to fp32 of each group that is not fp32, by its label."""
-    groups = [g for g in compared(find_runs([folder])[1]) if g.runs[0].mode != "fp32"]
+    groups = [g for g in group_runs(find_runs([folder])[1]) if g.runs[0].mode != "fp32"]
     pairs = {
         group.label: group.beside(lambda summary: summary.val_metric, group.fp32)
         for group in groups
@@ -113,7 +120,7 @@ def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Pat
     first, *_ = table(tmp_path, every_run)
     assert first["metric"] == ("accuracy 0.9000\nbest 0.9600, step 80\ntest 0.8000, best weights")
     records = find_runs([tmp_path])[1]
-    text = as_markdown("t", compared(records), records)
+    text = as_markdown("t", group_runs(records), records)
     assert "| accuracy 0.9000 (best 0.9600, step 80; test 0.8000, best weights) |" in text
     make_run("c", replace(MIXED, seed=3))  # One run without: then by the validation.
     assert "accuracy" in table(tmp_path)[1]
@@ -252,7 +259,7 @@ def test_times_of_emulated_float16_are_not_a_gpu_s(
     make_run("0", SUMMARY)
     make_run("1", replace(MIXED, device=device), dtype__compute=compute)
     records = find_runs([tmp_path])[1]
-    groups = compared(records)
+    groups = group_runs(records)
     for text in (as_page("t", groups, records), as_markdown("t", groups, records)):
         before, said, after = text.partition("float16 was emulated on a CPU: these times say")
         assert bool(said) == emulated
@@ -300,11 +307,11 @@ def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: 
     assert (mx["saturated"], nv["saturated"]) == ("", "2.00%\n1.00% – 3.00%")
     records = find_runs([tmp_path])[1]
     for text in (
-        as_page("t", compared(records), records),
-        as_markdown("t", compared(records), records),
+        as_page("t", group_runs(records), records),
+        as_markdown("t", group_runs(records), records),
     ):
         assert "+0.0500" in text
-    assert _least_width(recipes(compared(records))) < 800 - 40
+    assert _least_width(recipes(group_runs(records))) < 800 - 40
 
 
 def test_without_recipes_there_is_no_such_table(make_run: MakeRun, tmp_path: Path) -> None:
@@ -318,11 +325,11 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
     for number, (status, reason) in enumerate(stopped.items(), start=1):
         make_run(str(number), replace(SUMMARY, status=status, reason=reason, val_metric=0.1))
     make_run("4", None)
-    groups = compared(find_runs([tmp_path])[1])
+    groups = group_runs(find_runs([tmp_path])[1])
     (row,) = table(tmp_path)
     assert row["n"] == "1 of 5"
     assert row["accuracy"] == "0.9000"
-    said = {line[-2]: line[-1] for line in unfinished(groups)[1:]}
+    said = {line[-2]: line[-1] for line in tabulate_unfinished(groups)[1:]}
     assert said == {
         "diverged": "too high",
         "interrupted": "SIGTERM",
@@ -349,7 +356,7 @@ def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
     assert [run.status for run in runs] == ["no summary", "unreadable"]
     assert runs[1].reason.startswith("summary.json: not a run's summary (")
     assert str(tmp_path) not in runs[1].reason
-    assert as_page("t", compared(runs), runs)
+    assert as_page("t", group_runs(runs), runs)
 
 
 def test_a_reason_does_not_show_where_the_folder_lay(make_run: MakeRun, tmp_path: Path) -> None:
@@ -367,9 +374,9 @@ def test_a_diverged_loss_of_nan_is_drawn_and_told(make_run: MakeRun, tmp_path: P
             tracker.scalars(step, {Tag.LOSS_TRAIN: nan if step == 3 else 1.0, Tag.SCALE: 8.0})
     _, runs = find_runs([tmp_path])
     assert [step for step, _ in runs[0].curves["loss/train"]] == [1, 2, 3]
-    told = dict(zip(*every_run(compared(runs)), strict=True))
+    told = dict(zip(*every_run(group_runs(runs)), strict=True))
     assert (told["metric"], told["val loss"]) == ("accuracy nan\nbest 0.9600, step 80", "nan")
-    assert as_page("t", compared(runs), runs)
+    assert as_page("t", group_runs(runs), runs)
 
 
 # --- which folders are runs
@@ -436,7 +443,7 @@ def evil_page(make_run: MakeRun, tmp_path: Path) -> tuple[str, str]:
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
     make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}")
     _, runs = find_runs([tmp_path])
-    groups = compared(runs)
+    groups = group_runs(runs)
     return as_page(EVIL, groups, runs), as_markdown(EVIL, groups, runs)
 
 
@@ -459,7 +466,7 @@ def test_no_text_of_a_run_steers_the_terminal(make_run: MakeRun, tmp_path: Path)
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0, escape: 2.0})
     make_run("good", replace(SUMMARY, metric=escape), model__hidden=escape)
     _, runs = find_runs([tmp_path])
-    groups = compared(runs)
+    groups = group_runs(runs)
     for text in (as_page("t", groups, runs), as_markdown("t", groups, runs)):
         assert not {"\x1b", "\u202e"} & set(text)
 
@@ -492,7 +499,7 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     _, runs = find_runs([tmp_path])
     assert runs[0].pictures == (("weights.png", PNG),)
-    page = as_page("t", compared(runs), runs)
+    page = as_page("t", group_runs(runs), runs)
     assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
     assert "<figcaption>0: weights.png</figcaption>" in page
 
@@ -514,7 +521,7 @@ def test_the_same_runs_give_the_same_page(make_run: MakeRun, tmp_path: Path) -> 
     pages = []
     for _ in range(2):
         _, runs = find_runs([tmp_path])
-        pages.append(as_page("t", compared(runs), runs))
+        pages.append(as_page("t", group_runs(runs), runs))
     assert pages[0] == pages[1]
 
 
@@ -545,7 +552,7 @@ def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
 ) -> None:
     nine_runs(make_run)
     _, runs = find_runs([tmp_path])
-    groups = compared(runs)
+    groups = group_runs(runs)
     page = as_page("t", groups, runs)
     assert len(page.encode()) < 2_000_000
     assert page.count("data:image/png") == 29  # of 90; the others by name
@@ -575,7 +582,7 @@ def _least_width(table: list[list[str]]) -> float:
 
 def test_every_metric_has_its_curves(make_run: MakeRun, tmp_path: Path) -> None:
     nine_runs(make_run, points=2)
-    groups = compared(find_runs([tmp_path])[1])
+    groups = group_runs(find_runs([tmp_path])[1])
     assert [title for _, title in _panels(groups)] == [
         "training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps",
     ]  # fmt: skip
@@ -585,7 +592,7 @@ def test_page_and_curves_take_the_colours_of_the_reader(make_run: MakeRun, tmp_p
     with Tracker(make_run("0")) as tracker:
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
     _, runs = find_runs([tmp_path])
-    groups = compared(runs)
+    groups = group_runs(runs)
     picture = draw(groups)
     assert b"@media (prefers-color-scheme: dark) { svg {" in picture
     assert b"fill: currentColor" in picture

@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
@@ -31,7 +31,7 @@ def objective(model: object, batch: object) -> StepOutput:
 def refuse(*options: str) -> None:
     _, composed = compose_named([*options, "trainer.parallel=fsdp"])
     task = Task(train=[], val=[], objective=objective)  # type: ignore[arg-type]
-    refuse_beside_sharding(checked(without_hydra(composed)), task)
+    refuse_beside_sharding(check_config(without_hydra(composed)), task)
 
 
 @pytest.mark.parametrize(("option", "way_out"), USE.items())

@@ -52,7 +52,7 @@ class Saving(Callback):
         self._clock, self._throughput = clock, throughput
 
     def on_step_end(self, trainer: Trainer) -> None:
-        with self._throughput.paused():
+        with self._throughput.pause():
             self._clock.now += 1000.0
 
 

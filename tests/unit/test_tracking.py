@@ -23,7 +23,7 @@ from mpframe.core.errors import MpframeError
 from mpframe.files.durable import append_whole
 from mpframe.tracking import event_file
 from mpframe.tracking import tracker as tracking
-from mpframe.tracking.environment import environment_text, shown_command
+from mpframe.tracking.environment import environment_text, format_command
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
@@ -253,7 +253,7 @@ def test_only_a_finished_run_is_marked_a_success(tmp_path: Path, finished: bool)
     with Tracker(tmp_path) as tracker:
         tracker.hparams({"lr": 0.1}, [Tag.LOSS_VAL])
         if finished:
-            tracker.finished()
+            tracker.mark_finished()
     assert ("_hparams_/session_end_info" in hparams_data(tmp_path)) is finished
 
 
@@ -539,7 +539,7 @@ def test_environment_names_the_commit_and_whether_files_differ(
 )
 def test_command_line_is_shown_without_its_secrets(argument: str, shown: str) -> None:
     environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
-    assert shown_command([argument], environment).strip("'") == shown
+    assert format_command([argument], environment).strip("'") == shown
 
 
 # --- pictures and histograms

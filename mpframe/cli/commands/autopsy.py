@@ -22,7 +22,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import refuse_mixed
-from mpframe.checkpoint.state import RandomState, extra_state_of, steps_tried, weights_of
+from mpframe.checkpoint.state import RandomState, extra_state_of, read_steps_tried, weights_of
 from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import refuse_unwritable
@@ -77,7 +77,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     trainer, train = rebuilt(config)
     trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(weights)
-    steps = steps_tried(state, path)
+    steps = read_steps_tried(state, path)
     try:
         trainer.precision.load_state_dict(state["trainer"].get("products", {}))
         step = _next_step(state, steps, trainer, train)

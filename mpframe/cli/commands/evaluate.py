@@ -32,7 +32,7 @@ from typing import Any
 
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
-from mpframe.cli.restored import checkpoint_of, restored, run_folder
+from mpframe.cli.restored import checkpoint_of, restore_run, run_folder
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import secrets_of
@@ -86,7 +86,7 @@ def evaluate(
     `weights`: `trained` or `ema`, by default as the run was validated. `split`: `val` or `test`, by
     default `test` if the dataset has one.
     """
-    run = restored(checkpoint_of(path, split), given, weights)
+    run = restore_run(checkpoint_of(path, split), given, weights)
     loaders = build_loaders(run.config, run.task)
     split = split or ("val" if loaders.test is None else "test")
     loader = loaders.val if split == "val" else loaders.test

@@ -37,11 +37,11 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, export, export_graph
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES, Exported
-from mpframe.checkpoint.state import KINDS, validated_kind, weights_of
+from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
 from mpframe.cli.program import command, refuse_words, take_own
 from mpframe.cli.restored import checkpoint_of
 from mpframe.config.overrides import take_source
-from mpframe.config.redaction import redacted, secrets_of
+from mpframe.config.redaction import redact, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import dtype_name
@@ -92,9 +92,9 @@ def main(arguments: list[str]) -> None:
 def _read(options: dict[str, str], given: list[str]) -> Source:
     path = checkpoint_of(Path(options["checkpoint"]))
     snapshot, folder = checkpoint.read(path), checkpoint.newest(path)
-    options = {**options, "weights": options["weights"] or validated_kind(snapshot.state)}
+    options = {**options, "weights": options["weights"] or read_validated_kind(snapshot.state)}
     weights = weights_of(snapshot.state, options["weights"], folder)
-    rounded = export_graph.converted(weights, options["weights_dtype"])
+    rounded = export_graph.convert_weights(weights, options["weights_dtype"])
     return Source(options, given, folder, snapshot, rounded)
 
 
@@ -121,14 +121,14 @@ def _content(source: Source, facts: dict[str, Any]) -> bytes:
     model: nn.Module = build_model(config)
     inputs = export_graph.without_labels(facts["inputs"], model)
     dtype = source.options["weights_dtype"]
-    graph = export_graph.traced(model, source.weights, dtype, inputs)
+    graph = export_graph.trace_model(model, source.weights, dtype, inputs)
     facts["inputs"] = export_graph.describe_inputs(graph, inputs)
     words = export.as_json(_without_secrets(facts))
     return (export_graph.as_onnx if form == "onnx" else export_graph.as_pt2)(graph, words)
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    hidden: dict[str, Any] = redacted(facts, secrets_of([], os.environ))
+    hidden: dict[str, Any] = redact(facts, secrets_of([], os.environ))
     return hidden
 
 

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
-from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
+from mpframe.cli.restored import Restored, checkpoint_of, restore_run, run_folder
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     path = Path(options["checkpoint"])
     pictures = None if folder is None else _Pictures(folder)
     task_of = None if pictures is None else pictures.task
-    run = restored(checkpoint_of(path, split), given, options.get("weights"), task_of)
+    run = restore_run(checkpoint_of(path, split), given, options.get("weights"), task_of)
     samples = _part(run.task, split) if pictures is None else pictures.samples(run.task)
     name = f"predictions_{samples.source}_step_{run.step:08d}.csv"
     out = Path(options.get("out") or run_folder(path) / name)
@@ -175,17 +175,17 @@ class _Pictures:
         except (LookupError, TypeError, ValueError):
             fits = False
         if not fits or not isinstance(side, int):
-            raise self._refused(
+            raise self._make_error(
                 "the checkpoint does not say how an image is prepared, as the Task of its dataset "
                 "did not (preprocessing with size, mean and std)"
             )
         shapes = [given["shape"] for given in facts["inputs"] or ()]
         if shapes != [[None, channels, side, side]]:
             images = f"images of {channels} x {side} x {side} alone"
-            raise self._refused(f"the model takes something else than {images}")
+            raise self._make_error(f"the model takes something else than {images}")
         return (channels, side), Normalize(mean, std)
 
-    def _refused(self, reason: str) -> ConfigError:
+    def _make_error(self, reason: str) -> ConfigError:
         way_out = "use split, with a dataset over the folder"
         return ConfigError(f"folder={self._name}: {reason}; {way_out}")
 

@@ -21,7 +21,7 @@ from mpframe.files.durable import write_atomically
 from mpframe.lab.hints import few
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
-from mpframe.lab.report.tables import compared
+from mpframe.lab.report.tables import group_runs
 
 PAGE, TABLES = "report.html", "report.md"
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     out = Path(options.get("out") or home)
     refuse_unwritable("out", out)
     out.mkdir(parents=True, exist_ok=True)
-    groups = compared(records)
+    groups = group_runs(records)
     names = list(dict.fromkeys(Path(folder).resolve().name for folder in folders))
     title = f"Runs of {few(names) if len(names) > 1 else home.name}"
     write_atomically(out / PAGE, as_page(title, groups, records))

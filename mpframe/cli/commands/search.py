@@ -35,12 +35,12 @@ import yaml
 from tqdm import tqdm
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, DivergedError
-from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, refused
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, make_range_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
@@ -91,7 +91,7 @@ changes the sign before a ReLU, or which of two values is the maximum, a whole g
 def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, _OPTIONS)
     _, composed = compose_named(given)
-    config = checked(composed)
+    config = check_config(composed)
     if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
     target = _number(options, "target", TARGET[config.dtype.half])
@@ -270,5 +270,5 @@ def _number(
     except ValueError:
         value = math.nan
     if not allowed.holds(value):
-        raise refused(name, text, f"a number {allowed}")
+        raise make_range_error(name, text, f"a number {allowed}")
     return value

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     picture = Path(given.get("out") or beside)
     refuse_unwritable("out", picture.parent)
     composed = (compose_named([f"loss_scaling={name}", *options])[1] for name in names)
-    configs = dict(zip(names, map(checked, composed), strict=True))
+    configs = dict(zip(names, map(check_config, composed), strict=True))
     half = getattr(torch, next(iter(configs.values())).dtype.half)
     recorded = read_amax(source)
     amax = recorded[np.isfinite(recorded)]

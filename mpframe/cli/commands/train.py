@@ -24,14 +24,14 @@ import hydra
 from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.command_line import prepare
-from mpframe.config.composing import composed, refusal_of
+from mpframe.config.composing import compose_words, refusal_of
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import (
     PRIMARY,
     Source,
     hydra_over,
     own_folders_first,
-    parsed_flags,
+    parse_flags,
     rewritten,
     source_of,
     word_of,
@@ -63,12 +63,12 @@ def _train() -> None:
     """Run the jobs by Hydra, whose errors, and the only job's, become an MpframeError."""
     arguments = sys.argv[1:]
     sys.argv[1:] = prepare(of_this_rank(arguments))
-    flags, words = parsed_flags(arguments)
+    flags, words = parse_flags(arguments)
     source = source_of(flags, words)
     shown = _without_secrets(source, words) if flags.cfg or flags.resolve else nullcontext()
     jobs = Jobs()
     try:
-        with _errors_raised(), shown, own_folders_first(source):
+        with _raise_errors(), shown, own_folders_first(source):
             hydra.main(config_path=str(CONF), config_name=PRIMARY, version_base="1.3")(jobs)()
     except SystemExit as ended:
         if isinstance(ended.__cause__, MpframeError):  # From the callback that checks the job.
@@ -84,7 +84,7 @@ def _train() -> None:
 def of_this_rank(arguments: list[str]) -> list[str]:
     """Return the arguments of one of several ranks: only rank 0 makes the run's folder."""
     rank, size = place().rank, place().size
-    if size > 1 and parsed_flags(arguments)[0].multirun:
+    if size > 1 and parse_flags(arguments)[0].multirun:
         raise sweep_of_ranks("-m", size)
     return arguments if rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
@@ -93,7 +93,7 @@ def of_this_rank(arguments: list[str]) -> list[str]:
 def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
     """Context manager that prints the output of its block with `***` for each secret."""
     with hydra_over(source):
-        values = values_of(composed(rewritten(words), source.name))
+        values = values_of(compose_words(rewritten(words), source.name))
     secrets = secrets_of(values, os.environ)
     with redirect_stdout(StringIO()) as printed:
         yield
@@ -101,7 +101,7 @@ def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _errors_raised() -> Iterator[None]:
+def _raise_errors() -> Iterator[None]:
     """Context manager that makes Hydra raise its errors, which it would print."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.casting import handlers
-from mpframe.core.casting.emulation import half_values, rounded, used_again
+from mpframe.core.casting.emulation import half_values, reuse_operand, round_result
 from mpframe.core.casting.handlers import (
     HANDS_OFF,
     Args,
@@ -207,7 +207,7 @@ class CastMode(TorchFunctionMode):
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
-            return used_again(kept[2], kept[3])
+            return reuse_operand(kept[2], kept[3])
         half = tensor.to(dtype=self._half)  # As a keyword it is parsed in half the time.
         operand = self._make_operand(half)
         keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
@@ -222,7 +222,7 @@ class CastMode(TorchFunctionMode):
         return half_values(half, self._half) if emulated else half
 
     def _round(self, tensor: Tensor) -> Tensor:
-        return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
+        return round_result(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
 _RULES = handlers.RULES | {"half": CastMode.run_half, "data": CastMode.run_data}

@@ -4,10 +4,10 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 
     y = round_to_half(op(fp32(x_half), fp32(w_half)))
 
-`half_values` prepares an input and `rounded` the result, and the op runs in fp32 between them.
+`half_values` prepares an input and `round_result` the result, and the op runs in fp32 between them.
 Autograd differentiates each step: the incoming gradient is half, the op's gradients are fp32, and
 each is rounded once. A GPU adds the gradients of a weight's uses in half, so each use rounds its
-gradient before they are added (`used_again`).
+gradient before they are added (`reuse_operand`).
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
     return _convert(_convert(tensor, half), torch.float32)
 
 
-def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
+def round_result(tensor: Tensor, half: torch.dtype) -> Tensor:
     """Round a float32 result once to `half`, and return any other format as it is."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
 
@@ -61,7 +61,7 @@ def each_axis(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-def used_again(half: Tensor, operand: Tensor) -> Tensor:
+def reuse_operand(half: Tensor, operand: Tensor) -> Tensor:
     """Return `operand`, the fp32 values of `half`, for a use that rounds its own gradient."""
     if operand is half or not operand.requires_grad:
         return operand

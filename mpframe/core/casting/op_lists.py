@@ -182,7 +182,7 @@ def _check_known(path: str, ops: Iterable[str]) -> None:
     if isinstance(ops, str):
         raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
     for op in ops:
-        if op not in known_ops() and canonical(op) not in _shipped() and not is_registered(op):
+        if op not in known_ops() and canonical(op) not in _read_shipped() and not is_registered(op):
             raise ConfigError(f"{path}: {op!r} is {_explain_unknown(op)}")
 
 
@@ -197,6 +197,6 @@ def _explain_unknown(op: str) -> str:
 
 
 @cache
-def _shipped() -> frozenset[str]:
+def _read_shipped() -> frozenset[str]:
     """Return the ops in the shipped lists, which are allowed even if this torch lacks them."""
     return frozenset(canonical(op) for name in LISTS for op in _read("default")[name])

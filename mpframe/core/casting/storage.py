@@ -69,14 +69,14 @@ def formats_of(model: nn.Module, policy: Policy, uses: WeightUses) -> Formats:
     formats: Formats = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
+            wanted = choose_format(name, module, policy, uses.by_weight.get(parameter))
             tied = formats.get(parameter, wanted)
             widest = wanted if tied == wanted else torch.float32
             formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype
     return formats
 
 
-def wanted_by(
+def choose_format(
     name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
 ) -> torch.dtype:
     """Return the format `module` wants for a parameter, which these ops read if it was traced."""
@@ -118,7 +118,7 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Te
             if exact is not None and dtype in HALF:
                 before[parameter] = exact
     for name, module in model.named_modules():
-        _store_buffers(module, wanted_by(name, module, policy), policy)
+        _store_buffers(module, choose_format(name, module, policy), policy)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return before

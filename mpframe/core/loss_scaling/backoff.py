@@ -26,7 +26,7 @@ from mpframe.core.loss_scaling.scaler import (
     number,
     power_of_two,
 )
-from mpframe.core.ranges import Range, refused, require, require_whole
+from mpframe.core.ranges import Range, make_range_error, require, require_whole
 from mpframe.core.tree import HALVES
 
 DEFAULT_SCALE = 2.0**16
@@ -46,7 +46,7 @@ def _half_format(value: Half) -> torch.dtype:
     for name, half in HALVES.items():
         if value in (name, half):
             return half
-    raise refused("loss_scaling.half", value, "float16 or bfloat16", DEFAULT)
+    raise make_range_error("loss_scaling.half", value, "float16 or bfloat16", DEFAULT)
 
 
 class AdaptiveScaler(Scaler, ABC):
@@ -65,7 +65,7 @@ class AdaptiveScaler(Scaler, ABC):
         if self._min > self._max:
             allowed = f"at most max_scale, which is {self._max:.10g}"
             way_out = "lower it, or raise max_scale"
-            raise refused("loss_scaling.min_scale", min_scale, allowed, way_out)
+            raise make_range_error("loss_scaling.min_scale", min_scale, allowed, way_out)
         first = self._default = min(max(DEFAULT_SCALE, self._min), self._max)
         probing = isinstance(init_scale, str) and init_scale == PROBE
         if not probing:

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
-from mpframe.core.ranges import Range, refused
+from mpframe.core.ranges import Range, make_range_error
 from mpframe.core.tree import is_async
 
 PRIOR_STD = 1.0  # σ₀ in octaves: batches differ by less in most training
@@ -225,7 +225,7 @@ def _octaves(argument: str, scale: float) -> int:
     mantissa, exponent = math.frexp(scale)
     if mantissa != 0.5:
         nearest = f"use 2**{exponent - 1} or 2**{exponent}"
-        raise refused(f"loss_scaling.{argument}", scale, "a power of two", nearest)
+        raise make_range_error(f"loss_scaling.{argument}", scale, "a power of two", nearest)
     return exponent - 1
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpframe.core.comm import is_sharded, part_for, part_of, sharded_as
+from mpframe.core.comm import is_sharded, part_for, part_of, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.optim.masters import (
     Master,
@@ -106,7 +106,7 @@ class OptimizerWrapper(Optimizer):
 
     def inner_state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state without masters, which are saved by name."""
-        return self._map_state(sharded_as, self.optimizer.state_dict())
+        return self._map_state(shard_like, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

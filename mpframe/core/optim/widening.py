@@ -83,13 +83,13 @@ def _find_frozen(model: nn.Module) -> dict[str, Tensor]:
     return {n: w for n, w in model.named_parameters() if w in _FROZEN.get(w, ())}
 
 
-def widened_names(model: nn.Module) -> list[str]:
+def list_widened(model: nn.Module) -> list[str]:
     """Return the names of the frozen weights that are stored in fp32 since they were written."""
     return [name for name, weight in _find_frozen(model).items() if weight.dtype not in HALF]
 
 
 def widen_named(model: nn.Module, names: Collection[str]) -> None:
-    """Store in fp32 the weights that `widened_names` returned when a checkpoint was made."""
+    """Store in fp32 the weights that `list_widened` returned when a checkpoint was made."""
     for name, weight in _find_frozen(model).items():
         if name in names and weight.dtype in HALF:
             widen(weight)

@@ -27,7 +27,7 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
 from mpframe.lab.autopsy.replay import Case
-from mpframe.lab.optimizer_numbers import rounded_numbers
+from mpframe.lab.optimizer_numbers import find_rounded_numbers
 from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.trainer import Trainer
 
@@ -122,7 +122,7 @@ class Evidence:
 def zero_eps_of(trainer: Trainer) -> str:
     """Return, in words, the eps of an optimizer that is 0 in the format it works in, if any."""
     parts = parts_of(trainer.optimizer).values()
-    numbers = (number for part in parts for number in rounded_numbers(part))
+    numbers = (number for part in parts for number in find_rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import aligned, markdown
+from mpframe.files.text import align, markdown
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
@@ -36,7 +36,7 @@ class Report:
     def text(self, path: Path | None = None) -> str:
         """Return the title and a line for each fact, for a terminal."""
         facts = [*self.facts, *([("report", str(path))] if path else [])]
-        return "\n".join([self.title, aligned([("", *fact) for fact in facts])])
+        return "\n".join([self.title, align([("", *fact) for fact in facts])])
 
     def markdown(self) -> str:
         """Return the page, with the table of replays."""

@@ -167,10 +167,10 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             return func(*args, **kwargs)
-        with _unobserved():
+        with _hide_ops():
             inputs = magnitudes_of((args, kwargs))
         result = func(*args, **kwargs)
-        with _unobserved():
+        with _hide_ops():
             if any(True for _ in floats_in(result)):
                 self._observe(op_name(func) or name, (args, kwargs), inputs, result)
         return result
@@ -277,7 +277,7 @@ def _names_nonfinite(node: Any) -> bool:
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def _hide_ops() -> Iterator[None]:
     """Hide ops from modes and from autograd."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         yield

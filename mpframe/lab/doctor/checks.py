@@ -31,7 +31,7 @@ from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.exponents import amax_of, lost_fraction
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, few, findings_of, note, warning
-from mpframe.lab.optimizer_numbers import rounded_numbers
+from mpframe.lab.optimizer_numbers import find_rounded_numbers
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.tracking.dtype_map import Row
@@ -41,7 +41,7 @@ from mpframe.training.probe import safe_scale
 def check_numbers(subject: Subject) -> Iterator[Finding]:
     """eps, learning rate, decays: lost or badly rounded in the optimizer's format."""
     for path, optimizer in subject.optimizers.items():
-        for number in rounded_numbers(optimizer):
+        for number in find_rounded_numbers(optimizer):
             make = error if number.lost else warning
             fix = _fix(subject, path, number.name, number.form)
             yield make(f"{path}.{number}, the format {path} works in", fix)
@@ -64,7 +64,7 @@ def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
     default = known[name].default if name in known else inspect.Parameter.empty
     default = 1e-3 if default is inspect.Parameter.empty else default
     listed = list(default) if isinstance(default, tuple) else default
-    return subject.typed(f"{path}.{name}", str(listed).replace(" ", ""))
+    return subject.format_word(f"{path}.{name}", str(listed).replace(" ", ""))
 
 
 _MANY_SUBNORMAL = 0.05
@@ -240,13 +240,13 @@ def check_norms(subject: Subject) -> Iterator[Finding]:
     if stored:
         yield warning(
             f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
-            *(("ops=default",) if subject.policy.ops.empty else _unlisted(subject, norms)),
+            *(("ops=default",) if subject.policy.ops.empty else _suggest_fp32(subject, norms)),
         )
     elif computed:
         yield note(
             f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
             "fp32 and each output is rounded once",
-            *_unlisted(subject, norms),
+            *_suggest_fp32(subject, norms),
         )
 
 
@@ -273,7 +273,7 @@ def check_dimensions(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
+def _suggest_fp32(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
     """Return the words that run these norms in fp32: out of `allow`, and of their pins to half."""
     half, form = subject.policy.half, subject.half
     concerned = [(row, op) for row, op in norms if row.compute == half or row.storage == form]

@@ -17,7 +17,7 @@ from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
-from mpframe.files.text import aligned, markdown, printable
+from mpframe.files.text import align, markdown, printable
 from mpframe.lab.report.records import NO_SUMMARY
 from mpframe.tracking.summary import Status, Summary
 
@@ -130,7 +130,7 @@ def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
     never = f", {missing} never began" if missing else ""
     last = f"{finished} of {len(jobs) + missing} jobs finished{never}; "
     last += f"this table: {where} and sweep.csv beside it"
-    return f"\n{title}{aligned(rows)}\n{_reasons(jobs)}{last}"
+    return f"\n{title}{align(rows)}\n{_reasons(jobs)}{last}"
 
 
 def _csv(jobs: Sequence[JobRow]) -> str:

@@ -16,6 +16,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
 
+from mpframe.config.check import as_typed
 from mpframe.config.schema import only_watches
 from mpframe.lab.report.records import Record
 from mpframe.tracking.summary import Summary
@@ -76,7 +77,7 @@ class RunGroup:
         return (mine, full) if mine and full else None
 
 
-def compared(records: Sequence[Record]) -> list[RunGroup]:
+def group_runs(records: Sequence[Record]) -> list[RunGroup]:
     """Group the records, with their fp32 counterparts, fp32 first."""
     keys = _find_differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
@@ -116,14 +117,7 @@ def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
 
 
 def _words(record: Record, keys: Sequence[str]) -> list[str]:
-    return [f"{key}={_typed(record.options[key])}" for key in keys if key in record.options]
-
-
-def _typed(value: object) -> str:
-    """Write a value as it is typed on a command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
+    return [f"{key}={as_typed(record.options[key])}" for key in keys if key in record.options]
 
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
@@ -190,7 +184,7 @@ def sections(groups: Sequence[RunGroup]) -> list[Section]:
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
-        Section("Not finished", unfinished(groups)),
+        Section("Not finished", tabulate_unfinished(groups)),
         Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
@@ -234,7 +228,9 @@ def recipes(groups: Sequence[RunGroup]) -> Table:
         "precision, scaling": _label,
         "n": _count,
         "loss gap to none": lambda g: _gap(g, attrgetter("val_loss"), g.in_half, "none"),
-        "saturated": lambda g: _spread(Span.of(_saturated(r) for r in g.runs if r.finished), ".2%"),
+        "saturated": lambda g: _spread(
+            Span.of(_find_saturated(r) for r in g.runs if r.finished), ".2%"
+        ),
     }
     narrow = any(group.products != NO_RECIPE for group in groups)
     return _tabulate(groups, columns) if narrow else []
@@ -248,7 +244,7 @@ def _tabulate(groups: Sequence[RunGroup], columns: _Columns) -> Table:
     return _without_empty([[*columns], *rows])
 
 
-def _saturated(run: Record) -> float | None:
+def _find_saturated(run: Record) -> float | None:
     """Find the largest share of saturated values in any operand, in the last report."""
     curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
     last = [curve[-1] for curve in curves if curve]
@@ -256,7 +252,7 @@ def _saturated(run: Record) -> float | None:
     return max((value for at, value in last if at == step), default=None)
 
 
-def unfinished(groups: Sequence[RunGroup]) -> Table:
+def tabulate_unfinished(groups: Sequence[RunGroup]) -> Table:
     """Tabulate the runs that are not finished, if there are any."""
     rows = [
         [_name_run(run), _label(group), run.status, run.reason]

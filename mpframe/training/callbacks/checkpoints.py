@@ -79,7 +79,7 @@ class Checkpoints(Callback):
         if not trainer.comm.any(self._saved != stands):
             return
         trainer.read_verdicts()
-        with self._context.throughput.paused():
+        with self._context.throughput.pause():
             run_callbacks(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
@@ -96,7 +96,7 @@ class Checkpoints(Callback):
                 self._background.wait()
             with self._report_errors():
                 if self._plan.background:
-                    self._background.start(partial(self._write, snapshot.detached()))
+                    self._background.start(partial(self._write, snapshot.to_cpu()))
                 else:
                     self._write(snapshot)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.callback import Algorithm
-from mpframe.core.comm import part_for, part_of, sharded_as
+from mpframe.core.comm import part_for, part_of, shard_like
 from mpframe.core.errors import CheckpointError
 from mpframe.core.optim.masters import master_behind, round_into
 from mpframe.core.ranges import Range, require
@@ -79,7 +79,7 @@ class Ema:
         self._updates = count + ~skipped
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         """Set the model's weights to the averages within the block, rounded as masters are."""
         weights = [part_of(parameter).detach() for parameter, _ in self._masters]
         kept = [weight.clone() for weight in weights]
@@ -96,7 +96,7 @@ class Ema:
         """Return copies of the averages, by the names of their parameters in `model`."""
         averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
         named = model.named_parameters()
-        return {name: sharded_as(p, averages[p].clone()) for name, p in named if p in averages}
+        return {name: shard_like(p, averages[p].clone()) for name, p in named if p in averages}
 
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
@@ -129,7 +129,7 @@ class AverageWeights(Algorithm):
             self.ema.update()
 
     def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
-        return self.ema.applied()
+        return self.ema.apply()
 
     def on_load_weights(self, trainer: Trainer) -> None:
         self.ema.restart()

@@ -44,7 +44,7 @@ class SkipGuard(Callback):
         """Raise DivergedError, with the cause, if the limit is reached."""
         self._last = result
         if trainer.progress.skipped_in_a_row >= self._limit:
-            raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
+            raise self._make_error(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Raise DivergedError if the run learnt nothing, or not until its end.
@@ -54,13 +54,15 @@ class SkipGuard(Callback):
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
             if not _still_searches(trainer, self._last):
-                raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
+                raise self._make_error(trainer, f"no step was applied, {in_a_row} were skipped")
         elif in_a_row > self._tried:
-            raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
+            raise self._make_error(trainer, f"the last {in_a_row} steps were skipped")
         if not in_a_row and self._last is not None and not _finite(self._last):
-            raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
+            raise self._make_error(
+                trainer, "the last step was applied at a loss that is not finite"
+            )
 
-    def _diverged(self, trainer: Trainer, what: str) -> DivergedError:
+    def _make_error(self, trainer: Trainer, what: str) -> DivergedError:
         where, part = "", self._last
         if part is not None and part.parts is not None:
             in_a_row = trainer.progress.part_skips_in_a_row
@@ -134,7 +136,7 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         name = evaluation.monitor if self._monitor is None else self._monitor
-        value, higher = self._watched(evaluation, name)
+        value, higher = self._read_monitored(evaluation, name)
         step = trainer.progress.global_step
         better = self._best.offer(name, value, step, higher, by=self._min_delta)
         self._waited = 0 if better else self._waited + 1
@@ -144,9 +146,9 @@ class EarlyStopping(Callback):
         return {"best": self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = Best.saved(state["best"]), int(state["waited"])
+        self._best, self._waited = Best.from_state(state["best"]), int(state["waited"])
 
-    def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
+    def _read_monitored(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}
         if name not in known:
             raise ConfigError(

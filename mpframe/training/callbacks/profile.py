@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import profile, record_function, schedule
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.files.text import aligned, markdown
+from mpframe.files.text import align, markdown
 from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -30,7 +30,7 @@ MARK = "module: "
 
 
 @contextmanager
-def marked(model: nn.Module) -> Iterator[None]:
+def mark_modules(model: nn.Module) -> Iterator[None]:
     """Make each forward pass of a module of the model a range in the trace, within the block.
 
     Hooks on the backward pass would change the graph. A backward op has the module of
@@ -208,7 +208,7 @@ class Costs:
         return f"{', '.join(words)}; casts {casts}"
 
     def text(self) -> str:
-        return f"{aligned(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
+        return f"{align(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
 
     def markdown(self) -> str:
         return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"
@@ -292,7 +292,7 @@ class Profile(Callback):
     def _begin(self, trainer: Trainer) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports each start on stderr.
         if not trainer.plan.compile:
-            self._around.enter_context(marked(trainer.model))
+            self._around.enter_context(mark_modules(trainer.model))
         self._profiler = profile(
             schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
             record_shapes=True,

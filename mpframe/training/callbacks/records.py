@@ -11,7 +11,7 @@ from mpframe.tracking.amax_record import AmaxRecord
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.metrics_csv import MetricsCsv
 from mpframe.tracking.tags import Tag, metric_tag
-from mpframe.tracking.tracker import checked_events
+from mpframe.tracking.tracker import check_events
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
@@ -170,7 +170,7 @@ class Curves(Callback):
         return {"last_step": self._tracker.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_step = checked_events(state["last_step"])
+        self._last_step = check_events(state["last_step"])
 
     def _log(self, trainer: Trainer, evaluation: Evaluation, loss: str, split: str) -> None:
         values = {loss: evaluation.loss}
@@ -197,7 +197,7 @@ class Curves(Callback):
 
     def _speed(self) -> dict[str, float | Tensor]:
         """Measure the steps since the last point: their pace, and the share of waiting for data."""
-        samples, seconds = self._throughput.since_last_asked()
+        samples, seconds = self._throughput.since_last_call()
         before, self._waited = self._waited, self._train.waited
         return {
             Tag.SAMPLES_PER_SECOND: samples / seconds,

@@ -69,5 +69,5 @@ class Results(Callback):
                 dict(held["higher_is_better"]),
                 str(held["monitor"]),
             )
-        self.best = Best.saved(state["best"])
+        self.best = Best.from_state(state["best"])
         self._recent.extend(float(value) for value in state["recent"])

@@ -67,7 +67,7 @@ class Throughput(Callback):
         """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
-    def since_last_asked(self) -> tuple[int, float]:
+    def since_last_call(self) -> tuple[int, float]:
         """Return samples and training seconds since the last call, or since this start."""
         samples, seconds = self._asked
         self._asked = self.samples, self.train_seconds
@@ -87,24 +87,24 @@ class Throughput(Callback):
 
     def on_prediction_step(self, trainer: Trainer) -> None:
         """Stop the clock: a validation or the test began."""
-        self._pause()
+        self._stop_clock()
 
     def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
-        self._go_on()
+        self._start_clock()
         self._idle = False
 
     def on_test(self, trainer: Trainer, evaluation: object) -> None:
         """Start the clock. A finished run that is only tested once more keeps its time."""
-        self._go_on()
+        self._start_clock()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Within the block the clock stands still, because the run is being saved."""
-        self._pause()
+        self._stop_clock()
         try:
             yield
         finally:
-            self._go_on()
+            self._start_clock()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -120,11 +120,11 @@ class Throughput(Callback):
         self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})
         self._asked = self.samples, self.train_seconds
 
-    def _pause(self) -> None:
+    def _stop_clock(self) -> None:
         if self._paused is None:
             self._paused = self._clock()
 
-    def _go_on(self) -> None:
+    def _start_clock(self) -> None:
         if self._paused is not None:
             self._lap_began += self._clock() - self._paused
             self._paused = None

@@ -35,7 +35,7 @@ class Selection:
         )
 
 
-def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
+def divide_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     """Return each optimizer's trainable parameters. ConfigError if anything has no counterpart."""
     parts, rest = _select(model, selections)
     if rest:
@@ -47,7 +47,7 @@ def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     return parts
 
 
-def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
+def group_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     """Return each group's trainable parameters, first `default`. ConfigError for an idle group."""
     names = [name for name, _ in model.named_parameters()]
     for group, selection in selections.items():

@@ -21,7 +21,7 @@ from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.image_files import decode, list_unlabelled, open_image, require_channels
 from mpframe.data.images import Normalize, spread
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Generated, keyed_uniform
+from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
@@ -194,7 +194,7 @@ class RandomCrops(Crops):
         self._key = (seed, epoch)
 
     def windows(self, indices: Sequence[int]) -> list[Window]:
-        uniforms = keyed_uniform(3, *self._key, indices).tolist()
+        uniforms = draw_uniforms(3, *self._key, indices).tolist()
         return [self._window(*pair) for pair in zip(indices, uniforms, strict=True)]
 
     def _window(self, index: int, uniforms: Sequence[float]) -> Window:

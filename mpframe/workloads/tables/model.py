@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, described
+from mpframe.core.user_code import UserCode, describe
 from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes
 
 
@@ -97,7 +97,7 @@ class LogRegression:
         if not isinstance(batch, Mapping) or _TARGET not in batch:
             raise UserCodeError(
                 f"objective: log_regression takes dicts with a target, and the dataset gave "
-                f"{described(batch)}; give it such dicts, or use another objective"
+                f"{describe(batch)}; give it such dicts, or use another objective"
             )
         inputs = {name: value for name, value in batch.items() if name != _TARGET}
         with UserCode("model:", model, batch=batch):
@@ -108,7 +108,7 @@ class LogRegression:
             if logs.shape != targets.shape:
                 raise UserCodeError(
                     f"objective: log_regression takes one output for each target, and the model "
-                    f"gave {described(outputs)} for {described(targets)}; let it give [N, 1]"
+                    f"gave {describe(outputs)} for {describe(targets)}; let it give [N, 1]"
                 )
             loss = nn.functional.mse_loss(logs, (targets.log() - self.mean) / self.std)
             return StepOutput(loss, (self.mean + self.std * logs).exp(), targets)

@@ -1,7 +1,7 @@
 """Any folder of <class>/*.txt as a classification task for a model such as BERT.
 
 `WordPiece` is BERT's tokenizer, with a vocabulary that is trained on the task's texts or read from
-a file. `padded` makes a batch of token sequences of different lengths.
+a file. `pad_batch` makes a batch of token sequences of different lengths.
 """
 
 import logging
@@ -25,7 +25,7 @@ from mpframe.files.plain_file import read_regular
 from mpframe.training.objectives import model_loss
 
 
-def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
+def pad_batch(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
     """Make one batch of samples, filled up with zeros.
 
     Samples are dicts of the same names: single numbers, which become [N] int64, and 1-d sequences
@@ -185,7 +185,7 @@ def text_folder(
         [{"input_ids": encoded[index], "labels": targets[index]} for index in part.tolist()]
         for part in parts
     ]
-    return text_task(sets, Accuracy, partial(padded, multiple=pad_to), tokenizer, names)
+    return text_task(sets, Accuracy, partial(pad_batch, multiple=pad_to), tokenizer, names)
 
 
 def text_task(

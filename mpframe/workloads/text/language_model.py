@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.ranges import POSITIVE, require
 from mpframe.data.metrics import BitsPerByte, Perplexity
-from mpframe.data.samples import keyed_uniform
+from mpframe.data.samples import draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.files.plain_file import open_regular
 from mpframe.workloads.images import require_dropout, require_sizes
@@ -205,7 +205,7 @@ class RandomWindows(_Windows):
     def starts(self, indices: Numbers) -> Numbers:
         cut = self.stretches
         places = cut.length - cut.context
-        drawn = keyed_uniform(1, self.seed, self.epoch, indices)[:, 0]
+        drawn = draw_uniforms(1, self.seed, self.epoch, indices)[:, 0]
         stretch, offset = np.divmod((drawn * (len(cut.begins) * places)).astype(np.int64), places)
         begins: Numbers = cut.begins[stretch] + offset
         return begins

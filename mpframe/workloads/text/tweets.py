@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.samples import hold_out, keyed_uniform
+from mpframe.data.samples import draw_uniforms, hold_out
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.text.classification import (
     WordPiece,
-    padded,
+    pad_batch,
     read_text,
     text_task,
     word_piece,
@@ -75,9 +75,9 @@ def _check(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
     return Tweet(text, selected, sentiment)
 
 
-def made_tweets(count: int = 3000) -> list[Tweet]:
+def make_tweets(count: int = 3000) -> list[Tweet]:
     """Make texts, always the same ones. In a neutral one all of the text is selected."""
-    drawn = keyed_uniform(7, 14, range(count))
+    drawn = draw_uniforms(7, 14, range(count))
     return [_make(list(row), number) for number, row in enumerate(drawn)]
 
 
@@ -173,7 +173,7 @@ def tweet_spans(
     installed. DataError: a file cannot be read or holds something else.
     """
     require_counts(pad_to=pad_to)
-    tweets = made_tweets() if root is None else read_tweets(Path(root))
+    tweets = make_tweets() if root is None else read_tweets(Path(root))
     sentiments = sorted({tweet.sentiment for tweet in tweets})
     targets = torch.tensor([sentiments.index(tweet.sentiment) for tweet in tweets])
     indices = [part.tolist() for part in hold_out(targets, one_in=5, parts=2)]
@@ -186,7 +186,7 @@ def tweet_spans(
 
 def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> Batch:
     """Make a batch: the model's arguments and the metric's targets."""
-    arguments = padded([sample["arguments"] for sample in samples], multiple)
+    arguments = pad_batch([sample["arguments"] for sample in samples], multiple)
     offsets = torch.full((*arguments["input_ids"].shape, 2), -1)
     for row, sample in zip(offsets, samples, strict=True):
         row[: len(sample["offsets"])] = sample["offsets"]

@@ -36,7 +36,7 @@ from bench.whole import trainers
 from bench.whole.loop_time import LoopTime
 from bench.whole.one_run import OURS
 from bench.whole.workloads import WORKLOADS, Workload
-from mpframe.config.command_line import checked, compose_named
+from mpframe.config.command_line import check_config, compose_named
 from mpframe.config.schema import Config
 from mpframe.core.errors import MpframeError, first_line
 from mpframe.data.loading import Loader
@@ -284,7 +284,7 @@ def _endless(loader: Loader) -> Iterator[Any]:
 def _config(options: Sequence[str], photographs: Path) -> Config:
     given = [option.replace("FOLDER", str(photographs)) for option in options]
     # A CPU is slow at float16, which would hide the input, and a schedule ends some time.
-    return checked(compose_named([*given, "dtype=fp32", "scheduler=none"])[1])
+    return check_config(compose_named([*given, "dtype=fp32", "scheduler=none"])[1])
 
 
 IMPORT_TORCH = "import torch"

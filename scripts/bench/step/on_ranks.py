@@ -22,7 +22,7 @@ from bench.step.competitors import Step, by_hand, by_trainer
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
 from mpframe.core.comm import Comm
-from mpframe.parallel.launch import joined, place
+from mpframe.parallel.launch import init_comm, place
 from mpframe.training.memory import keep_freed_memory
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
@@ -47,7 +47,7 @@ def measure(
         rounds: measured rounds, >= 1.
         steps: per turn.
     """
-    with joined(None, lambda: torch.device("cpu"), 300) as comm, threads(1):
+    with init_comm(None, lambda: torch.device("cpu"), 300) as comm, threads(1):
         works = {name: WORKLOADS[workload](**sizes) for name in names}
         taken = {name: STEPS[name](work, Laps(), comm) for name, work in works.items()}
         turns = [Competitor(name, _turn(step, steps, comm)) for name, step in taken.items()]

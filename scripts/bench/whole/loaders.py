@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from bench.whole.workloads import Workload
-from mpframe.data.loading import shuffled
+from mpframe.data.loading import shuffle_indices
 
 SEED = 0
 
@@ -52,7 +52,7 @@ class Order(Sampler[int]):
 
     def next_epoch(self) -> Tensor:
         """[len(self)] int64."""
-        order = shuffled(self._size, SEED, self._epoch)[: self._used]
+        order = shuffle_indices(self._size, SEED, self._epoch)[: self._used]
         self._epoch += 1
         return order
 
