@@ -30,7 +30,8 @@ from mpframe.config.sweep import format_resolved, holds_this_run, make_stop_erro
 from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.file_lock import turn_in
 from mpframe.files.text import printable
-from mpframe.parallel.launch import line_of, place
+from mpframe.parallel.launch import line_of
+from mpframe.parallel.place import place
 from mpframe.tracking.summary import Status, Summary
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Several processes: how the ranks of a run find each other, and what they send.
 
-    launch          what torchrun tells a process of its place; joins the ranks for one run
+    place           the rank of this process, as torchrun tells it
+    launch          joins the ranks for one run, and prints an error once
     process_group   `Comm` (core/comm.py) for many processes, over torch.distributed
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
     sharding        shards a model's weights across the ranks, by torch's FSDP2

@@ -8,7 +8,7 @@ DDP wraps the loss, not the model. So a model may be called by parts, more than 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -18,9 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpframe.core.comm import apply_weight, weigh_
 from mpframe.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mpframe.parallel.process_group import ProcessGroup
 
 # The last bucket is sent after all computing. Between two processes on a CPU this size took the
 # least time. On an accelerator torch chooses.
@@ -42,7 +39,7 @@ Reduction = tuple[Tensor, dict[Tensor, Tensor], Any]
 class DataParallel:
     """Averages the gradients of a loss over the ranks."""
 
-    def __init__(self, comm: "ProcessGroup") -> None:
+    def __init__(self, comm: Any) -> None:  # the ProcessGroup that made it
         self._comm = comm
         # DDP itself sends nothing to other ranks: it knows only this rank's step.
         self._alone = dist.new_group([comm.rank], backend="gloo", use_local_synchronization=True)

@@ -1,11 +1,7 @@
-"""The place of a process among the ranks, as torchrun tells it by variables of the environment.
+"""How a run starts as one of several ranks, and how it ends.
 
-    RANK, WORLD_SIZE             which process of how many
-    LOCAL_RANK                   which one on this machine: its CUDA device
-    MASTER_ADDR, MASTER_PORT     where the ranks find each other
-
-Without them, or with a world size of 1, there is one process. They are read without torch.
-`init_comm` joins the ranks for one run.
+`init_comm` joins the ranks that torchrun started for one run. Torch is loaded only if there are
+several.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """
@@ -13,38 +9,18 @@ An error that many ranks meet is printed once, by rank 0, or else by the only ra
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
+from mpframe.parallel.place import place
 
 if TYPE_CHECKING:
     import torch
 
     from mpframe.core.comm import Comm
 
-T = TypeVar("T")
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 START = "torchrun --nproc-per-node 2 scripts/train.py ..."
-
-
-@dataclass(frozen=True)
-class Place:
-    """A process among the others: its rank, how many there are, its number on this machine."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-
-def place() -> Place:
-    """Return the place of this process, the only one without torchrun."""
-    if not all(name in os.environ for name in _VARIABLES):
-        return Place()
-    rank, size, local_rank = (int(os.environ[name]) for name in _VARIABLES[:3])
-    return Place(rank, size, local_rank) if size > 1 else Place()
 
 
 def _tasks_of_srun() -> int:
@@ -89,30 +65,12 @@ def line_of(error: MpframeError) -> str | None:
     if place().size == 1:
         return text
     line = text if rank == 0 or isinstance(error, LostRankError) else f"rank {rank}: {text}"
-    from mpframe.parallel.process_group import store_at  # torch comes in here.
+    from mpframe.parallel.process_group import answer_within, store_at  # torch comes in here.
 
     def ask() -> bool:
         return _is_printed(store_at(place(), _WAIT, "said"), text, line, wait=rank > 0)
 
     return None if answer_within(3 * _WAIT, ask) else line  # Twice if the store is gone.
-
-
-def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return `ask()`, or None if it raises RuntimeError or ValueError, or takes longer.
-
-    Without torchrun's agent rank 0 keeps the store. If it hangs, a question to it never ends,
-    whatever its timeout.
-    """
-    answers: list[T] = []
-
-    def answer() -> None:
-        with suppress(RuntimeError, ValueError):
-            answers.append(ask())
-
-    asking = Thread(target=answer, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answers[0] if answers else None
 
 
 def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.launch import Place, answer_within
+from mpframe.parallel.place import Place
 from mpframe.parallel.sync_batchnorm import synchronize
 
 T = TypeVar("T")
@@ -55,6 +56,24 @@ def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             piece, size = [], 0
     if piece:
         yield piece
+
+
+def answer_within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Return `ask()`, or None if it raises RuntimeError or ValueError, or takes longer.
+
+    Without torchrun's agent rank 0 keeps the store. If it hangs, a question to it never ends,
+    whatever its timeout.
+    """
+    answers: list[T] = []
+
+    def answer() -> None:
+        with suppress(RuntimeError, ValueError):
+            answers.append(ask())
+
+    asking = Thread(target=answer, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
 
 
 def store_at(place: Place, timeout: float, prefix: str) -> Store:

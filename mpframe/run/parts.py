@@ -31,7 +31,7 @@ from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
-from mpframe.parallel.launch import place
+from mpframe.parallel.place import place
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.evaluation import LOSS, NamedMetric
 

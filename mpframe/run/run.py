@@ -40,7 +40,8 @@ from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
-from mpframe.parallel.launch import init_comm, place, refuse_misfit
+from mpframe.parallel.launch import init_comm, refuse_misfit
+from mpframe.parallel.place import place
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, unwritable_in_one_line

@@ -11,7 +11,8 @@ from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.precision import Precision
 from mpframe.parallel import launch
-from mpframe.parallel.launch import Place, place, refuse_misfit
+from mpframe.parallel.launch import refuse_misfit
+from mpframe.parallel.place import Place, place
 from mpframe.run.parts import resolve_device
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer

@@ -39,7 +39,7 @@ from mpframe.config.overrides import (
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.core.errors import MpframeError
 from mpframe.files.text import unreachable_in_one_line
-from mpframe.parallel.launch import place
+from mpframe.parallel.place import place
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 

@@ -22,7 +22,8 @@ from bench.step.competitors import Step, by_hand, by_trainer
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
 from mpframe.core.comm import Comm
-from mpframe.parallel.launch import init_comm, place
+from mpframe.parallel.launch import init_comm
+from mpframe.parallel.place import place
 from mpframe.training.memory import keep_freed_memory
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
