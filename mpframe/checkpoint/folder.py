@@ -58,7 +58,7 @@ def all_parts(names: Iterable[str]) -> list[str]:
     return sorted((name for name in names if _PARTS.fullmatch(name)), key=lambda n: int(n[6:-3]))
 
 
-def hidden(path: Path, why: str) -> Path:
+def hidden_path(path: Path, why: str) -> Path:
     """Return the name of a checkpoint's folder while it is not yet, or no longer, complete."""
     return path.with_name(f".{path.name}.{why}")
 
@@ -240,7 +240,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
     kept = {*found[max(0, len(found) - keep_last) :], *best_in(folder, keep_best)}
     for path in found:
         if path not in kept:
-            dropped = hidden(path, "dropped")
+            dropped = hidden_path(path, "dropped")
             path.rename(dropped)
             shutil.rmtree(dropped)
 

@@ -24,7 +24,7 @@ from mpframe.checkpoint.folder import (
     HashingFile,
     Manifest,
     all_parts,
-    hidden,
+    hidden_path,
     newest,
     parts_of,
     path_of,
@@ -80,7 +80,7 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     """
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state)
-    new, name = hidden(final, "new"), parts_of(comm.rank)
+    new, name = hidden_path(final, "new"), parts_of(comm.rank)
 
     def finish(files: Files) -> None:
         _write(new, replace(snapshot, state=state), files)
@@ -189,7 +189,7 @@ def _naming_checkpoint(final: Path) -> Iterator[None]:
 
 def _make_new(final: Path) -> Path:
     """Make the hidden folder in which a checkpoint is written."""
-    new = hidden(final, "new")
+    new = hidden_path(final, "new")
     final.parent.mkdir(exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
@@ -197,7 +197,7 @@ def _make_new(final: Path) -> Path:
 
 
 def _give_up(final: Path) -> None:
-    shutil.rmtree(hidden(final, "new"), ignore_errors=True)
+    shutil.rmtree(hidden_path(final, "new"), ignore_errors=True)
 
 
 def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
@@ -241,7 +241,7 @@ def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
 
 
 def _put_in_place(new: Path, final: Path) -> None:
-    replaced = hidden(final, "replaced")
+    replaced = hidden_path(final, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         final.rename(replaced)  # A folder cannot be renamed over another (see folder.tidy).

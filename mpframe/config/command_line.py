@@ -25,8 +25,8 @@ from mpframe.config.overrides import (
     Source,
     hydra_over,
     parse_flags,
-    parse_overrides,
-    rewritten,
+    parse_words,
+    rewrite,
     source_of,
     take_source,
 )
@@ -62,7 +62,7 @@ def prepare(arguments: list[str]) -> list[str]:
     if flags.config_path not in (None, place):
         given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
     # Words go first: a flag whose value was left out would take the next word for it.
-    return [*rewritten(words), *given]
+    return [*rewrite(words), *given]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
     for typed in _words_of_jobs(words, multirun, source):
-        overrides = rewritten(typed)
+        overrides = rewrite(typed)
         with hydra_over(source):
             config = check_config(compose_words(overrides, source.name))
         yield Job(typed, overrides, config, source.name)
@@ -90,8 +90,8 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
     """Compose the `option=value` words of one job: Hydra's overrides, and the configuration."""
     source, typed = take_source(given)
-    words = rewritten(typed)
-    overrides = parse_overrides(words)
+    words = rewrite(typed)
+    overrides = parse_words(words)
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: give one value; there is no sweep here")
@@ -106,7 +106,7 @@ def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[lis
     swept = [[word] for word in given]
     with hydra_over(source):
         for place, word in enumerate(given):
-            if rewritten([word]) == [word]:
+            if rewrite([word]) == [word]:
                 swept[place] = axes([word], name=source.name)[0]
     return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
 
@@ -121,7 +121,7 @@ class JobCheck(Callback):
                     raise ConfigError(
                         f"{word}: does nothing without -m; add -m, or use hydra.run.dir"
                     )
-            for override in parse_overrides(_words(config, "task")):
+            for override in parse_words(_words(config, "task")):
                 refuse_bad_override(override)
             _check(config, "hydra.run.dir")
 
@@ -144,7 +144,7 @@ def _exit_on_error() -> Iterator[None]:
 def _check_sweep(config: DictConfig, name: str) -> None:
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
-    leave_out(config, [o.key_or_group for o in parse_overrides(words) if not o.is_sweep_override()])
+    leave_out(config, [o.key_or_group for o in parse_words(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = compose_words([*given, *(words[0] for words in swept)], name)

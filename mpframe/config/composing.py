@@ -17,14 +17,7 @@ from yaml import MarkedYAMLError
 
 from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import (
-    MAPPINGS,
-    PRIMARY,
-    hydra_over,
-    parse_overrides,
-    rewritten,
-    source_of,
-)
+from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parse_words, rewrite, source_of
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest
@@ -39,7 +32,7 @@ _MERGING = "Error merging override "  # Hydra's words, whose cause says what is 
 
 def compose_words(words: list[str], name: str = PRIMARY) -> DictConfig:
     """Compose the words of one job, including Hydra's own section; needs Hydra initialised."""
-    for override in parse_overrides(words):
+    for override in parse_words(words):
         refuse_bad_override(override)
     try:
         return compose(name, overrides=words, return_hydra_config=True)
@@ -61,7 +54,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigError:
     """Explain in one line why Hydra, which is initialised, could not compose the words."""
     try:
-        overrides = parse_overrides(words)
+        overrides = parse_words(words)
         for override in overrides:
             if override.is_sweep_override():
                 raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
@@ -196,10 +189,6 @@ def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) ->
             f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
             + (nearest(source.name, [file.stem for file in files]) or "add --config-dir=FOLDER")
         )
-    job = [
-        o
-        for o in parse_overrides(rewritten(words))
-        if not (flags.multirun and o.is_sweep_override())
-    ]
+    job = [o for o in parse_words(rewrite(words)) if not (flags.multirun and o.is_sweep_override())]
     with hydra_over(source):
         return refusal(error, [str(o.input_line) for o in job], source.name)

@@ -113,7 +113,7 @@ _LONGEST = 2**15  # characters: Hydra's parser needs quadratic time, five second
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
-def rewritten(words: list[str]) -> list[str]:
+def rewrite(words: list[str]) -> list[str]:
     """Return the words as Hydra takes them."""
     for word in words:
         if len(word) > _LONGEST:
@@ -126,7 +126,7 @@ def rewritten(words: list[str]) -> list[str]:
     return _add_options_of_swept_groups(_choose_users_targets(words))
 
 
-def parse_overrides(words: list[str]) -> list[Override]:
+def parse_words(words: list[str]) -> list[Override]:
     """Parse the words as Hydra does."""
     parser = OverridesParser.create()
     overrides = []
@@ -147,7 +147,7 @@ def word_of(option: str, value: str) -> str:
     """Return the word that gives an option a text as its value, quoted if Hydra needs it."""
     word = f"{option}={value}"
     try:
-        plain = parse_overrides([word])[0]
+        plain = parse_words([word])[0]
     except ConfigError:
         plain = None
     if plain is not None and not plain.is_sweep_override() and plain.value() == value:
@@ -190,7 +190,7 @@ def _choose_users_targets(words: list[str]) -> list[str]:
 
 def _add_options_of_swept_groups(words: list[str]) -> list[str]:
     """Allow options that only some choices of a swept group have."""
-    swept = tuple(f"{o.key_or_group}." for o in parse_overrides(words) if o.is_sweep_override())
+    swept = tuple(f"{o.key_or_group}." for o in parse_words(words) if o.is_sweep_override())
     return [f"++{word}" if word.startswith(swept) else word for word in words]
 
 
@@ -246,9 +246,7 @@ def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
         place=place if _PACKAGE in place else str(Path(place).absolute()),
         further=str(Path(flags.config_dir).absolute()) if flags.config_dir else None,
     )
-    given = [
-        o.value() for o in parse_overrides([w for w in words if w.startswith(f"{_SEARCHED}=")])
-    ]
+    given = [o.value() for o in parse_words([w for w in words if w.startswith(f"{_SEARCHED}=")])]
     found = given[0] if given else _read_searched(source)
     return replace(source, searched=tuple(map(str, found)) if isinstance(found, list) else ())
 

@@ -92,7 +92,7 @@ def values_of(config: Any) -> list[Any]:
 
 
 @contextmanager
-def hidden_from_logs(secrets: Sequence[str]) -> Iterator[None]:
+def hide_from_logs(secrets: Sequence[str]) -> Iterator[None]:
     """Context manager in which the root logger writes no secret and no control character."""
     handlers = logging.getLogger().handlers.copy()
     before = [handler.formatter for handler in handlers]

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.config.check import flatten, refuse_bad_value
 from mpframe.config.composing import choices_of, compose_words, paths, refuse_unknown_choice
-from mpframe.config.overrides import PRIMARY, parse_overrides, word_of
+from mpframe.config.overrides import PRIMARY, parse_words, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import WATCHING, only_watches
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
@@ -41,7 +41,7 @@ def axes(
     words: Sequence[str], given: Sequence[str] = (), draws: bool = False, name: str = PRIMARY
 ) -> list[list[str]]:
     """Return for each word a list with one word per swept value; needs Hydra initialised."""
-    overrides = parse_overrides(list(words))
+    overrides = parse_words(list(words))
     swept = [_words_of(override, [*given, *words], draws, name) for override in overrides]
     if not draws and math.prod(map(len, swept)) > _MOST_JOBS:  # Hydra would list them all first.
         several = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
@@ -82,7 +82,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
         if choices:
             refuse_unknown_choice(group, value, choices)
         else:
-            refuse_bad_value(group, parse_overrides([job])[0].value())
+            refuse_bad_value(group, parse_words([job])[0].value())
     return jobs
 
 
@@ -120,7 +120,7 @@ def name_of(
 ) -> str:
     """Name a job after its words, without `shared` options and secrets."""
     left_out = set(shared)
-    keys = [override.key_or_group for override in parse_overrides(list(words))]
+    keys = [override.key_or_group for override in parse_words(list(words))]
     swept = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
     given = ",".join(sorted(swept))
     shown = hide(given, secrets)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from mpframe.core.casting.emulation import each_axis, half_values, round_result
+from mpframe.core.casting.emulation import each_axis, half_values, round_to
 from mpframe.core.casting.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
 from mpframe.core.casting.policy import CASTABLE, Policy
 from mpframe.core.errors import ConfigError
@@ -343,7 +343,7 @@ class ProductOp:
         if not torch.compiler.is_compiling():
             run = show_as(func, run)
         y, half = run(*args, **kwargs), self.half
-        return y if half is None else map_tensors(lambda tensor: round_result(tensor, half), y)
+        return y if half is None else map_tensors(lambda tensor: round_to(tensor, half), y)
 
     def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
         if self._first is None:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.checkpoint.export import versions
 from mpframe.config.check import as_typed
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parse_overrides
+from mpframe.config.overrides import parse_words
 from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
 from mpframe.core.casting.op_lists import OpLists
@@ -66,7 +66,7 @@ def find_varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
     """Return the options that the jobs of a sweep differ in, with their values as typed."""
     if hydra is None:
         return {}
-    words, sweep = parse_overrides(list(hydra.overrides.task)), _sweep(hydra)
+    words, sweep = parse_words(list(hydra.overrides.task)), _sweep(hydra)
     return {
         key: _values(sweep.get(key, word), word)
         for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
@@ -80,7 +80,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
     if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
         return {}
     words = list(OmegaConf.load(file).hydra.overrides.task)
-    return {override.key_or_group: override for override in parse_overrides(words)}
+    return {override.key_or_group: override for override in parse_words(words)}
 
 
 def hparams(

@@ -103,7 +103,7 @@ log = logging.getLogger(__name__)
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
     """Test the weights of a checkpoint, or the present ones; return `best` or `last`."""
     weights = "the last weights" if best is None else f"the weights of {best.name}"
-    with nullcontext() if best is None else weights_taken_from(trainer, best):
+    with nullcontext() if best is None else take_weights_from(trainer, best):
         evaluation = trainer.test(loader)
     metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
     log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)
@@ -126,7 +126,7 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
 
 
 @contextmanager
-def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
+def take_weights_from(trainer: Trainer, path: Path) -> Iterator[None]:
     """Context manager in which the trainer has a checkpoint's weights and, if any, averages."""
     state = checkpoint.load(path)
     extra = trainer.extra_state

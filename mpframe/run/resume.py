@@ -264,10 +264,7 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
 
     Returns the precision of the run that they come from, if it was mpframe's.
     """
-    from mpframe.checkpoint.init_from import (  # Most runs do not need it.
-        fit_weights,
-        rename_weights,
-    )
+    from mpframe.checkpoint.init_from import fit_weights, rename_weights  # seldom needed
 
     source, left_out = str(options.init_from), options.init_from_except
     saved, precision, left = _read(Path(source))

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composing import check_config
 from mpframe.config.overrides import stand_ins, word_of
-from mpframe.config.redaction import hidden_from_logs, hide, redact, secrets_of, values_of
+from mpframe.config.redaction import hide, hide_from_logs, redact, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -110,7 +110,7 @@ class Run:
         device = partial(resolve_device, self.config.run.device)
         with (
             self._scratch,
-            hidden_from_logs(self.secrets),
+            hide_from_logs(self.secrets),
             console(options.verbosity, place().rank),
             init_comm(options.parallel, device, options.timeout) as self.comm,
             self._reporting_failure(),

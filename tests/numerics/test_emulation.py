@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
 
 from mpframe import Precision
-from mpframe.core.casting.emulation import half_values, is_faulty, round_result
+from mpframe.core.casting.emulation import half_values, is_faulty, round_to
 from mpframe.core.casting.policy import has_native_half
 
 ALLOWED = sorted(set().union(*(lists.allow for lists in LISTS.values())))
@@ -124,8 +124,8 @@ def test_rounding_helpers(half: str) -> None:
     x = torch.tensor([1 + 2.0**-12, 1e-3, -70000.0, float("nan")])
     dtype = HALVES[half]
     assert same_bits([half_values(x, dtype)], [x.to(dtype).float()])
-    assert same_bits([round_result(x, dtype)], [x.to(dtype)])
-    assert round_result(torch.arange(3), dtype).dtype == torch.int64
+    assert same_bits([round_to(x, dtype)], [x.to(dtype)])
+    assert round_to(torch.arange(3), dtype).dtype == torch.int64
 
 
 @pytest.mark.parametrize("half", HALVES)

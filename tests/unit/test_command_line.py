@@ -19,7 +19,7 @@ from mpframe.cli.commands import train
 from mpframe.config import command_line
 from mpframe.config.command_line import jobs, prepare
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parse_overrides, stand_ins, word_of
+from mpframe.config.overrides import parse_words, stand_ins, word_of
 from mpframe.core.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]
@@ -108,7 +108,7 @@ def test_the_path_of_a_job_needs_no_quotes(
     ],
 )
 def test_any_text_can_be_given_as_a_word(text: str) -> None:
-    (override,) = parse_overrides([word_of("hydra.run.dir", text)])
+    (override,) = parse_words([word_of("hydra.run.dir", text)])
     assert override.value() == text
     assert not override.is_sweep_override()
 

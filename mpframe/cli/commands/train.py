@@ -32,7 +32,7 @@ from mpframe.config.overrides import (
     hydra_over,
     own_folders_first,
     parse_flags,
-    rewritten,
+    rewrite,
     source_of,
     word_of,
 )
@@ -93,7 +93,7 @@ def of_this_rank(arguments: list[str]) -> list[str]:
 def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
     """Context manager that prints the output of its block with `***` for each secret."""
     with hydra_over(source):
-        values = values_of(compose_words(rewritten(words), source.name))
+        values = values_of(compose_words(rewrite(words), source.name))
     secrets = secrets_of(values, os.environ)
     with redirect_stdout(StringIO()) as printed:
         yield

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.casting import handlers
-from mpframe.core.casting.emulation import half_values, reuse_operand, round_result
+from mpframe.core.casting.emulation import half_values, reuse_operand, round_to
 from mpframe.core.casting.handlers import (
     HANDS_OFF,
     Args,
@@ -222,7 +222,7 @@ class CastMode(TorchFunctionMode):
         return half_values(half, self._half) if emulated else half
 
     def _round(self, tensor: Tensor) -> Tensor:
-        return round_result(tensor, self._half) if tensor.device.type == "cpu" else tensor
+        return round_to(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
 _RULES = handlers.RULES | {"half": CastMode.run_half, "data": CastMode.run_data}

@@ -4,7 +4,7 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 
     y = round_to_half(op(fp32(x_half), fp32(w_half)))
 
-`half_values` prepares an input and `round_result` the result, and the op runs in fp32 between them.
+`half_values` prepares an input and `round_to` the result, and the op runs in fp32 between them.
 Autograd differentiates each step: the incoming gradient is half, the op's gradients are fp32, and
 each is rounded once. A GPU adds the gradients of a weight's uses in half, so each use rounds its
 gradient before they are added (`reuse_operand`).
@@ -29,7 +29,7 @@ def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
     return _convert(_convert(tensor, half), torch.float32)
 
 
-def round_result(tensor: Tensor, half: torch.dtype) -> Tensor:
+def round_to(tensor: Tensor, half: torch.dtype) -> Tensor:
     """Round a float32 result once to `half`, and return any other format as it is."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
 

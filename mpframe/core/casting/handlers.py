@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 
-from mpframe.core.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, round_result
+from mpframe.core.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, round_to
 from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
 from mpframe.core.casting.policy import CASTABLE, Compute, Policy
 from mpframe.core.casting.torch_functions import unwrap
@@ -220,9 +220,7 @@ def _run_widest_rounded(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any
     if operands[0].device.type != "cpu":
         return func(*args, **kwargs)
     half = halves.pop()
-    return map_tensors(
-        lambda tensor: round_result(tensor, half), _run_fp32(mode, func, args, kwargs)
-    )
+    return map_tensors(lambda tensor: round_to(tensor, half), _run_fp32(mode, func, args, kwargs))
 
 
 def _run_into(_: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
