@@ -64,7 +64,7 @@ def _writers(root: logging.Logger) -> list[logging.Handler]:
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
-    for module in ("master_weights", "loss_scaling.logmax"):
+    for module in ("optim.master_weights", "loss_scaling.logmax"):
         monkeypatch.setattr(f"mpframe.core.{module}.is_async", lambda device: True)
 
 

@@ -14,10 +14,10 @@ import mpframe
 from mpframe.training.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
+_CASTING = ("cast", "emulation", "handlers", "op_lists", "policy", "trace")
 _CASTS = (
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("cast", "emulation", "handlers")),
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("op_lists", "policy", "precision")),
-    str(Path(_PACKAGE, "core", "trace.py")),
+    *(str(Path(_PACKAGE, "core", "casting", f"{name}.py")) for name in _CASTING),
+    str(Path(_PACKAGE, "core", "precision.py")),
     str(Path(_PACKAGE, "lowbit")),
 )
 
