@@ -102,7 +102,7 @@ def test_every_part_stands_in_the_configuration_and_on_the_page() -> None:
 # --- mpframe new, and docs/own_project.md
 
 DRIVER = """
-import os, shlex, sys
+import os, shlex, sys, time
 from importlib import import_module
 
 from mpframe.cli.main import COMMANDS, main
@@ -124,6 +124,7 @@ for block in {blocks!r}:
             import pytest
             assert pytest.main(["-q", "-p", "no:cacheprovider", *words]) == 0
         elif program == "mpframe":
+            time.sleep(1.0)  # A run without a folder of its own is named by the second.
             try:
                 main(words)
             except SystemExit as ended:
