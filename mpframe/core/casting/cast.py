@@ -3,8 +3,9 @@
 PyTorch hands `CastMode` each call that a model makes, before autograd records it. So the casts are
 part of the graph, and the backward pass runs in the formats of the forward pass.
 
-A block puts a mode on its thread's stack, so threads share nothing that changes. The innermost
-block decides, even if it casts nothing. Hooks pin a module: its ops run in the pin's format.
+A block puts a mode on its thread's stack. Threads share only the rules found so far, which are the
+same whoever finds them. The innermost block decides, even if it casts nothing. Hooks pin a module:
+its ops run in the pin's format.
 
 A block also turns torch.autocast on, for models that ask about it, and the mode turns it off around
 each op, so torch casts nothing itself. In a `torch.autocast` region of the model, half ops run in

@@ -150,10 +150,10 @@ NOTES = (
     "gap is relative to the fp32 runs with otherwise equal options, each counted once "
     "whatever its loss scaling. A gap smaller than the spread of the fp32 runs means nothing, and "
     "fewer than three seeds or no spread tell nothing. If all finished runs were tested, metric "
-    "and gap are those of the test; best and val loss are of the validation.",
+    "and gap are of the test; best and val loss are of the validation.",
 )
 COST_NOTES = (
-    "The time of a step is the median. Samples / s are those of the whole run: its training "
+    "The time of a step is the median. Samples / s are for the whole run: its training "
     "samples over its training time, without validation and saving. Ratios are relative to the "
     "fp32 runs with otherwise equal options.",
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
