@@ -2,7 +2,10 @@
 
 import gc
 import logging
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import PATHS
@@ -80,3 +83,32 @@ def four() -> Iterator[Ranks]:
     """Four of them."""
     with ranks(4) as own:
         yield own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forgets what the tests of a file imported from their folders: others use the same names."""
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(base):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if not place.startswith(base)]
+
+
+@pytest.fixture
+def start_run() -> Callable[..., Any]:
+    """Train as a command line would, in this process: start_run(folder, "dtype=fp32", ...)."""
+    from in_process import train  # Few tests need what it imports.
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few samples for each dataset that reads files, in the formats those have."""
+    from tiny_data import write_tiny_data
+
+    root = tmp_path_factory.mktemp("data")
+    write_tiny_data(root)
+    return root

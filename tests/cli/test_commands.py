@@ -1,0 +1,136 @@
+"""The program `mpframe`: its commands, their help, and the scripts over them."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+
+import mpframe
+from mpframe.cli import main as program
+from mpframe.cli.commands import new
+from mpframe.cli.main import COMMANDS, help_of, main, overview, start
+
+
+@pytest.fixture(autouse=True)
+def _same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+
+
+def test_every_file_of_commands_is_a_command() -> None:
+    files = (ROOT / "mpframe" / "cli" / "commands").glob("*.py")
+    assert {path.stem for path in files} - {"__init__"} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_usage_examples_and_its_options(name: str) -> None:
+    text = help_of(name)
+    assert text.splitlines()[0] in overview()
+    assert len(text.splitlines()[0]) <= 83
+    assert f"\nUsage: mpframe {name}" in text
+    assert f"\n    mpframe {name}" in text
+    module = import_module(COMMANDS[name])
+    for option in getattr(module, "_OPTIONS", getattr(module, "_DEFAULTS", ())):
+        assert re.search(rf"^    {option}=", text, re.MULTILINE), option
+
+
+def test_help_version_and_a_typo_are_answered_without_torch() -> None:
+    """In one new process: the questions come one after the other."""
+    ask = "; ".join(
+        [
+            "import sys",
+            "from mpframe.cli.main import main",
+            *(f"main({words})" for words in (["--help"], ["--version"], ["search", "--help"])),
+            "assert not {'torch', 'hydra', 'omegaconf'} & sys.modules.keys()",
+            "main(['trian'])",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ("mpframe: trian: no such command; nearest: train; see mpframe --help\n")
+    assert done.returncode == 1
+    help_text, version, search = re.split(r"^(mpframe \d.*\n)", done.stdout, flags=re.MULTILINE)
+    assert help_text == overview() + "\n"
+    assert version.startswith(f"mpframe {mpframe.__version__}, torch 2.")
+    assert search == help_of("search") + "\n"
+
+
+def test_python_m_is_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpframe"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, overview() + "\n", "")
+
+
+def test_a_reader_may_stop_before_the_end() -> None:
+    """As in `mpframe --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpframe"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_command_gets_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    module = type("Module", (), {"main": staticmethod(lambda: seen.append(list(sys.argv)))})
+    monkeypatch.setattr(program, "import_module", lambda _: module)
+    main(["train", "dtype=amp", "-m"])
+    start("train", ["dtype=fp32"], "scripts/train.py")
+    assert seen == [["mpframe train", "dtype=amp", "-m"], ["scripts/train.py", "dtype=fp32"]]
+
+
+def test_options_are_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["options"])
+    printed = capsys.readouterr().out
+    assert "`trainer.max_steps`" in printed
+    main(["options", f"out={tmp_path / 'page.md'}"])
+    assert (tmp_path / "page.md").read_text() == printed
+    with pytest.raises(SystemExit):
+        main(["options", "outt=page.md"])
+    assert capsys.readouterr().err == "mpframe: outt=page.md: no such option; nearest: out\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("mpframe ", sorted(COMMANDS)),
+        ("mpframe ex", ["export"]),
+        ("mpframe train dtype=amp", ["dtype=amp", "dtype=amp_bf16"]),
+    ],
+)
+def test_completion(
+    line: str,
+    offered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    main(["-sc", "query=bash"])
+    assert sorted(capsys.readouterr().out.split()) == offered
+
+
+def test_a_folder_that_is_not_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit):
+        new.main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert said == f"mpframe: new={tmp_path}: is not empty; name a new folder\n"
+    with pytest.raises(SystemExit):
+        new.main([])
+    said = capsys.readouterr().err
+    assert said == "mpframe: new: takes one folder, e.g. mpframe new spirals\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

@@ -1,0 +1,325 @@
+"""An export in the hands of a stranger: plain torch, the sidecar, and the run's own accuracy."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkout import ROOT
+from in_process import train
+from safetensors import safe_open
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.checkpoint import export_graph
+from mpframe.checkpoint.folder import identity_of
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.export import main
+from mpframe.cli.restored import checkpoint_of
+from mpframe.data import digits
+
+PAGE = (ROOT / "docs" / "evaluate_export.md").read_text()
+ENDINGS = {"safetensors": "safetensors", "state_dict": "pt", "torch_export": "pt2", "onnx": "onnx"}
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+MODEL = "model._target_=my_net.Net"
+NET = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.first = torch.nn.Linear(64, width)
+        self.second = torch.nn.Linear(width, classes)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def forward(self, images):
+        return self.second(torch.tanh(self.first(images.flatten(1))))
+"""
+STRANGER = """
+import ast, json, sys
+import numpy, torch
+def run(statements):
+    exec(compile(ast.Module(statements, []), "the page", "exec"), names)
+lines, raw = json.load(open("lines.json")), torch.from_numpy(numpy.load("raw.npy"))
+names = {"raw": raw}
+exec(lines["prepare"], names)
+prepared = names["inputs"]
+found = {}
+for form in lines["forms"]:
+    *loaded, called = ast.parse(lines[form]).body
+    run(loaded)
+    for how, inputs in {"normalised": prepared, "raw": raw, "one": prepared[:1]}.items():
+        names["inputs"] = inputs
+        run([called])
+        found[f"{form} {how}"] = torch.as_tensor(names["outputs"]).detach().numpy()
+assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
+numpy.savez("found.npz", **found)
+"""
+
+
+def lines_of(name: str) -> str:
+    """The lines of the documentation that are marked by a name."""
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", PAGE, re.S)
+    assert found is not None, name
+    return found[1]
+
+
+def require(form: str) -> None:
+    for package in NEEDED.get(form, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def forms() -> list[str]:
+    return [form for form in ENDINGS if all(map(find_spec, NEEDED.get(form, ())))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of a user's own model, made once."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "my_net.py").write_text(NET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "my_net", raising=False)  # A page has one, too.
+        options = ["model=own", MODEL, "+model.width=24", "+model.classes=10", "trainer.epochs=2"]
+        train(folder / "run", *options, "dtype=fp32")
+        yield folder / "run"
+        sys.modules.pop("my_net", None)
+
+
+@pytest.fixture(scope="module")
+def files(run: Path) -> Path:
+    """The folder with the run exported in each format that can be."""
+    for form in forms():
+        given = [MODEL] if form in ("onnx", "torch_export") else []
+        out = run.parent / f"model.{ENDINGS[form]}"
+        main([f"checkpoint={run}", f"out={out}", f"format={form}", *given])
+    return run.parent
+
+
+@pytest.fixture(scope="module")
+def found(files: Path) -> dict[str, Tensor]:
+    """What a stranger computes, in a process of its own that never imports mpframe."""
+    test: Any = digits().test
+    np.save(files / "raw.npy", (test.images * 16).numpy())  # exact: the raw values 0 to 16
+    lines = {name: lines_of(name) for name in ("prepare", *forms())}
+    (files / "lines.json").write_text(json.dumps({**lines, "forms": forms()}))
+    (files / "stranger.py").write_text(STRANGER)
+    subprocess.run([sys.executable, "stranger.py"], cwd=files, check=True, timeout=300)
+    with np.load(files / "found.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays}
+
+
+@pytest.fixture(scope="module")
+def evaluated(run: Path) -> float:
+    """The accuracy that evaluate.py finds, which is the one that the run came to."""
+    accuracy = evaluate(run, [MODEL]).evaluation.metrics["accuracy"]
+    assert accuracy == json.loads((run / "summary.json").read_text())["test_accuracy"]
+    return accuracy
+
+
+def error_bound(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """How far fp32 logits of the two layers may lie from the exact ones, [N, 10] in fp64.
+
+    A sum of n products, in any order, is off by at most g(n) * sum of |terms|, where
+    g(n) = n u / (1 - n u) and u = 2^-24 (Higham 2002, 3.1). The inputs are off by 3 roundings, the
+    first layer sums 64 products and a bias, the second 24 and a bias: 93 roundings in a row. tanh
+    enlarges no error, and its own is taken as 8 u, more than the 4 units that libraries promise.
+    """
+    w = {name: tensor.double().abs() for name, tensor in weights.items()}
+    first = inputs.double().abs().flatten(1) @ w["first.weight"].T + w["first.bias"]
+    # The normalisation subtracts: an input may be small and its rounding that of values below 4.
+    first = first + 4 * w["first.weight"].sum(1)
+    roundings = (64 + 1) + (24 + 1) + 3
+    growth = roundings * 2.0**-24 / (1 - roundings * 2.0**-24)
+    tanh = 8 * 2.0**-24 * w["second.weight"].sum(1)
+    return growth * (first @ w["second.weight"].T + w["second.bias"]) + tanh
+
+
+@pytest.mark.parametrize("form", ENDINGS)
+def test_a_stranger_gets_the_runs_numbers(
+    form: str, run: Path, found: dict[str, Tensor], evaluated: float
+) -> None:
+    require(form)
+    test: Any = digits().test
+    inputs = test.normalize(test.images)
+    weights = checkpoint.load(checkpoint_of(run))["trainer"]["weights"]
+    first = inputs.double().flatten(1) @ weights["first.weight"].double().T
+    hidden = (first + weights["first.bias"].double()).tanh()
+    exact = hidden @ weights["second.weight"].double().T + weights["second.bias"].double()
+    logits = found[f"{form} normalised"]
+    assert logits.dtype == torch.float32
+    assert ((logits.double() - exact).abs() <= error_bound(weights, inputs)).all()
+    assert torch.equal(logits.argmax(1), exact.argmax(1))
+
+    def accuracy(outputs: Tensor) -> float:
+        return float((outputs.argmax(1) == test.targets).double().mean())
+
+    assert accuracy(logits) == evaluated > 0.5
+    assert accuracy(found[f"{form} raw"]) < evaluated - 0.02
+    # Another batch size sums in another order, within the same bound of the exact values.
+    bound = error_bound(weights, inputs[:1])
+    assert ((found[f"{form} one"].double() - exact[:1]).abs() <= bound).all()
+
+
+def embedded(form: str, path: Path) -> Any:
+    """What the file itself says."""
+    if form == "safetensors":
+        with safe_open(path, framework="pt") as file:
+            return json.loads(file.metadata()[export_graph.KEY])
+    if form == "torch_export":
+        extra = {export_graph.KEY: ""}
+        torch.export.load(path, extra_files=extra)
+        return json.loads(extra[export_graph.KEY])
+    import onnx
+
+    properties = {one.key: one.value for one in onnx.load(path).metadata_props}
+    return json.loads(properties[export_graph.KEY])
+
+
+@pytest.mark.parametrize("form", ENDINGS)
+def test_the_file_holds_the_words_of_its_sidecar(form: str, files: Path) -> None:
+    require(form)
+    path = files / f"model.{ENDINGS[form]}"
+    sidecar = json.loads(path.with_name(f"{path.name}.json").read_text())
+    assert sidecar["file"]["name"] == path.name
+    assert sidecar["file"]["format"] == form
+    assert sidecar["file"]["bytes"] == path.stat().st_size
+    del sidecar["file"]
+    if form != "state_dict":
+        assert embedded(form, path) == sidecar
+    # A stack trace would name the folders of the machine that exported.
+    assert str(files).encode() not in path.read_bytes()
+
+
+def test_the_sidecar_says_what_a_stranger_needs(files: Path, run: Path) -> None:
+    sidecar = json.loads((files / "model.pt2.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    task = digits()
+    assert set(sidecar) == set(re.findall(r"^\| `(\w+)` \| (?!param|the s)", KEYS, re.M))
+    assert sidecar["schema"] == 1
+    assert sidecar["model"] == {
+        "target": "my_net.Net",
+        "arguments": {"width": 24, "classes": 10},
+    }
+    assert sidecar["inputs"] == [{"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}]
+    assert sidecar["preprocessing"] == task.preprocessing
+    assert sidecar["class_names"] == task.class_names
+    assert sidecar["precision"]["mode"] == "fp32"
+    assert sidecar["weights"] == {"kind": "trained", "dtype": "float32", "saturated": {}}
+    assert sidecar["computes_in"] == "float32"
+    assert sidecar["run"]["dataset"] == "mpframe.data.digits"
+    assert (sidecar["run"]["step"], sidecar["run"]["seed"]) == (summary["best_step"], 0)
+    assert sidecar["run"]["id"] == identity_of(checkpoint.read(run).facts)
+    metrics = sidecar["metrics"]
+    assert metrics["weights"] == "trained"
+    assert metrics["checkpoint"]["val_accuracy"] == summary["best"]
+    assert set(metrics["checkpoint"]) == {"val_loss", "val_accuracy"}
+    for key in ("val_loss", "val_accuracy", "best", "best_step", "test_accuracy", "tested"):
+        assert metrics["run"][key] == summary[key]
+    assert sidecar["versions"]["trained_with"] == sidecar["versions"]["exported_with"]
+    assert set(sidecar["versions"]["trained_with"]) == {"torch", "torchvision", "mpframe"}
+    weights_only = json.loads((files / "model.safetensors.json").read_text())
+    assert weights_only["computes_in"] is None
+    assert {key for key in sidecar if sidecar[key] != weights_only[key]} == {"file", "computes_in"}
+
+
+KEYS = PAGE[PAGE.index("### The sidecar") : PAGE.index("### Use it without")]
+
+
+@pytest.mark.parametrize("form", ["torch_export", "onnx"])
+def test_a_half_graph_takes_half_and_computes_in_it(form: str, run: Path, tmp_path: Path) -> None:
+    require(form)
+    out = tmp_path / f"half.{ENDINGS[form]}"
+    main([f"checkpoint={run}", f"out={out}", f"format={form}", MODEL, "weights_dtype=float16"])
+    sidecar = json.loads(out.with_name(f"{out.name}.json").read_text())
+    assert sidecar["computes_in"] == sidecar["weights"]["dtype"] == "float16"
+    assert sidecar["inputs"][0]["dtype"] == "float16"
+    inputs = torch.ones(3, 1, 8, 8, dtype=torch.float16)
+    if form == "onnx":
+        import onnxruntime
+
+        (outputs,) = onnxruntime.InferenceSession(out).run(None, {"images": inputs.numpy()})
+    else:
+        outputs = torch.export.load(out).module()(inputs)
+    assert str(outputs.dtype).removeprefix("torch.") == "float16"
+    assert outputs.shape == (3, 10)
+
+
+def test_a_secret_of_the_environment_is_in_no_export(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "my_net.Net")  # stands in the stored options
+    for form in ("safetensors", "torch_export"):
+        out = tmp_path / f"model.{ENDINGS[form]}"
+        given = [MODEL] if form == "torch_export" else []
+        main([f"checkpoint={run}", f"out={out}", f"format={form}", *given])
+        sidecar = json.loads(out.with_name(f"{out.name}.json").read_text())
+        assert sidecar["model"]["target"] == embedded(form, out)["model"]["target"] == "***"
+
+
+# Bad input
+
+UNTRACEABLE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, width), torch.nn.Linear(width, classes)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def forward(self, images):
+        return self.second(self.first(images.flatten(1))) * float(images.sum())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "if you trust it, add model._target_=my_net.Net"),
+        (f"{MODEL} model.width=12", "model: its weights are not those of Net: Error(s) in loading"),
+        (f"{MODEL} trainer.epocs=1", "trainer.epocs: no such option; nearest: trainer.epochs"),
+        (
+            "model._target_=untraceable.Net +model.width=24 +model.classes=10",
+            "model: Net cannot be traced into a graph: ",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str,
+    text: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "untraceable.py").write_text(UNTRACEABLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "model.pt2"
+    with pytest.raises(SystemExit) as ended:
+        main([f"checkpoint={run}", f"out={out}", "format=torch_export", *words.split()])
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpframe: ")
+    assert text in line
+    assert not list(tmp_path.glob("model*"))
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_onnx_without_its_packages_is_refused_first(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(
+        export_graph, "find_spec", lambda name: None if name == missing else object()
+    )
+    with pytest.raises(SystemExit):
+        main(["checkpoint=nowhere", f"out={tmp_path}/model.onnx", "format=onnx"])
+    assert capsys.readouterr().err.strip() == (
+        f"mpframe: format=onnx: {missing} is not installed; get it with pip install mpframe[onnx], "
+        "or use format=torch_export"
+    )

@@ -1,0 +1,331 @@
+"""The trainer's step against a loop by hand, and its promise to be all or nothing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from vocabulary import differing
+
+from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.core.callback import Batch
+from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.objective import supervised
+from mpframe.data import Loader
+from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
+from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
+from mpframe.training.plan import Plan
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(8, 1, 8, 8, generator=generator),
+            torch.randint(0, 10, (8,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def make_trainer(
+    mode: str = "fp32",
+    half: str = "float16",
+    optimizer: Any = torch.optim.AdamW,
+    plan: Plan | None = None,
+    scaler: Any = None,
+    **arguments: Any,
+) -> Trainer:
+    model = small_net()
+    plain = optimizer(model.parameters(), **{"lr": 1e-2, **arguments})
+    schedule = warmup_cosine(plain, total_steps=200)
+    precision = Precision(mode, half)
+    model, masters = precision.prepare(model, plain)
+    ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    kind = ClosureTrainer if masters.needs_closure else Trainer
+    return kind(
+        model,
+        masters,
+        supervised(nn.CrossEntropyLoss()),
+        precision=precision,
+        scaler=scaler,
+        algorithms={"schedule": Schedules(schedule), "ema": AverageWeights(ema, model)},
+        plan=plan or Plan(),
+        evaluator=Evaluator(),
+    )
+
+
+@pytest.mark.parametrize(("clip_norm", "clip_value"), [(None, None), (0.5, None), (None, 2.0**-6)])
+@pytest.mark.parametrize("scaler", [None, Static(2.0**10), Static(2.0**-7)])
+def test_fp32_equals_a_plain_loop_over_100_steps(
+    scaler: Any, clip_norm: float | None, clip_value: float | None
+) -> None:
+    plan = Plan(clip_norm=clip_norm, clip_value=clip_value)
+    trainer = make_trainer(plan=plan, scaler=scaler)
+    model = small_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = warmup_cosine(optimizer, total_steps=200)
+    loss_function = nn.CrossEntropyLoss()
+    for inputs, targets in batches(100):
+        loss = loss_function(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
+        optimizer.step()
+        schedule.step()
+        result = trainer.train_step((inputs, targets))
+        assert torch.equal(result.loss, loss.detach())
+    state = trainer.state_dict()
+    assert differing(state["weights"], model.state_dict()) == []
+    assert differing(state["optimizer"], optimizer.state_dict()) == []
+
+
+def test_lbfgs_equals_a_loop_by_hand() -> None:
+    """BatchNorm's statistics and the schedule included: each evaluation moves the former."""
+    trainer = make_trainer(optimizer=torch.optim.LBFGS, lr=0.1, max_iter=5)
+    model = small_net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    schedule = warmup_cosine(optimizer, total_steps=200)
+    loss_function = nn.CrossEntropyLoss()
+    for inputs, targets in batches(20):
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_function(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure)
+        schedule.step()
+        result = trainer.train_step((inputs, targets))
+        assert torch.equal(result.loss, first.detach())
+    state = trainer.state_dict()
+    assert differing(state["weights"], model.state_dict()) == []
+    assert differing(state["optimizer"], optimizer.state_dict()) == []
+    assert trainer.progress.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "mixed"}, "half weights; use dtype=fp32"),
+        ({"mode": "amp"}, "ops cast to half; use dtype=fp32"),
+        ({"scaler": Static(2.0)}, "loss scaling; use loss_scaling=none"),
+        (
+            {"plan": Plan(clip_norm=1.0)},
+            "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+        ),
+        (
+            {"plan": Plan(clip_value=1.0)},
+            "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+        ),
+        ({"plan": Plan(accumulate=2)}, "accumulation; use trainer.accumulate=1"),
+    ],
+)
+def test_what_does_not_go_with_a_closure_is_refused_at_once(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^optimizer=LBFGS: a closure goes without {text} or"):
+        make_trainer(optimizer=torch.optim.LBFGS, **options)
+
+
+def test_a_step_without_a_batch_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^train_step: there is no batch; give it one"):
+        make_trainer().train_step()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_a_step_starts_without_the_gradients_that_others_left(mode: str) -> None:
+    """A measurement's backward pass before it enters neither its norm nor its update."""
+    plain, measured = make_trainer(mode), make_trainer(mode)
+    for batch in batches(3):
+        measured.backward(batch)
+        results = [trainer.train_step(batch) for trainer in (plain, measured)]
+        assert torch.equal(results[0].grad_norm, results[1].grad_norm)
+    for first, second in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-4])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_amax_and_norm_are_unscaled(mode: str, half: str, scale: float) -> None:
+    """At any scale the step reports the gradients of the loss itself."""
+    trainer = make_trainer(mode, half, scaler=Static(scale))
+    result = trainer.train_step(batches(1)[0])
+    reference = make_trainer().train_step(batches(1)[0])
+    # One rounding to half of each factor and each result: a few parts in 2^8 for bfloat16
+    # (8 significant bits), and sums of hundreds of such terms average the errors out.
+    tolerance = 0.0 if mode == "fp32" else 2.0**-4
+    torch.testing.assert_close(result.amax, reference.amax, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(result.grad_norm, reference.grad_norm, rtol=tolerance, atol=0.0)
+    assert float(result.scale) == scale
+
+
+def overflowing(batch: Batch) -> Batch:
+    return batch[0] * INF, batch[1]
+
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "arguments"), OPTIMIZERS)
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("make_scaler", [None, Static, Backoff, LogMax])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_skipped_step_changes_nothing_but_the_scale(
+    mode: str, half: str, make_scaler: Any, window: int, optimizer: Any, arguments: dict[str, Any]
+) -> None:
+    scaler = make_scaler() if make_scaler else None
+    trainer = make_trainer(mode, half, optimizer, scaler=scaler, **arguments)
+    data = batches(6)
+    trainer.train_step(*data[:window])
+    before = copy.deepcopy(trainer.state_dict())
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    result = trainer.train_step(*(overflowing(batch) for batch in data[3 : 3 + window]))
+    assert bool(result.skipped)
+    assert not torch.isfinite(result.amax)
+    changed = differing(before, trainer.state_dict())
+    assert {path.split("/")[1] for path in changed} <= {"scaler", "progress"}
+    assert [p for p in changed if "progress" in p] == [
+        "/progress/skipped",
+        "/progress/skipped_in_a_row",
+    ] + (["/progress/dropped"] if window > 1 else [])
+    for now, then in zip(trainer.model.parameters(), weights, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_one_bad_micro_batch_is_dropped_and_the_divisor_corrected(mode: str, half: str) -> None:
+    """The step over (good, bad, good) is the step over (good, good)."""
+    good, bad, other = batches(3)
+    with_bad = make_trainer(mode, half, scaler=Static(4.0))
+    without = make_trainer(mode, half, scaler=Static(4.0))
+    result = with_bad.train_step(good, overflowing(bad), other)
+    expected = without.train_step(good, other)
+    assert int(result.dropped) == 1
+    assert not bool(result.skipped)
+    assert with_bad.progress.dropped == 1
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(result.amax, expected.amax)
+    changed = differing(with_bad.state_dict(), without.state_dict())
+    assert changed == ["/progress/dropped"]
+
+
+def test_an_accumulated_step_equals_the_mean_of_its_micro_batches() -> None:
+    """fp32, two micro-batches, SGD: the gradients' mean, exactly (a division by two)."""
+    data = batches(2)
+    trainer = make_trainer(optimizer=torch.optim.SGD)
+    trainer.train_step(*data)
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    warmup_cosine(optimizer, total_steps=200)
+    for inputs, targets in data:
+        (nn.CrossEntropyLoss()(model(inputs), targets) / 2).backward()
+    optimizer.step()
+    assert differing(trainer.state_dict()["weights"], model.state_dict()) == []
+
+
+@pytest.mark.parametrize("make_scaler", [Static, Backoff, LogMax])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_loaded_state_continues_bit_for_bit(mode: str, half: str, make_scaler: Any) -> None:
+    data = batches(12)
+    whole = make_trainer(mode, half, scaler=make_scaler())
+    for batch in data[:6]:
+        whole.train_step(batch)
+    saved = copy.deepcopy(whole.state_dict())
+    resumed = make_trainer(mode, half, scaler=make_scaler())
+    resumed.load_state_dict(saved)
+    for batch in data[6:]:
+        assert torch.equal(whole.train_step(batch).loss, resumed.train_step(batch).loss)
+    assert differing(whole.state_dict(), resumed.state_dict()) == []
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_mixed_stores_half_and_checkpoints_fp32(half: str) -> None:
+    trainer = make_trainer("mixed", half)
+    trainer.train_step(batches(1)[0])
+    conv, norm = trainer.model[0], trainer.model[1]
+    assert conv.weight.dtype == getattr(torch, half)
+    assert norm.weight.dtype == torch.float32
+    saved = trainer.state_dict()["weights"]["0.weight"]
+    assert saved.dtype == torch.float32
+    assert torch.equal(saved.to(conv.weight.dtype), conv.weight.detach())
+    assert not torch.equal(saved, conv.weight.detach().float())
+
+
+def test_evaluation_uses_the_average_and_leaves_the_model_as_it_was() -> None:
+    class Data:
+        def __len__(self) -> int:
+            return 2
+
+        def epoch(self, epoch: int, start: int = 0) -> Any:
+            return iter(batches(2))
+
+    trainer = make_trainer()
+    trainer.model.train()
+    for batch in batches(5):
+        trainer.train_step(batch)
+    before = copy.deepcopy(trainer.state_dict())
+    with_average = trainer.evaluate(Data())
+    assert differing(before, trainer.state_dict()) == []
+    assert trainer.model.training
+    trainer.algorithms = {}
+    assert trainer.evaluate(Data()).loss != with_average.loss
+
+
+def test_bad_data_leaves_the_weights_of_the_step_before() -> None:
+    inputs, targets = batches(1)[0]
+    inputs[5, 0, 3, 3] = INF
+    loader = Loader(TensorDataset(inputs, targets), 4, shuffle=False)
+    trainer, alone = make_trainer("mixed"), make_trainer("mixed")
+    with pytest.raises(DataError, match=r"sample 5 holds NaN or inf in its inputs \(epoch 0, b"):
+        trainer.fit(loader)
+    alone.train_step((inputs[:4], targets[:4]))
+    alone.progress.batch = 1
+    assert differing(trainer.state_dict(), alone.state_dict()) == []
+
+
+class TwoBatches:
+    """A validation loader."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def epoch(self, epoch: int, start: int = 0) -> Any:
+        return iter(batches(2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_leaves_the_mode_of_the_model(training: bool) -> None:
+    trainer = make_trainer("fp32")
+    trainer.evaluator = Evaluator()
+    trainer.model.train(training)
+    trainer.evaluate(TwoBatches())
+    assert trainer.model.training is training

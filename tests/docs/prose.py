@@ -1,0 +1,119 @@
+"""How the project's text reads: patterns that nobody speaks, per 10,000 words.
+
+    python tests/docs/prose.py               the rates of docs and code, beside their limits
+    python tests/docs/prose.py FILE...       each place in these files, to be rewritten
+
+The limits are near the rates of well-read libraries (jmp, nanochat, optax, Fabric, equinox), where
+most of these patterns do not occur at all. tests/docs/test_prose.py holds them.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_START = r"(?:^|(?<=[.!?:] ))"  # of a paragraph or a sentence
+PATTERNS: dict[str, tuple[str, float]] = {
+    # name: (regular expression, most places per 10,000 words)
+    "semicolon": (r";", 40),
+    "that/those of": (r"\b(?:that|those) of\b", 2),
+    "alone": (r"\balone\b", 1),
+    ", too": (r", too\b", 1),
+    "What ...": (_START + r"What\b[^?]*?(?:[.!:]|$)", 2),
+    "Let ...": (_START + r"Let\b", 1),
+    "Of ...": (_START + r"Of\b", 1),
+    "but for": (r"\bbut for\b", 1),
+    "likewise": (r"\blikewise\b", 1),
+    "of yours": (r"\bof (?:yours|users)\b|\bof (?:its|their|your) own\b", 2),
+}
+
+
+def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
+    """Each paragraph of prose with the number of its first line; no code, table or address."""
+    source = path.read_text()
+    blocks = _of_code(source) if path.suffix == ".py" else [(1, source)]
+    for first, block in blocks:
+        yield from _split(first, block)
+
+
+def _of_code(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings and comments of a module; comments on consecutive lines are one block."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+    last, first = -1, 0
+    lines: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield first, "\n".join(lines)
+                lines, first = [], token.start[0]
+            lines.append(token.string.lstrip("#: "))
+            last = token.start[0]
+    yield first, "\n".join(lines)
+
+
+def _split(first: int, block: str) -> Iterator[tuple[int, str]]:
+    fenced, start = False, first
+    words: list[str] = []
+    margin = min((len(x) - len(x.lstrip()) for x in block.split("\n")[1:] if x.strip()), default=0)
+    for number, line in enumerate([*block.split("\n"), ""], first):
+        fenced ^= line.lstrip().startswith("```")
+        indent = len(line) - len(line.lstrip())
+        listed = re.match(r"\s*(?:[-*] |\d+\. |\w+(?:, \w+)*: )", line)
+        skipped = fenced or line.lstrip().startswith(("|", "```", "    ")) or not line.strip()
+        code = indent >= margin + 4 and not words and not listed
+        if (skipped or code or listed) and words:
+            yield start, " ".join(words)
+            words = []
+        if not skipped and not code:
+            start = start if words else number
+            words.append(re.sub(r"`+[^`]*`+|https?://\S+|\]\([^)]*\)", "x", line.strip()))
+
+
+def count(paths: list[Path]) -> tuple[int, dict[str, int]]:
+    """The words in these files, and the places of each pattern."""
+    words, found = 0, dict.fromkeys(PATTERNS, 0)
+    for path in paths:
+        for _, text in paragraphs(path):
+            words += len(text.split())
+            for name, (pattern, _) in PATTERNS.items():
+                found[name] += len(re.findall(pattern, text))
+    return words, found
+
+
+def parts() -> dict[str, list[Path]]:
+    """The files that have a reader, by the kind of text."""
+    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    code = [*(ROOT / "mpframe").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    return {
+        "docs": sorted(docs),
+        "code": sorted(code),
+        "tests": sorted((ROOT / "tests").rglob("*.py")),
+    }
+
+
+def main() -> None:
+    """Print the rates, or the places in the files that are named."""
+    if len(sys.argv) > 1:
+        for path in map(Path, sys.argv[1:]):
+            for line, text in paragraphs(path):
+                for name, (pattern, _) in PATTERNS.items():
+                    for place in re.finditer(pattern, text):
+                        begin = max(place.start() - 40, 0)
+                        print(f"{path}:{line}: {name}: ...{text[begin : place.end() + 40]}...")
+        return
+    for part, paths in parts().items():
+        words, found = count(paths)
+        print(f"{part}: {words} words in {len(paths)} files")
+        for name, (_, limit) in PATTERNS.items():
+            print(f"    {name:14} {found[name] * 10_000 / words:6.1f}   at most {limit}")
+
+
+if __name__ == "__main__":
+    main()

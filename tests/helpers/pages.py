@@ -1,0 +1,103 @@
+"""What stands on a page of the documentation: commands, files, Python, headings, links."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkout import ROOT
+
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "tests").rglob("README.md")),
+]
+_FENCE = re.compile(r"^ *```([\w{}]*)\n(.*?)^ *```$", re.M | re.S)
+_NAMED = re.compile(r"^`([\w./]+\.\w+)`\n\n```\w*\n(.*?)^```$", re.M | re.S)
+_INDENTED = re.compile(r"^    ((?:python scripts/|mpframe )(?:[^\\\n]|\\\n)*)", re.M)
+_HEADING = re.compile(r"^#+ (.+)$", re.M)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page.
+
+    Attributes:
+        words: the program and its arguments.
+        note: the comment behind it.
+    """
+
+    words: tuple[str, ...]
+    note: str
+
+    @property
+    def program(self) -> str:
+        """`train` of `python scripts/train.py` and of `mpframe train`; else the first word."""
+        if self.words[0] == "mpframe":
+            return self.words[1]
+        if self.words[0] == "python" and self.words[1].startswith("scripts/"):
+            return Path(self.words[1]).stem
+        return self.words[0]
+
+    @property
+    def of_ours(self) -> bool:
+        return self.program != self.words[0]
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(self.words[2:])
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, as text."""
+
+    path: Path
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    def blocks(self, *languages: str) -> list[str]:
+        """The fenced blocks of these languages, in their order."""
+        return [code for language, code in _FENCE.findall(self.text) if language in languages]
+
+    def files(self) -> dict[str, str]:
+        """The blocks that follow a file's name in a line of its own: the files by name."""
+        return dict(_NAMED.findall(self.text))
+
+    def commands(self) -> list[Command]:
+        """The commands of the shell's blocks, and those of ours in indented ones."""
+        shell = [*self.blocks("bash", "sh"), *_INDENTED.findall(self.text)]
+        lines = "\n".join(shell).replace("\\\n", " ").splitlines()
+        return [
+            Command(_words(part), line.partition(" # ")[2].strip())
+            for line in lines
+            for part in line.split("&&")
+            if part.strip() and not part.strip().startswith("#")
+        ]
+
+    def anchors(self) -> set[str]:
+        """The anchors of its headings, as they are made of their words."""
+        return {
+            re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+            for heading in _HEADING.findall(_FENCE.sub("", self.text))
+        }
+
+    def links(self) -> list[str]:
+        return _LINK.findall(_FENCE.sub("", self.text))
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """The words of a command, without the variables that are set for it and the comment behind."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        del words[0]
+    if words[:1] == ["torchrun"]:  # Its flags, then a script of ours: what each rank runs.
+        first = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
+        words[:first] = ["python"]
+    return tuple(words)

@@ -1,0 +1,79 @@
+"""Whether two runs came to the same: weights, states, curves, records and summary, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from in_process import scalars
+
+from mpframe import checkpoint
+from mpframe.tracking.amax_record import FILE_NAME
+
+MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
+LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
+TIMES = ("seconds", "train_seconds", "step_times")
+MEASURED_SUMMARY = (
+    *("seconds", "train_seconds", "samples_per_second", "median_step_seconds"),
+    "peak_memory_bytes",
+)
+
+
+def differing(first: Any, second: Any, path: str = "") -> list[str]:
+    """The paths at which two nested states differ; what is a measurement is left out."""
+    if path.endswith((*MEASURED, LOGGED, *(f"throughput/{time}" for time in TIMES))):
+        return []
+    if isinstance(first, dict) and isinstance(second, dict):
+        keys = sorted(first.keys() | second.keys(), key=str)
+        entries = [(first.get(key), second.get(key), f"{path}/{key}") for key in keys]
+    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            return [path]
+        entries = [
+            (a, b, f"{path}/{n}") for n, (a, b) in enumerate(zip(first, second, strict=True))
+        ]
+    elif isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
+    else:
+        return [] if first == second or (first != first and second != second) else [path]
+    return [found for entry in entries for found in differing(*entry)]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """All that a run leaves, save for measurements of time and memory."""
+    summary = json.loads((folder / "summary.json").read_text())
+    newest = checkpoint.read(folder)
+    return {
+        "state": newest.state,
+        "step": newest.global_step,
+        "validation": newest.facts["validation"],
+        "curves": scalars(folder),
+        "amax": (folder / FILE_NAME).read_text(),
+        "summary": {k: v for k, v in summary.items() if k not in MEASURED_SUMMARY},
+    }
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Two runs came to the same, and the second's curves are complete and strictly increase."""
+    curves = scalars(second)
+    for tag, points in curves.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), f"{tag}: {steps}"
+    for tag in MEASURED:
+        assert [s for s, _ in curves[tag]] == [s for s, _ in scalars(first)[tag]], tag
+    found = differing(results(first), results(second))
+    assert not found, found
+
+
+STOPPED_AT = 4
+
+
+def cut(whole: Path, target: Path, at: int = STOPPED_AT) -> Path:
+    """A copy of a run's folder as a kill after step `at` and a few more steps would leave it."""
+    shutil.copytree(whole, target)
+    for path in checkpoint.all_in(target):
+        if int(path.name[5:]) > at:
+            shutil.rmtree(path)
+    (target / "summary.json").unlink()
+    return target

@@ -1,0 +1,91 @@
+"""Tiny data in each real format."""
+
+import csv
+import datetime
+import gzip
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from PIL import Image
+
+from mpframe.config.locations import CONF
+
+
+def write_tiny_data(root: Path) -> None:
+    """A few samples for each dataset that reads files, in the formats those have."""
+    random = np.random.default_rng(0)
+    _idx(root / "fashion_mnist", random)
+    _cifar(root / "cifar10" / "cifar-10-batches-bin", random)
+    for split in ("train", "test"):
+        for name in map(str, range(10)):
+            folder = root / "image_folder" / split / name
+            folder.mkdir(parents=True)
+            for number in range(2):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    for name in ("art", "business", "politics", "sport", "tech"):
+        folder = root / "text_folder" / name
+        folder.mkdir(parents=True)
+        for number in range(5):
+            (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
+    for split in ("train", "val"):
+        for kind, shape, top in (("images", (40, 64, 3), 256), ("masks", (40, 64), 2)):
+            folder = root / "mask_folder" / split / kind
+            folder.mkdir(parents=True)
+            pixels = random.integers(0, top, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "one.png")
+    _tables(root)
+
+
+def _tables(root: Path) -> None:
+    """Rows with as many categories in each column as the YAML files say."""
+    numbers = range(1500)
+    bikes = OmegaConf.load(CONF / "dataset" / "bikes.yaml")
+    columns = {name: [n % count for n in numbers] for name, count in bikes.categorical.items()}
+    columns |= {name: [n / 7 for n in numbers] for name in bikes.continuous}
+    _csv(root / "bikes" / bikes.file, columns | {bikes.target: [n + 1 for n in numbers]})
+
+    first = datetime.date(2013, 1, 1)
+    days = [first + datetime.timedelta(days=n * 13 // 20) for n in numbers]  # to September 2015
+    sales = {"Store": [1 + n % 1115 for n in numbers], "Date": days, "Sales": list(numbers)}
+    rossmann = OmegaConf.load(CONF / "dataset" / "rossmann.yaml")
+    stores: dict[str, Any] = {"Store": range(1, 1116)}
+    for name, count in rossmann.categorical.items():
+        if name in ("DayOfWeek", "Promo", "StateHoliday", "SchoolHoliday"):
+            sales[name] = [n % count for n in numbers]
+        elif not name.startswith(("Store", "Date")) or name == "StoreType":
+            stores[name] = [n % count for n in range(1115)]
+    for name in rossmann.continuous:
+        stores[name] = [n if n % 5 else "" for n in range(1115)]
+    _csv(root / "rossmann" / "train.csv", sales)
+    _csv(root / "rossmann" / "store.csv", stores)
+
+
+def _csv(path: Path, columns: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def _idx(folder: Path, random: np.random.Generator) -> None:
+    folder.mkdir()
+    for split, count in (("train", 16), ("t10k", 16)):
+        pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = struct.pack(">IIII", 0x803, count, 28, 28) + pixels.tobytes()
+        (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        targets = struct.pack(">II", 0x801, count) + labels.tobytes()
+        (folder / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(targets))
+
+
+def _cifar(folder: Path, random: np.random.Generator) -> None:
+    folder.mkdir(parents=True)
+    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        records = random.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())

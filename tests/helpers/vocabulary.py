@@ -1,0 +1,167 @@
+"""What tests say about formats: which kernels ran, what each was given, and what it gave.
+
+A dispatch mode stands below autograd and below every Python spelling: what it sees is what the
+kernels of forward and backward really get.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpframe.core.casting.op_lists import op_name
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Kernels whose business is to change a format, or to move values between formats.
+CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_", "convert_element_type", "convert"})
+# Kernels that take half data beside fp32 weights and statistics, by design.
+WITH_FP32_STATISTICS = frozenset(
+    {
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "batch_norm_backward",
+        "cudnn_batch_norm",
+        "cudnn_batch_norm_backward",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel that ran.
+
+    Attributes:
+        name: its name in aten, without the overload.
+        given: formats of its floating inputs.
+        gave: formats of its floating outputs.
+    """
+
+    name: str
+    given: frozenset[torch.dtype]
+    gave: frozenset[torch.dtype]
+
+
+class Kernels(TorchDispatchMode):
+    """Lists the kernels that run in its block, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Kernel] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.ran.append(Kernel(name, formats((args, kwargs)), formats(result)))
+        return result
+
+    def computing(self) -> Iterator[Kernel]:
+        """The kernels that compute with floating numbers: neither casts nor pure data movement."""
+        return (k for k in self.ran if k.name not in CASTS and k.given)
+
+    def given(self) -> set[torch.dtype]:
+        """Every floating format that a computing kernel was given."""
+        return {dtype for kernel in self.computing() for dtype in kernel.given}
+
+
+class NoSilentPromotion(TorchDispatchMode):
+    """Fails on a kernel that is given two floating formats and widens one unasked.
+
+    0-d tensors are numbers and do not count. Casts, and BatchNorm beside its fp32 statistics, are
+    what they are for.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        operands = [t for t in tensors((args, kwargs)) if t.dim()]
+        found = formats(operands)
+        if len(found) > 1 and name not in CASTS | WITH_FP32_STATISTICS:
+            shown = ", ".join(sorted(map(str, found)))
+            raise AssertionError(f"{func} was given {shown}: a silent promotion")
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(node: Any) -> list[Tensor]:
+    """Every tensor in a nested value."""
+    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
+
+
+def formats(node: Any) -> frozenset[torch.dtype]:
+    """The floating formats of the tensors in a nested value."""
+    return frozenset(t.dtype for t in tensors(node) if t.dtype.is_floating_point)
+
+
+def same_bits(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
+    """True where both hold tensors of the same formats and bits (nan equals nan)."""
+    return all(
+        a.dtype == b.dtype and torch.equal(_with_equal_nans(a), _with_equal_nans(b))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _with_equal_nans(values: Tensor) -> Tensor:
+    return values.nan_to_num(7.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def in_another_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns there; what it raises is raised here."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+class CalledOps(TorchFunctionMode):
+    """Names the ops that a block calls, and not what those call in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(op_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def flat(state: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of a nested state by its path."""
+    if isinstance(state, dict):
+        items = [(str(k), v) for k, v in state.items()]
+    elif isinstance(state, list | tuple):
+        items = [(str(i), v) for i, v in enumerate(state)]
+    else:
+        return {path: state}
+    leaves: dict[str, Any] = {}
+    for key, value in items:
+        leaves |= flat(value, f"{path}/{key}")
+    return leaves
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """The paths at which two nested states are not bit for bit the same (nan equals nan)."""
+    a, b = flat(first), flat(second)
+    assert a.keys() == b.keys()
+    return [path for path in a if not same(a[path], b[path])]
+
+
+def same(a: Any, b: Any) -> bool:
+    return same_bits([a], [b]) if isinstance(a, Tensor) else bool(a == b)

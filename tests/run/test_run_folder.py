@@ -1,0 +1,218 @@
+"""A run's folder: one run's only, untouched by a start that is refused, and no way out of it."""
+
+import json
+import os
+import re
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from in_process import StartRun, train
+
+from mpframe import checkpoint
+from mpframe.checkpoint.folder import Manifest, identity_of
+from mpframe.cli.commands.autopsy import main as autopsy
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
+from mpframe.tracking.summary import Summary
+
+OPTIONS = [
+    "model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=4",
+    "trainer.keep_last=9",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    train(folder, *OPTIONS, "trainer.max_steps=8", "seed=1")
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+    (folder / "train.log").write_text("what the run said\n")
+    return folder
+
+
+@pytest.fixture
+def done(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "done"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    train(folder, *OPTIONS, "trainer.max_steps=4", "seed=2")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def identity(path: Path) -> str | None:
+    return identity_of(Manifest.read(path).facts)
+
+
+# One run's only
+
+
+def test_a_checkpoint_names_its_run_and_a_resumed_one_goes_by_the_same_name(
+    start_run: StartRun, done: Path, other: Path
+) -> None:
+    start_run(done, *OPTIONS, "trainer.max_steps=12", "resume=auto", "seed=1")
+    names = [identity(path) for path in checkpoint.all_in(done)]
+    assert len(names) == 3
+    assert len(set(names)) == 1
+    assert re.fullmatch("[0-9a-f]{16}", names[0] or "")
+    assert identity(checkpoint.newest(other)) not in names
+
+
+def test_another_run_is_not_continued_in_a_used_folder(
+    start_run: StartRun, done: Path, other: Path
+) -> None:
+    before = content(done)
+    said = rf"^resume={other}: hydra\.run\.dir={done} holds the checkpoints of another run; ch"
+    with pytest.raises(ConfigError, match=said):
+        start_run(done, *OPTIONS, f"resume={other}", "seed=2", "trainer.max_steps=8")
+    assert content(done) == before
+
+
+def test_an_older_checkpoint_of_its_own_may_be_gone_on_from(
+    start_run: StartRun, done: Path
+) -> None:
+    source = done / "checkpoints" / "step_00000004"
+    assert start_run(done, *OPTIONS, f"resume={source}", "trainer.max_steps=6").steps == 6
+    assert len({identity(path) for path in checkpoint.all_in(done)}) == 1
+
+
+def test_checkpoints_of_two_runs_are_refused_whoever_reads_them(
+    start_run: StartRun, done: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint.newest(other), done / "checkpoints" / "step_00000099")
+    said = "holds checkpoints of two runs, step_00000004 of one and step_00000099 of another; move"
+    with pytest.raises(CheckpointError, match=said):
+        start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=100")
+    with pytest.raises(CheckpointError, match=said):
+        evaluate(done, [])
+    with pytest.raises(SystemExit):
+        autopsy([f"run={done}"])
+    assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_name_is_the_folders_own(start_run: StartRun, done: Path) -> None:
+    """As an older version saved it."""
+    newest = checkpoint.newest(done)
+    manifest = Manifest.read(newest)
+    del manifest.facts["run"]
+    (newest / "manifest.json").write_text(manifest.text())
+    assert start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=9", "seed=1").steps == 9
+
+
+# Untouched by a start that is refused
+
+REFUSED = {
+    "another model": ["resume=auto", "model.hidden=99", "seed=4"],
+    "resume none": ["seed=4"],
+    "a missing source": ["resume=nowhere"],
+    "a class that fails": ["resume=auto", "model._target_=noisy.nothing"],
+    "a pattern of nothing": ["resume=auto", "ops.modules={nope:fp32}"],
+    "requeue without resume": ["resume=none", "trainer.requeue=true"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_start_leaves_every_byte(start_run: StartRun, done: Path, case: str) -> None:
+    before = content(done)
+    with pytest.raises(MpframeError):
+        start_run(done, *OPTIONS, *REFUSED[case])
+    assert content(done) == before
+
+
+@pytest.mark.parametrize("lost", ["checkpoints", "events.out*"])
+def test_a_record_alone_is_one_too(start_run: StartRun, done: Path, lost: str) -> None:
+    """Its checkpoints deleted to save space, or its curves."""
+    for path in done.glob(lost):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = content(done)
+    with pytest.raises(MpframeError):
+        start_run(done, *OPTIONS, "resume=auto", "model._target_=noisy.nothing")
+    assert content(done) == before
+
+
+def test_a_record_of_skipped_steps_is_one_too(start_run: StartRun, done: Path) -> None:
+    shutil.rmtree(done / "checkpoints")
+    replace(Summary.read(done), steps=0, skipped_steps=8).write(done)
+    before = content(done)
+    with pytest.raises(MpframeError):
+        start_run(done, *OPTIONS, "resume=auto", "model._target_=noisy.nothing")
+    assert content(done) == before
+
+
+def test_a_look_at_the_dtype_map_leaves_every_byte(start_run: StartRun, done: Path) -> None:
+    before = content(done)
+    start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=0")
+    assert content(done) == before
+
+
+def test_in_a_new_folder_a_failed_start_is_on_record(start_run: StartRun, tmp_path: Path) -> None:
+    for target in ("noisy.nothing", "noisy.nowhere"):  # The second replaces the first.
+        with pytest.raises(MpframeError):
+            start_run(tmp_path, *OPTIONS, f"model._target_={target}")
+        summary = Summary.read(tmp_path)
+        assert summary.status == "failed"
+        assert target in (summary.reason or "")
+
+
+# No way out of it
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        (".lock", True),
+        ("log2_amax.txt", True),
+        ("config_resolved.yaml", False),  # Written anew: the link goes, what it led to stays.
+        ("summary.json", False),
+    ],
+)
+def test_a_link_in_a_foreign_folder_overwrites_nothing(
+    start_run: StartRun, done: Path, tmp_path: Path, name: str, refused: bool
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    (done / name).unlink()
+    (done / name).symlink_to(precious)
+    said = pytest.raises(MpframeError, match="A link, which is not followed")
+    with said if refused else nullcontext():
+        start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=9")
+    assert precious.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", ".hydra", "numerics", "profile", "autopsy"])
+def test_a_folder_that_leads_elsewhere_is_refused(
+    start_run: StartRun, done: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.rmtree(done / name, ignore_errors=True)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / ".step_00000001.new").mkdir(parents=True)
+    (done / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=rf"its {name} is a link, and a run writes through none"):
+        start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=9")
+    assert (elsewhere / ".step_00000001.new").is_dir()
+
+
+def test_a_lock_that_is_a_fifo_does_not_hang(start_run: StartRun, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(MpframeError, match=r"cannot be written \(Not a regular file\)"):
+        start_run(tmp_path, *OPTIONS)
+
+
+def test_without_a_link_they_are_written(start_run: StartRun, done: Path) -> None:
+    """The control: a resumed run does write these files."""
+    before = content(done)
+    start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=9")
+    after = content(done)
+    for name in ("log2_amax.txt", "config_resolved.yaml", "summary.json"):
+        assert after[str(done / name)] != before[str(done / name)]
+    assert json.loads(after[str(done / "summary.json")])["steps"] == 9

@@ -1,0 +1,111 @@
+"""Storms: runs killed at random moments, saves included, come to the same as the undisturbed run.
+
+The short storm runs with all other tests; `pytest -m storm` runs the long one, over a checkpoint of
+more than 100 MB.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from processes import exit_code, finished, saving, start, training, wait_until
+from sameness import assert_same_run
+
+from mpframe import checkpoint
+
+OPTIONS = [
+    "model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed", "loss_scaling=LogMax",
+    "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "trainer.eval_every=4",
+    "trainer.max_steps=14", "trainer.log_every=1", "trainer.keep_best=1",
+]  # fmt: skip
+SMALL = [*OPTIONS, "model.hidden=64"]
+SLOW = 300  # seconds, on a machine that is busy
+STRIKES = {"SIGKILL": 30, "SIGTERM": 10}
+LARGE = [*OPTIONS, "model.hidden=2816"]  # 130 MB
+
+
+class Storm:
+    """An undisturbed run, and others that are disturbed and must equal it.
+
+    Args:
+        folder: where the runs go.
+        options: of all runs.
+        seed: of the moments.
+    """
+
+    def __init__(self, folder: Path, options: list[str], seed: int) -> None:
+        self.folder, self.options = folder, options
+        self.random = random.Random(seed)
+        self.whole = folder / "whole"
+        process = start(self.whole, *options)
+        assert wait_until(lambda: (self.whole / ".lock").exists(), process, SLOW)
+        locked = time.monotonic()
+        assert wait_until(lambda: training(self.whole), process, SLOW)
+        began = time.monotonic()
+        self.startup = began - locked
+        assert exit_code(process, 300) == 0
+        self.seconds = time.monotonic() - began
+
+    def bytes_saved(self) -> int:
+        (state,) = (p / "state.pt" for p in checkpoint.all_in(self.whole)[-1:])
+        return state.stat().st_size
+
+    def strike(self, number: int, name: str, *options: str, early: bool = False) -> None:
+        """Signal a run at a random moment, let it go on to its end, and compare.
+
+        An early moment lies before the first step.
+        """
+        struck = self.folder / f"{name}-{number}"
+        expected = {"SIGKILL": -9, "SIGTERM": 143}[name]
+        # Every third time in a save, wherever in it that may be.
+        while self._signalled(struck, name, number % 3 == 0, early, options) != expected:
+            shutil.rmtree(struck)  # It was over before its moment came.
+        assert finished(struck, *self.options, *options, "resume=auto") == 0
+        assert_same_run(self.whole, struck)
+        shutil.rmtree(struck)
+
+    def _signalled(
+        self, struck: Path, name: str, in_save: bool, early: bool, options: tuple[str, ...]
+    ) -> int:
+        process = start(struck, *self.options, *options)
+        if early:
+            wait_until(lambda: (struck / ".lock").exists(), process, SLOW)
+            time.sleep(self.random.uniform(0, 0.5 * self.startup))
+        else:
+            wait_until(lambda: training(struck), process, SLOW)
+            time.sleep(self.random.uniform(0, 0.9 * self.seconds))
+        if in_save and not early and wait_until(lambda: saving(struck), process):
+            time.sleep(self.random.uniform(0, 0.02 * self.seconds))
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.Signals[name])
+        return exit_code(process, 20)
+
+
+def test_a_short_storm(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, SMALL, seed=1)
+    for number in range(3):
+        storm.strike(number, "SIGKILL", f"trainer.async_save={bool(number % 2)}")
+    storm.strike(0, "SIGTERM")
+    for name in STRIKES:
+        storm.strike(0, name, early=True)
+
+
+def test_the_page_tells_the_size_of_the_storm() -> None:
+    page = " ".join((ROOT / "docs" / "checkpoints.md").read_text().split())
+    assert f"by SIGKILL at {STRIKES['SIGKILL']} random moments" in page
+    assert f"by SIGTERM at {STRIKES['SIGTERM']}." in page
+    assert f"All {sum(STRIKES.values())} resumed runs equal" in page
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(("name", "strikes"), STRIKES.items())
+def test_a_long_storm(tmp_path: Path, name: str, strikes: int) -> None:
+    storm = Storm(tmp_path, LARGE, seed=2)
+    assert storm.bytes_saved() >= 100_000_000
+    for number in range(strikes):
+        storm.strike(number, name, f"trainer.async_save={bool(number % 2)}")

@@ -1,0 +1,40 @@
+"""Ported suites pass in every way in which a step can be computed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkout import ROOT
+from paths import PATHS
+from torch import nn
+
+from mpframe import Precision
+from mpframe.core.optim.masters import master_for
+from mpframe.training.optimizers.split_master import SplitMaster
+from mpframe.training.plan import Plan
+
+SUITES = ("torch_grad_scaler", "trainers", "openseq2seq")
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "plain"])
+def test_ported_suites_pass_on_every_path(path: str) -> None:
+    files = [str(ROOT / f"tests/ports/test_{suite}.py") for suite in SUITES]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--path={path}", *files]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_another_way(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PATHS[path](monkeypatch)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = Precision("mixed", "bfloat16").prepare(
+        model, torch.optim.AdamW(model.parameters())
+    )
+    weights = list(model.parameters())
+    assert len(optimizer._buckets) == (len(weights) if path == "buckets" else 1)
+    assert isinstance(master_for(weights[0]), SplitMaster) == (path == "split")
+    assert Plan().compile == (path == "compiled")
+    assert not Plan(compile=False).compile
