@@ -2,6 +2,7 @@
 
 python tests/mutants/run.py                 all mutants of every list beside this file
 python tests/mutants/run.py unscal          those with this in their name
+python tests/mutants/run.py --list data     those of data.toml
 python tests/mutants/run.py --control       their tests without any fault: they must pass
 
 Each mutant is put into a copy of the repository in a temporary folder; the checkout is not touched.
@@ -55,10 +56,10 @@ class Mutant:
     tests: str
 
 
-def load(wanted: str) -> list[Mutant]:
+def load(wanted: str, part: str = "*") -> list[Mutant]:
     """The mutants whose name holds `wanted`, of every list `<part>.toml` beside this file."""
     mutants = []
-    for listing in sorted(Path(__file__).parent.glob("*.toml")):
+    for listing in sorted(Path(__file__).parent.glob(f"{part}.toml")):
         for name, node in tomllib.loads(listing.read_text()).items():
             file = Path("mpframe") / node["file"]
             mutants.append(Mutant(name, file, node["find"], node["replace"], node["tests"]))
@@ -139,8 +140,8 @@ def copies(folder: Path, count: int) -> Queue[Path]:
 
 def main(*arguments: str) -> int:
     """Run the mutants, or their tests without them, and print a line for each."""
-    words = [word for word in arguments if word != "--control"]
-    mutants = load(*words[:1] or [""])
+    words = [word for word in arguments if not word.startswith("--")]
+    mutants = load("", words[0]) if "--list" in arguments else load(*words[:1] or [""])
     if "--control" in arguments:
         tests = sorted({mutant.tests for mutant in mutants})
         return report([(name, name) for name in tests], control, "passed")

@@ -1,0 +1,31 @@
+"""What `./dev` leaves out, and when CI runs it."""
+
+import runpy
+
+import pytest
+from checkout import ROOT
+
+REST = runpy.run_path(str(ROOT / "tests" / "rest.py"))
+
+
+def test_a_week_runs_every_part_and_a_change_its_own_first() -> None:
+    parts = list(REST["parts"]())
+    assert len({part.name for part in parts}) == len(parts) > 40
+    week = [REST["due"](parts, [], day) for day in range(7)]
+    assert sorted(p.name for day in week for p in day) == sorted(p.name for p in parts)
+    first, *_ = REST["due"](parts, ["mpframe/tracking/tracker.py"], 0)
+    assert first.name == "slow tracking"
+
+
+def test_every_folder_of_tests_runs_somewhere() -> None:
+    run = {*REST["folders"](), "ports", "zoo", "bench", "same_numbers", "mutants", "helpers"}
+    there = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert there - {"__pycache__"} <= run
+
+
+def test_a_part_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert REST["main"]("no such part") == 0
+    broken = REST["Part"]("broken", ("-c", "raise SystemExit(3)"), ())
+    REST["main"].__globals__["parts"] = lambda: [broken]
+    assert REST["main"]() == 1
+    assert "failed: ['broken']" in capfd.readouterr().out

@@ -1,0 +1,120 @@
+"""Runs what `./dev` leaves out, part by part, and says how long each takes.
+
+python tests/rest.py                    everything: ports of public suites, other libraries' models,
+                                        real servers and programs, storms, benchmarks, mutants
+python tests/rest.py ports storm        the parts with one of these words in their name
+python tests/rest.py --within 900       for CI: what the last commit touches and a seventh of
+                                        the rest, another one each day, until 900 s have passed
+
+Exit code 1 if a part failed. A part that was left out is named.
+"""
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+WORKERS = os.environ.get("PYTEST_WORKERS", "3")
+NO_TESTS = 5  # pytest's exit code where nothing is collected
+DAYS = 7
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: the kind of proof and what it is of.
+        command: arguments of this Python.
+        touched_by: changes of paths that begin so ask for it.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    touched_by: tuple[str, ...]
+
+
+def folders() -> list[str]:
+    """The folders of tests that `./dev` runs, by pyproject.toml."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    paths: list[str] = options["ini_options"]["testpaths"]
+    return [path.removeprefix("tests/") for path in paths]
+
+
+def _pytest(*words: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-n", WORKERS, "--dist", "worksteal", *words)
+
+
+def parts() -> Iterator[Part]:
+    """All of them: the shortest kinds first."""
+    for folder in folders():
+        touched = (f"mpframe/{folder}", f"tests/{folder}", "tests/helpers")
+        yield Part(f"slow {folder}", _pytest(f"tests/{folder}", "-m", "slow"), touched)
+    yield Part("same numbers", _pytest("tests/same_numbers"), ("tests/same_numbers",))
+    yield Part("bench", _pytest("tests/bench"), ("scripts", "tests/bench"))
+    for file in sorted((TESTS / "ports").glob("test_*.py")):
+        path, core = f"tests/ports/{file.name}", ("mpframe/core", "tests/ports")
+        yield Part(f"ports {file.stem[5:]}", _pytest(path, "-m", "not storm"), core)
+        if "pytest.mark.storm" in file.read_text():
+            yield Part(f"storm ports {file.stem[5:]}", _pytest(path, "-m", "storm"), ())
+    yield Part("zoo", _pytest("tests/zoo"), ("tests/zoo",))
+    for mutants in sorted(TESTS.glob("mutants/*.toml")):
+        files = {node["file"] for node in tomllib.loads(mutants.read_text()).values()}
+        touched = (str(mutants.relative_to(ROOT)), *sorted(f"mpframe/{file}" for file in files))
+        command = ("tests/mutants/run.py", "--list", mutants.stem)
+        yield Part(f"mutants {mutants.stem}", command, touched)
+    for folder in folders():
+        yield Part(f"storm {folder}", _pytest(f"tests/{folder}", "-m", "storm"), ())
+
+
+def changed() -> list[str]:
+    """The paths that the last commit changed, none where git does not know."""
+    command = ["git", "diff", "--name-only", "HEAD~1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def due(every: Iterable[Part], paths: Iterable[str], day: int) -> list[Part]:
+    """The parts that a change of `paths` asks for, and then those whose turn is on this day."""
+    every, paths = list(every), list(paths)
+    asked = [part for part in every if any(path.startswith(part.touched_by) for path in paths)]
+    turns = [part for part in every if (crc32(part.name.encode()) - day) % DAYS == 0]
+    return list(dict.fromkeys([*asked, *turns]))
+
+
+def main(*arguments: str) -> int:
+    """Run the parts that the arguments choose; the exit code."""
+    parser = argparse.ArgumentParser(description="Runs what ./dev leaves out.")
+    parser.add_argument("words", nargs="*", help="of the parts' names")
+    parser.add_argument("--within", type=float, help="seconds: a share of the parts, for CI")
+    options = parser.parse_args(arguments)
+    chosen = [
+        part for part in parts() if not options.words or any(w in part.name for w in options.words)
+    ]
+    if options.within is not None:
+        chosen = due(chosen, changed(), datetime.date.today().toordinal())
+    failed, began = [], time.monotonic()
+    for number, part in enumerate(chosen):
+        if options.within is not None and time.monotonic() - began > options.within:
+            print("left out, as the time is over:", *(p.name for p in chosen[number:]), sep="\n  ")
+            break
+        since = time.monotonic()
+        print(f"+ {part.name}", flush=True)
+        code = subprocess.run([sys.executable, *part.command], cwd=ROOT, check=False).returncode
+        failed += [part.name] if code not in (0, NO_TESTS) else []
+        print(f"= {part.name}: {time.monotonic() - since:.0f} s", flush=True)
+    print(f"{len(chosen)} parts, {time.monotonic() - began:.0f} s; failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
