@@ -252,10 +252,9 @@ def test_a_batch_that_does_not_fit_is_one_line(objective: Any, batch: Any, line:
 
 
 def test_several_objectives_are_for_the_trainer_of_several() -> None:
-    model, precision = nn.Linear(4, 2), Precision()
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    one = trainer_of(nn.Linear(4, 2), model_loss, "fp32")
     with pytest.raises(UserCodeError, match=r"objective.one=MSELoss: a loss, and an objective is"):
-        MultiObjectiveTrainer(model, optimizer, {"one": nn.MSELoss()}, precision)
+        MultiObjectiveTrainer(one.model, one.optimizer, {"one": nn.MSELoss()}, one.precision)
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES[1:])
