@@ -223,7 +223,6 @@ def test_a_hostile_optimizer_is_not_looked_at(trained: Path) -> None:
         (["checkpoint=RUN", "split=tset"], "split=tset: choose val, test; nearest: test"),
         (["checkpoint=RUN", "dtype=fp32,amp"], "dtype=fp32,amp: give one value; there is no sweep"),
         (["checkpoint=RUN", "experiment=digits_mlp"], "has no part in an evaluation"),
-        (["checkpoint=RUN", "optimizer.lr=1"], "optimizer.lr=1: has no part in an evaluation"),
         (["checkpoint=RUN", "model.widht=3"], "model.widht: no such option; nearest: model.width"),
         (["checkpoint=RUN", "model.width=3"], "has shape (8, 1, 3, 3) in the checkpoint"),
         (["checkpoint=RUN", "out=/nonexistent/x.json"], "x.json: cannot be written (No such"),

@@ -126,24 +126,6 @@ def test_the_test_is_told_everywhere(tested: tuple[Path, Run]) -> None:
     assert sum(row["test_loss"] != "" for row in rows) == 1
 
 
-def test_the_last_line_begins_with_the_test(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        summary = start_run(tmp_path, *MLP, "trainer.max_steps=2", "trainer.keep_best=0")
-    assert summary.tested == "last"
-    assert evaluate(tmp_path, []).evaluation.loss == summary.test_loss
-    *_, before, last = caplog.messages
-    assert before == (
-        f"tested with the last weights: loss {summary.test_loss:.4g}, "
-        f"accuracy {summary.test_metric:.4f}"
-    )
-    assert last.startswith(
-        f"finished: test_accuracy {summary.test_metric:.4f} (last weights), "
-        f"val_accuracy {summary.val_metric:.4f}, 2 steps"
-    )
-
-
 # Best weights that are gone
 
 LOST = (
@@ -183,11 +165,15 @@ def test_best_weights_that_are_gone_are_not_said_to_be_tested(
 
     monkeypatch.setattr(checkpoint, "save", save)
     validated_with(monkeypatch, {2: 0.5, 4: 0.75, 6: 0.25})
+    caplog.set_level("INFO")
     summary = start_run(tmp_path, *MLP, "trainer.on_save_error=warn", "trainer.keep_last=9")
     assert len(checkpoint.all_in(tmp_path)) == 2
     assert (summary.tested, summary.best, summary.best_step) == ("last", 0.75, 4)
     assert summary.searched == 0.25  # A search goes by the weights that were tested.
     assert LOST.format(0.75, 4) in caplog.messages
+    assert caplog.messages[-1].startswith(
+        f"finished: test_accuracy {summary.test_metric:.4f} (last weights), val_accuracy 0.2500, "
+    )
     assert evaluate(tmp_path, []).evaluation.loss == summary.test_loss
 
 

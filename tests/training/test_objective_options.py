@@ -99,20 +99,15 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-def page_with(folder: Path, name: str, patch: pytest.MonkeyPatch, own: str = "") -> None:
-    """Makes the page's example the module my_pkg."""
-    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", PAGE, re.S)
-    assert found is not None
-    (folder / "my_pkg.py").write_text(found[1] + own)
-    patch.syspath_prepend(folder)
-    patch.delitem(sys.modules, "my_pkg", raising=False)
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_of_the_page_train(
     name: str, start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page_with(tmp_path, name, monkeypatch)
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", PAGE, re.S)
+    assert found is not None
+    (tmp_path / "my_pkg.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_pkg", raising=False)
     options = ["dataset.batch_size=32", "trainer.max_steps=2", "dtype=mixed"]
     summary = start_run(tmp_path / "run", *EXAMPLES[name], *options)
     assert (summary.status, summary.steps) == ("finished", 2)
@@ -133,25 +128,3 @@ def test_a_task_may_leave_the_objective_to_the_options(
     config = check_config(compose_named(words)[1])
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
         build_trainer(config, build_task(config), batches=4)
-
-
-def test_a_users_collate_makes_the_batches_of_a_task_without_a_metric(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = """
-seen = []
-
-def collate(samples):
-    seen.append(len(samples))
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-def collated():
-    return Task(Sentences(), Sentences(), model_loss, collate=collate)
-"""
-    page_with(tmp_path, "model_loss", monkeypatch, own)
-    options = ["dataset._target_=my_pkg.collated", "model._target_=my_pkg.Classifier"]
-    options += ["dataset.batch_size=32", "trainer.max_steps=2"]
-    summary = start_run(tmp_path / "run", *options)
-    # One sample more is collated, for what the checkpoint says of the model's inputs.
-    assert [n for n in sys.modules["my_pkg"].seen if n > 1][:2] == [32, 32]
-    assert summary.val_loss is not None  # What a task without a metric measures.

@@ -159,11 +159,6 @@ def hugging_face(optimizer: torch.optim.Optimizer) -> object:
     )
 
 
-def timm_by_updates(optimizer: torch.optim.Optimizer) -> object:
-    scheduler = pytest.importorskip("timm.scheduler")
-    return scheduler.CosineLRScheduler(optimizer, t_initial=22, warmup_t=2, t_in_epochs=False)
-
-
 def timm_by_epochs(optimizer: torch.optim.Optimizer) -> object:
     scheduler = pytest.importorskip("timm.scheduler")
     return scheduler.StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5)
@@ -192,11 +187,6 @@ CHOICES: dict[str, tuple[Any, str]] = {
         "scheduler._target_=transformers.get_cosine_schedule_with_warmup "
         "scheduler.num_warmup_steps=${plan:total_steps,0.1} "
         "scheduler.num_training_steps=${plan:total_steps}",
-    ),
-    "timm, updates": (
-        timm_by_updates,
-        "scheduler._target_=timm.scheduler.CosineLRScheduler "
-        "scheduler.t_initial=${plan:total_steps} scheduler.warmup_t=2 scheduler.t_in_epochs=false",
     ),
     "timm, epochs": (
         timm_by_epochs,
