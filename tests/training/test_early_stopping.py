@@ -46,7 +46,6 @@ def checks_until_stopped(callback: Any, evaluations: list[Evaluation]) -> int | 
         ([0.0, 0.25, 0.5, 0.75], {"patience": 1, "min_delta": 0.25}, 2),
         ([0.0, 0.5, 1.0], {"patience": 1, "min_delta": 0.25}, None),
         ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4),
-        ([math.nan, math.nan], {"patience": 2}, 2),
     ],
 )
 def test_more_is_better(values: list[float], options: dict[str, Any], stops: int | None) -> None:

@@ -235,8 +235,9 @@ LENGTHS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("done", [9, 22])
+@pytest.mark.parametrize(
+    ("name", "done"), [*((name, 9) for name in LENGTHS), ("warmup_cosine", 22)]
+)
 def test_a_longer_plan_has_its_own_schedule_from_the_present_step_on(
     name: str, done: int, caplog: pytest.LogCaptureFixture
 ) -> None:
