@@ -58,14 +58,6 @@ def test_weights_masters_and_images_keep_the_order_and_the_training_is_the_same(
     assert torch.cat(far).median() < 1e-3
 
 
-def test_values_and_names_stay() -> None:
-    model, plain = [UNet(channels=1, classes=2, width=2, stages=2) for _ in range(2)]
-    model.load_state_dict(plain.state_dict())
-    to_channels_last(model)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
-
-
 def test_a_convolution_that_would_damage_memory_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         to_channels_last(resnet18(classes=2, width=4))

@@ -9,34 +9,25 @@ import pytest
 import torch
 from in_process import StartRun
 from sameness import assert_same_run, cut
-from test_param_groups import batches
-from torch import Tensor
+from test_param_groups import batches, copied, moved, trainer_of
+from torch import Tensor, nn
 
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe import Precision
 from mpframe.core.errors import ConfigError
-from mpframe.run.parts import build_task, seed_everything
-from mpframe.run.trainer import build_trainer
+from mpframe.core.objective import supervised
 from mpframe.training.callbacks.ema import ema_of
-from mpframe.training.callbacks.freeze import Freeze
+from mpframe.training.callbacks.freeze import Freeze, set_requires_grad
+from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
-CNN = ["model=cnn", "model.width=4", "scheduler=none", "loss_scaling=none", "device=cpu"]
-OPTIMIZERS = {
-    "SGD": ["optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9"],
-    "AdamW": ["optimizer._target_=torch.optim.AdamW", "optimizer.weight_decay=0.1"],
-}
+CNN = ["model=cnn", "model.width=4", "scheduler=none", "optimizer.lr=0.01"]
+SGD = ["optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9"]
+ADAMW = ["optimizer._target_=torch.optim.AdamW", "optimizer.weight_decay=0.1"]
 KINDS = ["foreach", "fused"]
 
 
 def cnn(*words: str) -> Trainer:
-    _, composed = compose_named([*CNN, "optimizer.lr=0.01", *words])
-    config = check_config(without_hydra(composed))
-    seed_everything(0)
-    return build_trainer(config, build_task(config), batches=4)
-
-
-def with_optimizer(name: str, kind: str) -> list[str]:
-    return [*OPTIMIZERS[name], f"+optimizer.{kind}=true"]
+    return trainer_of(*CNN, *words, small=False)
 
 
 def started(trainer: Trainer, **options: Any) -> Freeze:
@@ -46,32 +37,40 @@ def started(trainer: Trainer, **options: Any) -> Freeze:
     return freeze
 
 
-def stepped(trainer: Trainer, freeze: Freeze, batch: tuple[Tensor, Tensor]) -> None:
-    freeze.on_step_begin(trainer, [batch])
-    trainer.train_step(batch)
+def stepped(trainer: Trainer, freeze: Freeze, *batches: tuple[Tensor, Tensor]) -> None:
+    for batch in batches:
+        freeze.on_step_begin(trainer, [batch])
+        trainer.train_step(batch)
 
 
-def copied(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in trainer.weights().items()}
+def two_layers(mode: str = "fp32", frozen: bool = False, compiled: bool = False) -> Trainer:
+    torch.manual_seed(0)
+    model, precision = nn.Sequential(), Precision(mode)
+    model.stage1, model.head = nn.Linear(4, 4), nn.Linear(4, 2)
+    model.stage1.requires_grad_(not frozen)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = precision.prepare(model, torch.optim.SGD(trained, lr=0.1))
+    loss, plan = supervised(nn.CrossEntropyLoss()), Plan(compile=compiled)
+    return Trainer(model, optimizer, loss, precision, plan=plan)
 
 
-def moved(trainer: Trainer, before: dict[str, Tensor]) -> set[str]:
-    named = dict(trainer.model.named_parameters())
-    now = trainer.weights()
-    return {name for name in named if not torch.equal(now[name], before[name])}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(name: str, kind: str) -> None:
-    words = ["dtype=fp32", *with_optimizer(name, kind)]
-    trainer, model = cnn(*words), cnn(*words).model
-    settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([*SGD, "+optimizer.foreach=true"], {"momentum": 0.9, "foreach": True}),
+        ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
+        ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
+    ],
+)
+def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(
+    words: list[str], settings: dict[str, Any]
+) -> None:
+    trainer, model = cnn("dtype=fp32", *words), cnn("dtype=fp32", *words).model
     # Two groups: torch's fused SGD cannot train more parameters of a group than it began with.
     stem = list(model.get_submodule("stage1").parameters())
     rest = [p for p in model.parameters() if all(p is not own for own in stem)]
-    groups = [{"params": stem}, {"params": rest}]
-    plain = getattr(torch.optim, name)(groups, lr=0.01, **settings, **{kind: True})
+    name = words[0].rpartition(".")[2]
+    plain = getattr(torch.optim, name)([{"params": stem}, {"params": rest}], lr=0.01, **settings)
     freeze = started(trainer, steps={"stage1.*": 2})
     model.train()
     for step, batch in enumerate(batches(4)):
@@ -84,39 +83,38 @@ def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(name: str, kind: str
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["mixed", "amp"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("mixed", "foreach"), ("mixed", "fused"), ("amp", "fused")]
+)
 def test_what_is_frozen_stays_and_then_trains_from_its_master(dtype: str, kind: str) -> None:
-    words = [f"dtype={dtype}", "trainer.ema_decay=0.5", *with_optimizer("SGD", kind)]
-    trainer = cnn(*words)
+    words = [f"dtype={dtype}", "trainer.ema_decay=0.5", *SGD, f"+optimizer.{kind}=true"]
+    trainer, fresh = cnn(*words), cnn(*words)
     before, data = copied(trainer), batches(4)
     freeze = started(trainer, steps={"stage*": 3})
-    for batch in data[:3]:
-        stepped(trainer, freeze, batch)
+    stepped(trainer, freeze, *data[:3])
     assert moved(trainer, before) == {"head.weight", "head.bias"}
     assert len(trainer.optimizer.state_dict()["state"]) == 2
     averages = ema_of(trainer).by_name(trainer.model)  # type: ignore[union-attr]
     assert torch.equal(averages["stage1.conv1.weight"], before["stage1.conv1.weight"])
-    fresh = cnn(*words)  # It begins where the others stop, and has no momentum yet either.
+    # The other begins where this one stops, and has no momentum of the frozen ones yet either.
     fresh.load_weights(copied(trainer))
     for one in (trainer, fresh):
         stepped(one, freeze, data[3])
     for name, weight in fresh.weights().items():
         if name.startswith("stage"):
             assert torch.equal(weight, trainer.weights()[name]), name
-    assert all(name in moved(trainer, before) for name, _ in trainer.model.named_parameters())
+    assert moved(trainer, before) == {name for name, _ in trainer.model.named_parameters()}
 
 
 OWN_GROUP = "optimizer.groups.body={parameters:[stage*],nesterov:false}"
 
 
 @pytest.mark.usefixtures("waited_for")
-@pytest.mark.parametrize("more", [[], [OWN_GROUP]])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "more"), [("foreach", []), ("fused", []), ("fused", [OWN_GROUP])])
 def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
     kind: str, more: list[str]
 ) -> None:
-    trainer = cnn("dtype=mixed", *with_optimizer("SGD", kind), *more)
+    trainer = cnn("dtype=mixed", *SGD, f"+optimizer.{kind}=true", *more)
     freeze, (first, second, third) = started(trainer, steps={"stage*": 1}), batches(3)
     stepped(trainer, freeze, first)
     before = copied(trainer)
@@ -132,26 +130,16 @@ def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
     assert all(torch.isfinite(weight).all() for weight in trainer.weights().values())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "more"),
-    [
-        ("fp32", []),
-        ("amp", []),
-        ("mixed", ["callbacks.freeze.eval_mode=true"]),
-        ("mixed", ["+optimizer.fused=true"]),
-    ],
-)
-def test_runs_resume_bit_for_bit_before_and_after(
-    start_run: StartRun, tmp_path: Path, dtype: str, more: list[str]
-) -> None:
+def test_a_run_resumes_bit_for_bit_before_and_after(start_run: StartRun, tmp_path: Path) -> None:
     options = [
-        *("model.width=4", f"dtype={dtype}", "callbacks=freeze", "dataset.batch_size=256"),
-        *("callbacks.freeze.steps={stage1.*:5}", "callbacks.freeze.epochs={stage2.norm*:1}"),
-        *("trainer.max_steps=9", "trainer.checkpoint_every=3", "trainer.keep_last=9"),
-        *("trainer.ema_decay=0.9", "trainer.log_every=1", "trainer.eval_every=2", *more),
+        *("model.width=4", "dtype=mixed", "callbacks=freeze", "dataset.batch_size=512"),
+        *("callbacks.freeze.steps={stage1.*:4}", "callbacks.freeze.epochs={stage2.norm*:1}"),
+        *("callbacks.freeze.eval_mode=true", "+optimizer.fused=true", "trainer.ema_decay=0.9"),
+        *("trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"),
+        *("trainer.log_every=1", "trainer.eval_every=3"),
     ]
     start_run(tmp_path / "whole", *options)
-    for at in (3, 6):
+    for at in (2, 5):
         resumed = cut(tmp_path / "whole", tmp_path / f"from {at}", at)
         start_run(resumed, *options, "resume=auto")
         assert_same_run(tmp_path / "whole", resumed)
@@ -162,16 +150,17 @@ def test_a_compiled_model_is_compiled_again_when_more_of_it_trains(
 ) -> None:
     """With a compiler that leaves the ops as they are, the numbers are those without one."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    data, ends = batches(3), []
-    for compiled in ("false", "true"):
-        trainer = cnn("dtype=mixed", f"trainer.compile={compiled}", "model.stages=1")
+    torch._dynamo.reset()
+    data = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(3)]
+    ends = []
+    for compiled in (False, True):
+        trainer = two_layers("mixed", compiled=compiled)
         before = copied(trainer)
         freeze = started(trainer, steps={"stage1.*": 2})
-        for batch in data[:2]:
-            stepped(trainer, freeze, batch)
+        stepped(trainer, freeze, *data[:2])
         assert moved(trainer, before) == {"head.weight", "head.bias"}
         stepped(trainer, freeze, data[2])
-        assert len(moved(trainer, before)) == len(dict(trainer.model.named_parameters()))
+        assert len(moved(trainer, before)) == 4
         ends.append(trainer.weights())
     for name, weight in ends[0].items():
         assert torch.equal(weight, ends[1][name]), name
@@ -181,29 +170,21 @@ def statistics(trainer: Trainer, name: str) -> Tensor:
     return trainer.model.get_buffer(f"{name}.running_mean").clone()
 
 
-def test_statistics_of_frozen_norms_stay_in_eval_mode_and_move_without() -> None:
-    for eval_mode in (False, True):
-        trainer = cnn("dtype=mixed")
-        freeze = started(trainer, steps={"stage1.*": 2}, eval_mode=eval_mode)
-        first, second, third = batches(3)
-        before = statistics(trainer, "stage1.norm1")
-        stepped(trainer, freeze, first)
-        trainer.model.train()  # As after a validation, and at the start of an epoch.
-        stepped(trainer, freeze, second)
-        assert torch.equal(statistics(trainer, "stage1.norm1"), before) == eval_mode
-        assert statistics(trainer, "stage2.norm1").any()
-        before = statistics(trainer, "stage1.norm1")
-        stepped(trainer, freeze, third)
-        assert not torch.equal(statistics(trainer, "stage1.norm1"), before)
-        assert all(module.training for module in trainer.model.modules())
-
-
-def test_groups_that_are_frozen_for_good_are_in_eval_mode_too() -> None:
-    trainer = cnn("optimizer.groups.stem={parameters:[stage1.*],frozen:true}")
-    freeze = started(trainer, eval_mode=True)
-    stepped(trainer, freeze, batches(1)[0])
-    assert not statistics(trainer, "stage1.norm1").any()
-    assert statistics(trainer, "stage2.norm1").any()
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_statistics_of_frozen_norms_stay_in_eval_mode_and_move_without(eval_mode: bool) -> None:
+    trainer = cnn("dtype=mixed", "optimizer.groups.stem={parameters:[stage2.*],frozen:true}")
+    freeze = started(trainer, steps={"stage1.*": 2}, eval_mode=eval_mode)
+    first, second, third = batches(3)
+    before = statistics(trainer, "stage1.norm1")
+    stepped(trainer, freeze, first)
+    trainer.model.train()  # As after a validation, and at the start of an epoch.
+    stepped(trainer, freeze, second)
+    assert torch.equal(statistics(trainer, "stage1.norm1"), before) == eval_mode
+    stepped(trainer, freeze, third)
+    assert not torch.equal(statistics(trainer, "stage1.norm1"), before)
+    assert trainer.model.stage1.norm1.training
+    # A group that is frozen for good is in eval mode, too.
+    assert bool(statistics(trainer, "stage2.norm1").any()) != eval_mode
 
 
 def test_the_log_names_what_is_frozen_and_when_it_is_trained(
@@ -212,8 +193,7 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(
     caplog.set_level(logging.INFO)
     trainer = cnn()
     freeze = started(trainer, steps={"stage1.*": 1}, epochs={"stage2.*": 3})
-    for batch in batches(2):
-        stepped(trainer, freeze, batch)
+    stepped(trainer, freeze, *batches(2))
     assert [line for line in caplog.messages if "tensors of" in line] == [
         "frozen for 1 steps: stage1.* (6 tensors of 196 values)",
         "frozen for 3 epochs: stage2.* (6 tensors of 896 values)",
@@ -222,29 +202,27 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "line"),
+    ("options", "line"),
     [
-        ([], {"steps": {"stage1.*": 0}}, "callbacks.freeze.steps.stage1.*=0: must be a whole number >= 1"),
-        ([], {"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
-        ([], {"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
-        ([], {"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
-        ([], {"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
-        (["optimizer.groups.g={parameters:[head.*],frozen:true}"], {"steps": {"head.*": 1}}, "callbacks.freeze.steps={head.*: 1}: matches no parameter that is trained"),
+        ({"steps": {"stage1.*": 0}}, "callbacks.freeze.steps.stage1.*=0: must be a whole number >= 1"),
+        ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
+        ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
+        ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
+        ({"steps": {"stage1.*": 1}}, "callbacks.freeze.steps={stage1.*: 1}: matches no parameter that is trained"),
+        ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_frozen_is_refused(
-    words: list[str], options: dict[str, Any], line: str
-) -> None:
+def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        started(cnn(*words), **options)
+        started(two_layers(frozen=True), **options)
     assert str(refused.value).startswith(line)
 
 
-def test_of_several_optimizers_each_keeps_something_to_train(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    gan = ["experiment=digits_gan", "trainer.max_steps=3", "callbacks=freeze"]
+def test_of_several_optimizers_each_keeps_something_to_train() -> None:
+    gan = trainer_of("experiment=digits_gan", small=False)
     with pytest.raises(ConfigError, match="leaves an optimizer nothing to train"):
-        start_run(tmp_path / "all", *gan, "callbacks.freeze.steps={generator.*:1}")
-    summary = start_run(tmp_path / "some", *gan, "callbacks.freeze.steps={generator.0.*:1}")
-    assert summary.steps == 3
+        started(gan, steps={"generator.*": 1})
+    set_requires_grad(gan.optimizer, gan.model.parameters(), True)
+    before, freeze = copied(gan), started(gan, steps={"generator.0.*": 1})
+    stepped(gan, freeze, batches(1)[0])
+    assert 0 < len(moved(gan, before)) == len(list(gan.model.parameters())) - 1

@@ -1,5 +1,7 @@
-"""LARC and LARS: equal to their formula by hand, on masters, whatever the loss is scaled by."""
+"""LARC, LARS and penalties: their formulas by hand, on masters, whatever the loss is scaled by."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,10 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim import gradients, master_weights
 from mpframe.run.target import make
-from mpframe.training.callbacks.step_hooks import LARC, Penalty
+from mpframe.training.callbacks.step_hooks import LARC, Penalty, StepHook
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.plan import Plan
 
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-2}),
     "fused SGD": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
@@ -60,10 +62,17 @@ def by_hand(
     return gradient * max(eta * size / (slope + epsilon), torch.tensor(min_update))
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("mode", ["clip", "scale"])
-@pytest.mark.parametrize(("dtype", "half"), MODES)
+@pytest.mark.parametrize(
+    ("dtype", "half", "mode", "name", "settings"),
+    [
+        ("fp32", "float16", "clip", "SGD", "as OpenSeq2Seq"),
+        ("fp32", "float16", "scale", "fused SGD", "large bounds"),
+        ("mixed", "float16", "scale", "AdamW", "large eta"),
+        ("mixed", "bfloat16", "clip", "fused SGD", "large bounds"),
+        ("amp", "float16", "clip", "AdamW", "large bounds"),
+        ("amp", "bfloat16", "scale", "SGD", "as OpenSeq2Seq"),
+    ],
+)
 def test_it_is_the_formula_on_masters(
     dtype: str, half: str, mode: str, name: str, settings: str
 ) -> None:
@@ -74,8 +83,8 @@ def test_it_is_the_formula_on_masters(
     wrapped.register_step_pre_hook(LARC(mode=mode, **SETTINGS[settings]))
     expected = [wrapped.master_of(p).detach().clone() for p in model.parameters()]
     rates = [0.3, 0.3, 0.05, 0.05]
-    plain = make([{"params": expected[:2], "lr": 0.3}, {"params": expected[2:]}], lr=0.05,
-                 **arguments)  # fmt: skip
+    groups = [{"params": expected[:2], "lr": 0.3}, {"params": expected[2:]}]
+    plain = make(groups, lr=0.05, **arguments)
     for step in range(4):
         inputs, targets = batch(step)
         with precision.cast():
@@ -150,35 +159,27 @@ def test_a_factor_beyond_half_is_held_at_its_end() -> None:
     assert weight.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"eta": 0.0}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
-        ({"eta": float("inf")}, "larc.eta=inf: must be a finite number > 0; 0.001 is usual"),
-        ({"eta": 0.1, "mode": "lars"}, "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
-        ({"eta": 1, "min_update": -1.0},
-         "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
-        ({"eta": 1, "epsilon": 0.0},
-         "larc.epsilon=0.0: must be a finite number > 0; 1e-07 is usual"),
-    ],
-)  # fmt: skip
-def test_what_it_does_not_take_is_one_line(settings: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        LARC(**settings)
-    assert str(refused.value) == line
-
-
-def trainer(mode: str = "fp32", half: str = "float16", **plan: Any) -> Trainer:
+def trainer(mode: str = "fp32", half: str = "float16", cls: Any = None, **plan: Any) -> Trainer:
     model, precision = net(), Precision(mode, half)
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = supervised(nn.CrossEntropyLoss())
-    return Trainer(model, optimizer, loss, precision, plan=Plan(**plan))
+    optimizer = (cls or torch.optim.SGD)(model.parameters(), lr=0.1)
+    model, masters = precision.prepare(model, optimizer)
+    kind = Trainer if cls is None else ClosureTrainer
+    return kind(model, masters, supervised(nn.CrossEntropyLoss()), precision, plan=Plan(**plan))
+
+
+def hooked(hook: StepHook, run: Trainer) -> dict[int, Any]:
+    """Sets it up in a run, and returns the numbers that it logs there, by their step."""
+    logged: dict[int, Any] = {}
+    context: Any = SimpleNamespace(tracker=SimpleNamespace(scalars=logged.__setitem__))
+    hook.setup(run, context)
+    run.callbacks = {"hook": hook}
+    return logged
 
 
 def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
     run, plain = trainer(), trainer()
     rates = LARC(eta=1e-3, without=["*.bias"])
-    rates.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.
+    hooked(rates, run)
     run.train_step(batch(0))
     plain.train_step(batch(0))
     bound, free = (dict(one.model.named_parameters()) for one in (run, plain))
@@ -190,15 +191,51 @@ def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
     assert all(torch.equal(bound[name], free[name]) for name in bound)
 
 
-def l1(strength: float, without: list[str]) -> Penalty:
+def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
+    """Each is the learning rate times the factor, which is below 1 here."""
+    run = trainer("mixed")
+    logged = hooked(LARC(eta=1e-3, without=["*.bias"], log_every=2), run)
+    for step in range(4):
+        run.train_step(batch(step))
+    assert list(logged) == [2, 4]
+    for values in logged.values():
+        assert values.keys() == {"larc/rate/0.weight", "larc/rate/2.weight"}
+        assert all(0 < rate < 0.05 for rate in values.values())
+
+
+def penalty(strength: float, without: Any = (), **of: Any) -> Penalty:
     """As conf/callbacks/penalty.yaml has it."""
-    node = OmegaConf.load(CONF / "callbacks" / "penalty.yaml").penalty
-    return make("callbacks.penalty", {**node, "strength": strength, "without": without})  # type: ignore[no-any-return]
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / "penalty.yaml"))
+    node = {**tree["penalty"], "strength": strength, "without": list(without)}
+    node["penalty"] |= of
+    return make("callbacks.penalty", node)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("few", [2**20, -1])
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("more", [{}, {"clip_value": 2.0**-6}])
+@pytest.mark.parametrize(
+    ("of", "slope"),
+    [
+        ({}, [1.0, -1.0]),
+        ({"ord": 2}, [0.6, -0.8]),
+        ({"_target_": "torch.linalg.norm", "ord": "fro", "dim": [0, 1]}, [0.6, -0.8]),
+    ],
+)
+def test_the_norm_of_a_penalty_is_chosen_by_options(of: dict[str, Any], slope: list[float]) -> None:
+    weight = nn.Parameter(torch.tensor([[3.0, -4.0]]))
+    weight.grad = torch.tensor([[1.0, 2.0]])
+    penalty(0.5, **of)(torch.optim.SGD([weight], lr=0.1))
+    expected = torch.tensor([[1.0, 2.0]]) + 0.5 * torch.tensor([slope])
+    assert torch.allclose(weight.grad, expected, rtol=4 * 2.0**-24, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "half", "more", "few"),
+    [
+        ("fp32", "float16", {}, -1),
+        ("mixed", "float16", {}, 2**20),
+        ("mixed", "bfloat16", {"clip_value": 2.0**-6}, -1),
+        ("amp", "float16", {"clip_value": 2.0**-6}, 2**20),
+    ],
+)
 def test_a_penalty_is_added_to_the_masters_in_fp32(
     mode: str, half: str, more: Any, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +243,7 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
     monkeypatch.setattr(gradients, "_FEW", few)
     monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
-    penalty = l1(2.0**-20, ["*.bias"])
-    penalty.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.
+    hooked(penalty(2.0**-20, ["*.bias"]), run)
     before = {name: value.clone() for name, value in run.weights().items()}
     run.train_step(batch(0))
     given: dict[Tensor, Tensor] = {}
@@ -223,29 +259,36 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
             gradient = gradient + 2.0**-20 * before[name].sign()
         wanted = before[name].add(gradient, alpha=-0.1)
         assert torch.equal(run.weights()[name], wanted)
-    penalty.teardown(run, None)
 
 
-def test_a_penalty_says_what_it_does_not_take() -> None:
-    for strength in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError) as refused:
-            l1(strength, [])
-        assert str(refused.value) == (
-            f"callbacks.penalty.strength={strength}: must be a finite number > 0"
-        )
-    with pytest.raises(ConfigError, match=r"^callbacks.penalty.without=\[\*.bais\]: matches no p"):
-        l1(1.0, ["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
+CLOSURE = {"cls": torch.optim.LBFGS}
 
 
-def test_the_callback_refuses_clipping_and_idle_patterns() -> None:
+@pytest.mark.parametrize(
+    ("make", "plan", "line"),
+    [
+        (lambda: LARC(0.0), {}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
+        (lambda: LARC(0.1, mode="lars"), {},
+         "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
+        (lambda: LARC(1, min_update=-1.0), {},
+         "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
+        (lambda: LARC(1, epsilon=0.0), {},
+         "larc.epsilon=0.0: must be a finite number > 0; 1e-07 is usual"),
+        (lambda: LARC(1), {"clip_norm": 5.0},
+         "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
+         "set trainer.clip_norm=null, or leave callbacks=larc out"),
+        (lambda: LARC(1, without=["*.bais"]), {},
+         "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"),
+        (lambda: LARC(1), CLOSURE,
+         "callbacks.larc: the optimizer makes its gradients within its step, where no hook reaches "
+         "them; choose an optimizer without a closure"),
+        (lambda: penalty(float("nan")), {},
+         "callbacks.penalty.strength=nan: must be a finite number > 0"),
+    ],
+)  # fmt: skip
+def test_it_refuses_what_it_cannot_stand_beside(
+    make: Callable[[], StepHook], plan: dict[str, Any], line: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        LARC(eta=1e-3).setup(trainer(clip_norm=5.0), None)  # type: ignore[arg-type]
-    assert str(refused.value) == (
-        "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
-        "set trainer.clip_norm=null, or leave callbacks=larc out"
-    )
-    with pytest.raises(ConfigError) as refused:
-        LARC(eta=1e-3, without=["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
-    assert str(refused.value) == (
-        "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"
-    )
+        hooked(make(), trainer(**plan))
+    assert str(refused.value) == line

@@ -2,27 +2,29 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from vocabulary import differing, flat
 
-from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe import Backoff, Precision, Static, Trainer
 from mpframe.core.callback import Batch
-from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
-from mpframe.core.objective import Objective, StepOutput, supervised
-from mpframe.training.callbacks.guards import SkipGuard, saturation_warning
-from mpframe.training.callbacks.schedules import Schedules
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import supervised
+from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
-from mpframe.training.plan import Plan
-from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+# Each with the part, or the loss, that overflows.
+BAD = [
+    ("fp32", "float16", 0),
+    ("mixed", "float16", 1),
+    ("mixed", "bfloat16", 0),
+    ("amp", "float16", 1),
+]
 INF = float("inf")
-OBJECTIVES = {"discriminator": discriminator_objective, "generator": generator_objective}
+PARTS = ("body", "head")
 
 
 def body_and_head() -> nn.Module:
@@ -62,19 +64,12 @@ def snapshot(model: nn.Module, optimizer: MultiOptimizer) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return flat(one).keys() == flat(other).keys() and not differing(one, other)
 
 
 @pytest.mark.parametrize(
-    "clipping", [{}, {"max_norm": 0.05}, {"max_value": 0.005}], ids=lambda own: "".join(own)
+    ("skip", "clipping"), [("all", {}), ("each", {"max_norm": 0.05}), ("all", {"max_value": 0.005})]
 )
-@pytest.mark.parametrize("skip", ["all", "each"])
 def test_in_fp32_it_is_the_loop_by_hand(skip: str, clipping: dict[str, float]) -> None:
     model, optimizer, _ = joint(skip=skip)
     hand = body_and_head()
@@ -100,9 +95,9 @@ def test_in_fp32_it_is_the_loop_by_hand(skip: str, clipping: dict[str, float]) -
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", ["body", "head"])
-def test_all_or_nothing(mode: str, half: str, bad: str) -> None:
+@pytest.mark.parametrize(("mode", "half", "number"), BAD)
+def test_all_or_nothing(mode: str, half: str, number: int) -> None:
+    bad = PARTS[number]
     model, optimizer, precision = joint(mode, half, "all")
     one_good_step(model, optimizer, precision)
     before = snapshot(model, optimizer)
@@ -116,9 +111,9 @@ def test_all_or_nothing(mode: str, half: str, bad: str) -> None:
     assert scaler.scale == 2.0**15
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize(("bad", "good"), [("body", "head"), ("head", "body")])
-def test_each_on_its_own(mode: str, half: str, bad: str, good: str) -> None:
+@pytest.mark.parametrize(("mode", "half", "number"), BAD)
+def test_each_on_its_own(mode: str, half: str, number: int) -> None:
+    bad, good = PARTS[number], PARTS[1 - number]
     model, optimizer, precision = joint(mode, half, "each")
     twin, alone, _ = joint(mode, half, "each")
     for net, own in ((model, optimizer), (twin, alone)):
@@ -133,10 +128,8 @@ def test_each_on_its_own(mode: str, half: str, bad: str, good: str) -> None:
     alone.parts[good].step(Static(1.0), max_norm=1e-3)
     after, expected = snapshot(model, optimizer), snapshot(twin, alone)
     assert not result.skipped
-    assert {name: bool(part.skipped) for name, part in result.each().items()} == {
-        bad: True,
-        good: False,
-    }
+    skipped = {name: bool(part.skipped) for name, part in result.each().items()}
+    assert skipped == {bad: True, good: False}
     assert same(before[bad], after[bad])
     assert same(expected[good], after[good])
     assert not same(before[good], after[good])
@@ -197,19 +190,6 @@ def test_means_of_all_ranks_skip_all_or_their_part(skip: str, skipped: set[str])
     assert {name for name, part in parts.items() if part.skipped} == skipped
 
 
-def test_its_state_continues_bit_for_bit() -> None:
-    model, optimizer, precision = joint("mixed")
-    one_good_step(model, optimizer, precision)
-    twin, loaded, other = joint("mixed")
-    loaded.load_masters(twin, {**model.state_dict(), **optimizer.masters_by_name(model)})
-    loaded.load_state_dict(copy.deepcopy(optimizer.inner_state_dict()))
-    for net, own, cast in ((model, optimizer, precision), (twin, loaded, other)):
-        one_good_step(net, own, cast)
-    assert same(snapshot(model, optimizer), snapshot(twin, loaded))
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_a_weight_beyond_half_is_held_at_its_end_after_loading() -> None:
     model, optimizer, _ = joint("mixed")
     weights = {**model.state_dict(), **optimizer.masters_by_name(model)}
@@ -220,158 +200,12 @@ def test_a_weight_beyond_half_is_held_at_its_end_after_loading() -> None:
     assert "48 weights" in (saturation_warning(optimizer, model) or "")
 
 
-def gan_trainer(
-    mode: str = "fp32",
-    half: str = "float16",
-    skip: str = "each",
-    scaler: Any = None,
-    objectives: dict[str, Objective] | None = None,
-    plan: Plan | None = None,
-    fused: bool | None = None,
-) -> Trainer:
-    torch.manual_seed(0)
-    model, precision = Gan([1, 4, 4], latent=4, hidden=8), Precision(mode, half)
-    plain = {
-        name: torch.optim.Adam(getattr(model, name).parameters(), lr=1e-2, fused=fused)
-        for name in ("discriminator", "generator")
-    }
-    parts = {name: precision.prepare(model, own)[1] for name, own in plain.items()}
-    schedules = {
-        name: torch.optim.lr_scheduler.ExponentialLR(own, 0.9) for name, own in plain.items()
-    }
-    return MultiObjectiveTrainer(
-        model,
-        MultiOptimizer(parts, skip=skip, own_losses=True),
-        objectives or OBJECTIVES,
-        precision,
-        scaler=scaler,
-        algorithms={"schedule": Schedules(schedules)},
-        plan=plan or Plan(),
-    )
-
-
-def images(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(2)
-    return [(torch.randn(8, 1, 4, 4, generator=generator), torch.zeros(8)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("skip", ["each", "all"])
-def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str, fused: bool | None) -> None:
-    """Fused optimizers skip on the device: the schedules need their verdict before the next step."""
-    trainer = gan_trainer(skip=skip, scaler=Static(2.0**8), fused=fused)
-    model = copy.deepcopy(trainer.model)
-    judge = torch.optim.Adam(model.discriminator.parameters(), lr=1e-2, fused=fused)
-    maker = torch.optim.Adam(model.generator.parameters(), lr=1e-2, fused=fused)
-    rates = [torch.optim.lr_scheduler.ExponentialLR(own, 0.9) for own in (judge, maker)]
-    torch.manual_seed(5)
-    for batch in images(15):
-        trainer.train_step(batch)
-    torch.manual_seed(5)
-    for inputs, _ in images(15):
-        take_gradients(model, "discriminator", discriminator_by_hand(model, inputs))
-        if skip == "each":  # They take turns: the generator meets the updated discriminator.
-            judge.step()
-        take_gradients(model, "generator", generator_by_hand(model, inputs))
-        if skip == "all":
-            judge.step()
-        maker.step()
-        for rate in rates:
-            rate.step()
-    for (name, mine), theirs in zip(
-        trainer.model.state_dict().items(), model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, theirs), name
-
-
-def discriminator_by_hand(model: Any, inputs: Tensor) -> Tensor:
-    made = model.generator(torch.randn(len(inputs), model.latent))
-    real, fake = model.discriminator(inputs), model.discriminator(made.detach())
-    return nn.functional.softplus(-real).mean() + nn.functional.softplus(fake).mean()
-
-
-def generator_by_hand(model: Any, inputs: Tensor) -> Tensor:
-    made = model.generator(torch.randn(len(inputs), model.latent))
-    return nn.functional.softplus(-model.discriminator(made)).mean()
-
-
-def take_gradients(model: Any, name: str, loss: Tensor) -> None:
-    """The gradients of a loss, in the parameters of its own part and nowhere else."""
-    parameters = list(getattr(model, name).parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = gradient
-
-
-def broken(objective: Objective) -> Objective:
-    """The loss times inf: its gradients are not finite."""
-
-    def spoiled(model: nn.Module, batch: Any) -> StepOutput:
-        output = objective(model, batch)
-        return replace(output, loss=output.loss * INF)
-
-    return spoiled
-
-
-def test_a_run_that_only_skips_names_the_part_that_did() -> None:
-    objectives = {**OBJECTIVES, "generator": broken(OBJECTIVES["generator"])}
-    trainer = gan_trainer(objectives=objectives)
-    trainer.callbacks = {"guard": SkipGuard(3)}
-    part = r"optimizer\.parts\.generator"
-    said = rf"^trainer\.max_consecutive_skips=3 reached by {part}: the loss itself"
-    first, second, third = images(3)
-    trainer.train_step(first)
-    trainer.train_step(second)
-    with pytest.raises(DivergedError, match=said):
-        trainer.train_step(third)
-
-
-def state_of(trainer: Trainer, name: str) -> Any:
-    part = trainer.optimizer.parts[name]  # type: ignore[union-attr]
-    rate = trainer.algorithms["schedule"].by_name[name].state_dict()  # type: ignore[attr-defined]
-    return copy.deepcopy([part.parameters, part.state_dict(), rate])
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", list(OBJECTIVES))
-def test_one_loss_overflows_and_the_other_goes_on(mode: str, half: str, bad: str) -> None:
-    scalers = {"discriminator": Backoff(), "generator": LogMax()}
-    objectives = {**OBJECTIVES, bad: broken(OBJECTIVES[bad])}
-    trainer = gan_trainer(mode, half, "each", scalers, objectives)
-    before = {name: state_of(trainer, name) for name in OBJECTIVES}
-    result = trainer.train_step(images(1)[0])
-    (good,) = set(OBJECTIVES) - {bad}
-    assert same(before[bad], state_of(trainer, bad))
-    assert not same(before[good], state_of(trainer, good))
-    assert scalers[bad].scale <= 2.0**15
-    assert scalers[good].scale > scalers[bad].scale
-    assert trainer.progress.part_skips == {bad: 1, good: 0}
-    assert (trainer.progress.steps, trainer.progress.skipped) == (1, 0)
-    assert trainer.progress.skipped_in_a_row == 1
-    assert result.parts is not None
-    assert torch.isfinite(result.parts[good].loss)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", list(OBJECTIVES))
-def test_one_loss_overflows_and_nobody_moves(mode: str, half: str, bad: str) -> None:
-    objectives = {**OBJECTIVES, bad: broken(OBJECTIVES[bad])}
-    scaler = Backoff()
-    trainer = gan_trainer(mode, half, "all", scaler, objectives)
-    buffers = copy.deepcopy(list(trainer.model.buffers()))
-    before = {name: state_of(trainer, name) for name in OBJECTIVES}
-    assert trainer.train_step(images(1)[0]).skipped
-    assert same(before, {name: state_of(trainer, name) for name in OBJECTIVES})
-    assert same(buffers, list(trainer.model.buffers()))
-    assert scaler.scale == 2.0**15
-    assert (trainer.progress.steps, trainer.progress.skipped) == (0, 1)
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", ["body", "head"])
+@pytest.mark.parametrize(("mode", "half", "number"), BAD[:2])
 def test_one_part_of_one_loss_is_skipped_and_the_buffers_are_undone(
-    mode: str, half: str, bad: str
+    mode: str, half: str, number: int
 ) -> None:
     """The other part steps; the statistics are those of a batch that was not wholly good."""
+    bad = PARTS[number]
     model, optimizer, precision = joint(mode, half, "each")
     model[1] = nn.BatchNorm1d(8, affine=False)
     optimizer.parts[bad].parameters[0].register_hook(lambda gradient: gradient * INF)
@@ -383,72 +217,13 @@ def test_one_part_of_one_loss_is_skipped_and_the_buffers_are_undone(
     assert same(before, list(model.buffers()))
 
 
-@pytest.mark.parametrize("skip", ["each", "all"])
-def test_a_shared_scaler_is_told_once_a_step_of_the_largest(skip: str) -> None:
-    class Noting(Static):
-        def __init__(self) -> None:
-            super().__init__(2.0**4)
-            self.told: list[Tensor] = []
-
-        def update(self, amax: Tensor) -> None:
-            self.told.append(amax)
-
-    scaler = Noting()
-    trainer = gan_trainer(skip=skip, scaler=scaler)
-    results = [trainer.train_step(batch) for batch in images(4)]
-    assert [r.parts is not None for r in results] == [True] * 4
-    largest = [max(part.amax for part in result.each().values()) for result in results]
-    assert scaler.told == largest
-
-
-@pytest.mark.parametrize("skip", ["each", "all"])
-@pytest.mark.parametrize("shared", [True, False])
-def test_every_scaler_can_start_from_a_probe(skip: str, shared: bool) -> None:
-    def waiting() -> LogMax:
-        return LogMax(init_scale="probe")
-
-    scaler: Any = waiting() if shared else {name: waiting() for name in OBJECTIVES}
-    trainer = gan_trainer("mixed", skip=skip, scaler=scaler)
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.probe(images(1)[0])
-    assert not any(own.wants_probe for own in trainer.scalers.values())  # type: ignore[attr-defined]
-    assert same(dict(before), dict(trainer.model.state_dict()))
-    # The probe sees each weight's whole gradient. Those of a discriminator's two uses nearly cancel
-    # in it, and each of them has to fit into half: a first step may be skipped.
-    skipped = [trainer.train_step(images(1)[0]).any_skipped() for _ in range(3)]
-    assert not skipped[-1]
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("skip", ["each", "all"])
-def test_a_gan_resumes_bit_for_bit(mode: str, half: str, skip: str) -> None:
-    def fresh() -> Trainer:
-        scalers = {"discriminator": Backoff(), "generator": LogMax()}
-        return gan_trainer(mode, half, skip, scalers, plan=Plan(accumulate=2, clip_norm=1.0))
-
-    whole, first, second = fresh(), fresh(), fresh()
-    data = images(12)
-    torch.manual_seed(7)
-    for at in range(0, 12, 2):
-        whole.train_step(*data[at : at + 2])
-    torch.manual_seed(7)
-    for at in range(0, 6, 2):
-        first.train_step(*data[at : at + 2])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for at in range(6, 12, 2):
-        second.train_step(*data[at : at + 2])
-    assert same(whole.state_dict(), second.state_dict())
-
-
 @pytest.mark.parametrize(
     ("make", "line"),
     [
         (lambda: joint(skip="some"), r"optimizer\.skip=some: must be all or each"),
-        (lambda: gan_trainer(scaler={"generator": Backoff()}), r"loss_scaling: scalers for generator; the losses are discriminator, generator"),
-        (lambda: gan_trainer(objectives={"judge": discriminator_objective}), r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
         (lambda: one_loss({"a": Backoff()}), r"optimizer\.scalers=each: there is one loss, and one backward pass has one scale; use optimizer\.scalers=shared"),
-        (lambda: twice(), r"optimizer\.parts: 2 parameters are in one and in two; each belongs to one part"),
-        (lambda: with_closure(), r"optimizer\.parts\.one=LBFGS: needs a closure, and steps alone; choose an optimizer without one"),
+        (lambda: parts_of_one(one=torch.optim.SGD, two=torch.optim.SGD), r"optimizer\.parts: 2 parameters are in one and in two; each belongs to one part"),
+        (lambda: parts_of_one(one=torch.optim.LBFGS), r"optimizer\.parts\.one=LBFGS: needs a closure, and steps alone; choose an optimizer without one"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Callable[[], Any], line: str) -> None:
@@ -461,35 +236,13 @@ def one_loss(scaler: Any) -> Trainer:
     return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=scaler)
 
 
-def twice() -> MultiOptimizer:
+def parts_of_one(**classes: Any) -> MultiOptimizer:
     model, precision = nn.Linear(2, 2), Precision()
-    plain = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
-    one, two = (precision.prepare(model, own)[1] for own in plain)
-    return MultiOptimizer({"one": one, "two": two})
-
-
-def with_closure() -> MultiOptimizer:
-    model = nn.Linear(2, 2)
-    return MultiOptimizer(
-        {"one": Precision().prepare(model, torch.optim.LBFGS(model.parameters()))[1]}
-    )
+    made = {name: cls(model.parameters(), lr=1.0) for name, cls in classes.items()}
+    return MultiOptimizer({name: precision.prepare(model, own)[1] for name, own in made.items()})
 
 
 def test_another_runs_parts_are_refused() -> None:
-    _, optimizer, _ = joint()
-    with pytest.raises(
-        CheckpointError, match=r"optimizer\.parts: the checkpoint has a, this run body, head"
-    ):
-        optimizer.load_state_dict({"a": {}})
-
-
-def test_another_runs_scalers_are_refused() -> None:
-    shared, each = (
-        gan_trainer(scaler=Backoff()),
-        gan_trainer(scaler={n: Backoff() for n in OBJECTIVES}),
-    )
-    with pytest.raises(
-        CheckpointError,
-        match="loss_scaling: the checkpoint has a single one, this run discriminator, generator",
-    ):
-        each.load_state_dict(shared.state_dict())
+    parts = r"optimizer\.parts: the checkpoint has a, this run body, head"
+    with pytest.raises(CheckpointError, match=parts):
+        joint()[1].load_state_dict({"a": {}})

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from vocabulary import HALVES
+from vocabulary import HALVES, CalledOps
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import ConfigError, UserCodeError
@@ -22,7 +21,7 @@ from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
+MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 WORDS, LENGTH = 17, 6
 
 
@@ -72,16 +71,8 @@ def trainer_of(
     precision = Precision(mode, half)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = precision.prepare(model, plain)
-    scaler = Backoff(2.0**8)
-    return Trainer(
-        model,
-        optimizer,
-        objective,
-        precision,
-        scaler=scaler,
-        plan=plan or Plan(),
-        evaluator=Evaluator(),
-    )
+    rest: Any = {"scaler": Backoff(2.0**8), "plan": plan or Plan(), "evaluator": Evaluator()}
+    return Trainer(model, optimizer, objective, precision, **rest)
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
@@ -120,13 +111,10 @@ class Ends(nn.Module):
         return {"loss": F.cross_entropy(start, place), "start": start, "end": end}
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_outputs_without_logits_and_targets_that_the_model_does_not_see(
-    mode: str, half: str
-) -> None:
+def test_outputs_without_logits_and_targets_that_the_model_does_not_see() -> None:
     model, targets = Ends(), {"text": ["a", "b"]}
     arguments = {"x": torch.randn(2, 3, 4), "place": torch.tensor([0, 2])}
-    with Precision(mode, half).cast():
+    with Precision("mixed").cast():
         output = model_loss(model, (arguments, targets))
         expected = model(**arguments)
     assert output.targets is targets
@@ -165,33 +153,19 @@ def test_a_supervised_loss_is_in_fp32_outside_the_casts(mode: str, half: str) ->
     assert seen == [torch.float32 if mode == "fp32" else HALVES[half]]
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_a_half_loss_is_taken_to_fp32(half: str) -> None:
+def test_a_half_loss_is_taken_to_fp32() -> None:
     def objective(model: nn.Module, batch: Any) -> StepOutput:
         return StepOutput(model(batch[0]).sum())
 
-    model = nn.Linear(4, 2).to(HALVES[half])
-    output = compute(objective, model, (torch.randn(3, 4, dtype=HALVES[half]),))
+    output = compute(objective, nn.Linear(4, 2).half(), (torch.randn(3, 4).half(),))
     assert output.loss.dtype == torch.float32
     assert output.loss.requires_grad
 
 
-class Counting(TorchFunctionMode):
-    """Counts what is done with tensors in its block, as a cast block sees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_loss_is_checked_outside_the_casts() -> None:
-    seen = Counting()
+    seen = CalledOps()
     compute(lambda model, batch: StepOutput(model(batch)), nn.Linear(4, 1), torch.ones(4), seen)
-    assert seen.count == 1  # the layer
+    assert seen.names == ["linear"]
 
 
 class Data:
@@ -208,10 +182,11 @@ class Data:
         return iter(self.batches[start:])
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("counts", [None, {5: 2, 3: 7}])
+@pytest.mark.parametrize(
+    ("mode", "counts"), [("mixed", None), ("fp32", {5: 2, 3: 7}), ("amp", {5: 2, 3: 7})]
+)
 def test_an_evaluation_weighs_batches_by_their_count(
-    mode: str, half: str, counts: dict[int, int] | None
+    mode: str, counts: dict[int, int] | None
 ) -> None:
     """By the objective's own, e.g. of tokens; else by the samples of the batch."""
     plain, batches = supervised(nn.MSELoss()), pairs(5, 3)
@@ -221,7 +196,7 @@ def test_an_evaluation_weighs_batches_by_their_count(
         return StepOutput(plain(model, batch).loss, count=count)
 
     torch.manual_seed(0)
-    trainer = trainer_of(nn.Linear(4, 2), counting, mode, half)
+    trainer = trainer_of(nn.Linear(4, 2), counting, mode)
     with torch.no_grad(), trainer.precision.cast():
         losses = [compute(plain, trainer.model, batch).loss.double() for batch in batches]
     first, second = (5, 3) if counts is None else counts.values()
@@ -256,13 +231,12 @@ def test_a_batch_that_does_not_fit_is_one_line(objective: Any, batch: Any, line:
 
 
 def test_several_objectives_are_for_the_trainer_of_several() -> None:
-    model, precision = nn.Linear(4, 2), Precision()
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    one = trainer_of(nn.Linear(4, 2), model_loss, "fp32")
     with pytest.raises(UserCodeError, match=r"objective.one=MSELoss: a loss, and an objective is"):
-        MultiObjectiveTrainer(model, optimizer, {"one": nn.MSELoss()}, precision)
+        MultiObjectiveTrainer(one.model, one.optimizer, {"one": nn.MSELoss()}, one.precision)
 
 
-@pytest.mark.parametrize(("mode", "half"), [MODES[0], MODES[1], MODES[4]])
+@pytest.mark.parametrize(("mode", "half"), MODES[1:])
 def test_a_compiled_model_is_one_graph_under_the_casts(
     mode: str, half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +260,8 @@ def test_a_compiled_model_is_one_graph_under_the_casts(
     torch._dynamo.reset()
 
 
-def test_an_error_names_the_compiled_model() -> None:
+def test_an_error_names_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     trainer = trainer_of(nn.Linear(4, 2), supervised(nn.MSELoss()), "fp32", plan=Plan(compile=True))
     with pytest.raises(UserCodeError, match=r"^model: Linear raised"):
         trainer.train_step((torch.ones(2, 3), torch.ones(2, 2)))
@@ -304,11 +279,9 @@ class Head(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_the_logarithm_is_learned_and_the_number_is_measured(mode: str, half: str) -> None:
+def test_the_logarithm_is_learned_and_the_number_is_measured() -> None:
     torch.manual_seed(0)
-    precision = Precision(mode, half=half)
-    model = Head()
+    precision, model = Precision("mixed"), Head()
     model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
     targets = torch.tensor([1.0, 50_000.0, 7e7])
     with precision.cast():
@@ -329,9 +302,8 @@ def test_log_regression_refuses_what_it_cannot_use() -> None:
         objective(Head(), (batch["x"], batch["target"]))
     with pytest.raises(UserCodeError, match="takes one output for each target"):
         objective(Head(outputs=2), batch)
-    for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"objective.std={std}: must be finite, and std > 0"):
-            LogRegression(0.0, std)
+    with pytest.raises(ConfigError, match=r"objective\.std=0\.0: must be finite, and std > 0"):
+        LogRegression(0.0, 0.0)
 
 
 # dice_cross_entropy
@@ -351,11 +323,10 @@ def test_dice_and_cross_entropy_by_hand() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)  # a few roundings of float64
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str, half: str) -> None:
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str) -> None:
     torch.manual_seed(0)
-    precision = Precision(mode, half=half)
-    model = nn.Conv2d(1, 2, 1)
+    precision, model = Precision(mode), nn.Conv2d(1, 2, 1)
     model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
     # 2 · 70,000 pixels: their sum is above float16's largest number, 65,504.
     images, targets = torch.ones(2, 1, 700, 100), torch.ones(2, 700, 100, dtype=torch.int64)
@@ -367,9 +338,7 @@ def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str, half: str) -> 
     assert output.loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("dice_weight", -1.0), ("dice_weight", float("nan")), ("smooth", 0.0)]
-)
+@pytest.mark.parametrize(("option", "value"), [("dice_weight", float("nan")), ("smooth", 0.0)])
 def test_dice_and_cross_entropy_refuse(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"objective.{option}={value}: must be a finite number"):
         dice_cross_entropy(**{option: value})

@@ -17,6 +17,7 @@ from mpframe.training.plan import Plan
 SUITES = ("torch_grad_scaler", "trainers", "openseq2seq")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "plain"])
 def test_ported_suites_pass_on_every_path(path: str) -> None:
     files = [str(ROOT / f"tests/ports/test_{suite}.py") for suite in SUITES]

@@ -11,7 +11,7 @@ import torch
 from mpframe.cli.commands.simulate import main as simulate
 from mpframe.core.errors import DataError
 from mpframe.core.loss_scaling import Backoff, Static
-from mpframe.lab.simulation import as_table, draw, replay
+from mpframe.lab.simulation import as_table, replay
 from mpframe.tracking.amax_record import FILE_NAME, AmaxRecord, read_amax
 
 
@@ -46,24 +46,27 @@ def test_a_resumed_record_keeps_only_what_came_before(tmp_path: Path) -> None:
     assert read_amax(tmp_path).tolist() == [2.0, 4.0, 64.0]
 
 
-def test_a_record_that_is_no_text_is_carried_on_and_not_replayed(tmp_path: Path) -> None:
+def test_a_record_that_is_no_text_is_carried_on(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe\n1\n2\n")
     record = AmaxRecord(tmp_path, kept=2)
     record.add(torch.tensor(8.0))
     record.flush()
     assert (tmp_path / FILE_NAME).read_bytes() == b"\xff\xfe\n1\n3\n"
-    with pytest.raises(DataError, match="allowed is one number"):
-        read_amax(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
-    [(None, "No such file"), ("", "no steps recorded"), ("0\nx\n", "allowed is one number")],
+    [
+        (None, "No such file"),
+        (b"", "no steps recorded"),
+        (b"0\nx\n", "allowed is one number"),
+        (b"\xff\xfe\n1\n", "allowed is one number"),
+    ],
 )
-def test_a_bad_record_is_refused(tmp_path: Path, content: str | None, line: str) -> None:
+def test_a_bad_record_is_refused(tmp_path: Path, content: bytes | None, line: str) -> None:
     file = tmp_path / "record.txt"
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content)
     with pytest.raises(DataError, match=line):
         read_amax(file)
 
@@ -87,12 +90,6 @@ def test_backoff_is_told_of_its_overflows() -> None:
     assert "5      3        1.00" in as_table({"Backoff": done}).replace("Backoff  ", "")
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    amax = np.exp2(np.random.default_rng(0).normal(-3, 1, 300))
-    draw(amax, {"Backoff": replay(amax, Backoff())}, tmp_path / "a.png", torch.float16)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_prints_the_scalers_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,36 +110,28 @@ def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "record.txt").write_text("-3\n")
-    with pytest.raises(SystemExit):
-        simulate([f"run={tmp_path / 'record.txt'}", f"out={tmp_path / 'record.txt' / 'a.png'}"])
-    assert re.fullmatch(r"mpframe: out=.*record.txt is a file; .*\n", capsys.readouterr().err)
-
-
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("word", "said"),
     [
-        ("LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
-        ("none", "loss_scaling=none: has no scale to replay; choose static, Backoff, LogMax"),
+        ("out=RUN/a.png", "out=.*record.txt is a file; .*"),
+        ("loss_scaling=LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
+        ("loss_scaling=none",
+         "loss_scaling=none: has no scale to replay; choose static, Backoff, LogMax"),
     ],
-)
-def test_what_is_no_scaler_is_refused(
-    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "record.txt").write_text("-3\n")
+    run = tmp_path / "record.txt"
+    run.write_text("-3\n")
     with pytest.raises(SystemExit):
-        simulate([f"run={tmp_path / 'record.txt'}", f"loss_scaling={name}"])
+        simulate([f"run={run}", word.replace("RUN", str(run))])
     assert re.fullmatch(f"mpframe: {said}\n", capsys.readouterr().err)
 
 
 def test_a_users_scaler_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "record.txt").write_text("-3\n-4\n5\n")
-    target = (
-        "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
-    )
-    simulate([f"run={tmp_path / 'record.txt'}", target, "loss_scaling.scale=4096"])
+    own = "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
+    simulate([f"run={tmp_path / 'record.txt'}", own, "loss_scaling.scale=4096"])
     row = capsys.readouterr().out.splitlines()[1].split()
     assert (row[0], row[2], row[-1]) == ("static", "1", "4096")

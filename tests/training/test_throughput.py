@@ -110,8 +110,7 @@ def test_a_start_in_which_nothing_is_left_to_do_adds_no_time() -> None:
     clock = Clock()
     first = Throughput(BATCH, clock=clock)
     trained(clock, first, Plan())
-    state = first.state_dict()
-    again = Throughput(BATCH, clock=clock)
+    state, again = first.state_dict(), Throughput(BATCH, clock=clock)
     again.load_state_dict(state)
     clock.now += 0.5
     assert again.seconds == state["seconds"]
@@ -119,11 +118,9 @@ def test_a_start_in_which_nothing_is_left_to_do_adds_no_time() -> None:
 
 
 def test_before_the_first_step_only_the_time_is_known() -> None:
-    clock = Clock()
-    throughput = Throughput(BATCH, began=90.0, clock=clock)
+    throughput = Throughput(BATCH, began=90.0, clock=Clock())
     assert throughput.seconds == 10.0
-    assert throughput.samples_per_second is None
-    assert throughput.median_step_seconds is None
+    assert throughput.samples_per_second is throughput.median_step_seconds is None
 
 
 def test_the_share_of_waiting_is_that_of_the_steps_since_the_last_point() -> None:
