@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, saving
+from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
 from mpframe.checkpoint.saving import Background
 from mpframe.core.errors import CheckpointError
@@ -149,11 +149,6 @@ def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-class Attack:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("attacked"),)
-
-
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(
@@ -161,15 +156,6 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     ):
         save(tmp_path, 2, value=np.float64(1.0))
     assert names(tmp_path) == ["step_00000001"]
-
-
-def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(saving, "_refuse_unreadable", lambda _: None)
-    path = save(tmp_path, 1, state=Attack())
-    with pytest.raises(CheckpointError, match=r"state\.pt: holds code, which is never run"):
-        checkpoint.load(path)
-    assert not Path("attacked").exists()
 
 
 def test_the_random_generators_go_on_where_they_were(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mpframe.training import memory
 class Library:
     """A C library that notes what it is told."""
 
-    def __init__(self, answer: int = 1) -> None:
+    def __init__(self, answer: int) -> None:
         self.told: list[tuple[int, int]] = []
         self._answer = answer
 
@@ -27,23 +27,22 @@ class Library:
         return self._answer
 
 
-@pytest.mark.parametrize(("answer", "done"), [(1, True), (0, False)])
-def test_glibc_is_told_to_keep_memory(
-    answer: int, done: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("libc", "answer", "told"),
+    [
+        ("glibc", 1, [(-1, -1), (-4, 0)]),  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
+        ("glibc", 0, [(-1, -1), (-4, 0)]),
+        ("", 1, []),
+    ],
+)
+def test_only_glibc_is_told_to_keep_memory(
+    libc: str, answer: int, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Library(answer)
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
     monkeypatch.setattr(memory, "_c_library", lambda: library)
-    assert memory.keep_freed_memory() is done
-    assert library.told == [(-1, -1), (-4, 0)]  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
-
-
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library()
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(memory, "_c_library", lambda: library)
-    assert memory.keep_freed_memory() is False
-    assert library.told == []
+    assert memory.keep_freed_memory() is bool(told and answer)
+    assert library.told == told
 
 
 _FAULTS = """
@@ -62,6 +61,7 @@ print(given_back, kept)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_a_tensor_that_is_made_again_costs_no_page_faults() -> None:
     """32 MiB and its header: more than glibc ever keeps by itself.
@@ -114,12 +114,10 @@ def test_more_threads_than_free_cores_are_told(
 @pytest.mark.parametrize(
     ("load", "running", "count", "environment"),
     [
-        (0.3, 1, 8, {}),
         (0.9, 2, 8, {}),  # less than a core
         (7.5, 1, 8, {}),  # the last run of a sweep, which has ended
         (0.2, 7, 8, {}),  # only now, as while others start
         (5.2, 6, 3, {}),
-        (31.0, 40, 1, {}),
         (31.0, 40, 8, {"OMP_WAIT_POLICY": "passive"}),
     ],
 )

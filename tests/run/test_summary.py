@@ -3,7 +3,6 @@
 import csv
 from pathlib import Path
 
-import programs
 import pytest
 from in_process import StartRun
 
@@ -18,6 +17,7 @@ LINEAR = ["model._target_=faulty.linear", "dtype=fp32"]
 def test_times_and_counts_add_up_over_resumes(start_run: StartRun, tmp_path: Path) -> None:
     first = start_run(tmp_path, *SMALL, "trainer.epochs=1")
     second = start_run(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
+    assert (second.steps, second.epochs) == (44, 2)
     assert (first.samples, second.samples) == (22 * 64, 44 * 64)
     assert first.train_seconds is not None
     assert second.train_seconds is not None
@@ -25,18 +25,13 @@ def test_times_and_counts_add_up_over_resumes(start_run: StartRun, tmp_path: Pat
     assert first.train_seconds < second.train_seconds < second.seconds
     assert second.samples_per_second == second.samples / second.train_seconds
     assert second.median_step_seconds is not None
-
-
-def test_a_finished_job_that_is_started_again_keeps_its_time(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    first = start_run(tmp_path, *SMALL, "trainer.epochs=3")
+    # A finished job that is started again keeps its time, up to the last checkpoint: what came
+    # behind it is the writing of the end.
     saved = checkpoint.read(checkpoint.all_in(tmp_path)[-1])
-    again = start_run(tmp_path, *SMALL, "trainer.epochs=3", "resume=auto")
-    # The time up to the last checkpoint: what came behind it is the writing of the end.
+    again = start_run(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
     assert again.seconds == saved.state["callbacks"]["throughput"]["seconds"]
-    assert again.train_seconds == first.train_seconds
-    assert again.samples_per_second == first.samples_per_second
+    assert again.train_seconds == second.train_seconds
+    assert again.samples_per_second == second.samples_per_second
 
 
 def test_a_partial_window_counts_what_it_had(start_run: StartRun, tmp_path: Path) -> None:
@@ -55,11 +50,6 @@ NOTHING_APPLIED = [
         "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the "
         "data, or pin the overflowing module to fp32 in ops.modules",
     ),
-    (
-        ["model._target_=faulty.nan_weights", "dtype=mixed"],
-        "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the "
-        "data, or pin the overflowing module to fp32 in ops.modules",
-    ),
 ]
 
 
@@ -67,12 +57,12 @@ NOTHING_APPLIED = [
 def test_a_run_that_applied_no_step_is_diverged(
     start_run: StartRun, tmp_path: Path, options: list[str], cause: str
 ) -> None:
-    """Two epochs are fewer steps than the guard against endless skips waits for."""
+    """An epoch has fewer steps than the guard against endless skips waits for."""
     with pytest.raises(DivergedError) as error:
-        start_run(tmp_path, *options, "trainer.epochs=2", "callbacks.autopsy=null")
-    assert str(error.value) == f"no step was applied, 44 were skipped: {cause}"
+        start_run(tmp_path, *options, "trainer.epochs=1", "callbacks.autopsy=null")
+    assert str(error.value) == f"no step was applied, 22 were skipped: {cause}"
     summary = Summary.read(tmp_path)
-    assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 44)
+    assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 22)
     assert summary.reason == str(error.value)
     assert not checkpoint.all_in(tmp_path)
 
@@ -97,13 +87,13 @@ def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
 
 
 def test_a_run_that_ended_in_skips_is_diverged(start_run: StartRun, tmp_path: Path) -> None:
-    options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=2"]
+    options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=1"]
     said = "^the last 2 steps were skipped: the loss itself is not finite"
     with pytest.raises(DivergedError, match=said):
-        start_run(tmp_path / "two", *options, "dataset.batches=42", "callbacks.autopsy=null")
+        start_run(tmp_path / "two", *options, "dataset.batches=20", "callbacks.autopsy=null")
     assert Summary.read(tmp_path / "two").status == "diverged"
     # A single one may be a scaler's try at a higher scale.
-    assert start_run(tmp_path / "one", *options, "dataset.batches=43").status == "finished"
+    assert start_run(tmp_path / "one", *options, "dataset.batches=21").status == "finished"
 
 
 def test_a_closure_that_ends_at_nan_is_diverged(start_run: StartRun, tmp_path: Path) -> None:
@@ -130,17 +120,6 @@ def test_more_skips_than_steps_are_said(
     assert summary.reason is not None
     assert summary.reason.startswith(said)
     assert f"warning: {summary.reason}" in caplog.messages
-
-
-def test_a_sweep_says_diverged_and_ends_with_exit_code_1(tmp_path: Path) -> None:
-    words = [
-        "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
-        "loss_scaling.scale=1073741824,1024", "hydra.sweep.dir=sweep",
-    ]  # fmt: skip
-    done = programs.run(words, tmp_path)
-    assert done.returncode == 1
-    lines = (tmp_path / "sweep" / "sweep.csv").read_text().splitlines()
-    assert [row["status"] for row in csv.DictReader(lines)] == ["diverged", "finished"]
 
 
 def test_a_resumed_run_has_the_same_best(start_run: StartRun, tmp_path: Path) -> None:
