@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
@@ -97,7 +98,7 @@ def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """After a power cut there is nothing under the name, or all of it."""
     calls: list[str] = []
@@ -135,7 +136,7 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     save(tmp_path, 1)
 

@@ -52,7 +52,6 @@ HOSTILE: dict[str, list[Any]] = {
     "not parts of its checkpoint": [{PLACE: FIVE}, {}],
     "one holds other tensors": [{}, {PLACE: FIVE}],
     "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
-    "'nowhere'": [{("nowhere", "w"): FIVE}],
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from fixtures import Log, Patch, Shown
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
 from in_process import train
 from sameness import differing
@@ -35,31 +36,23 @@ Damage = Callable[[Path], None]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_run(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     assert not Path("attacked").exists()
 
 
-def truncated(share: float) -> Damage:
-    def damage(path: Path) -> None:
-        content = (path / "state.pt").read_bytes()
-        (path / "state.pt").write_bytes(content[: int(len(content) * share)])
-
-    return damage
+def truncated(path: Path) -> None:
+    content = (path / "state.pt").read_bytes()
+    (path / "state.pt").write_bytes(content[:-9])
 
 
-def flipped(which: str) -> Damage:
-    """One bit in the first or the last tensor that the file holds."""
-
-    def damage(path: Path) -> None:
-        content = bytearray((path / "state.pt").read_bytes())
-        weights = [w for w in checkpoint.load(path)["trainer"]["weights"].values() if w.numel() > 9]
-        tensor = {"first": weights[0], "last": weights[-1]}
-        content[content.index(tensor[which].numpy().tobytes()) + 5] ^= 16
-        (path / "state.pt").write_bytes(content)
-
-    return damage
+def flipped(path: Path) -> None:
+    """One bit in the first tensor that the file holds."""
+    content = bytearray((path / "state.pt").read_bytes())
+    first = next(w for w in checkpoint.load(path)["trainer"]["weights"].values() if w.numel() > 9)
+    content[content.index(first.numpy().tobytes()) + 5] ^= 16
+    (path / "state.pt").write_bytes(content)
 
 
 def without(name: str) -> Damage:
@@ -114,16 +107,12 @@ def curves(state: object) -> Damage:
 
 
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
-NO_OPTIONS = r"config\.yaml: not a stored configuration"
 NO_FIT = r"step_00000008: its state of callbacks\.curves does not fit \(.*\); resume from another"
 BAD: dict[str, tuple[Damage, str]] = {
     **CASES,
-    "empty": (truncated(0), r"state\.pt: damaged, 0 bytes instead of \d+"),
-    "truncated late": (truncated(0.999), r"state\.pt: damaged, \d+ bytes instead of \d+"),
-    "bit in the first": (flipped("first"), r"state\.pt: damaged, its digest differs"),
-    "bit in the last": (flipped("last"), r"state\.pt: damaged, its digest differs"),
+    "truncated": (truncated, r"state\.pt: damaged, \d+ bytes instead of \d+"),
+    "bit in the first": (flipped, r"state\.pt: damaged, its digest differs"),
     "missing state": (without("state.pt"), r"state\.pt: cannot be read \(No such"),
-    "missing config": (without("config.yaml"), r"config\.yaml: cannot be read"),
     "manifest missing": (without("manifest.json"), "no readable checkpoint"),
     "missing digest": (without_digest, r"manifest\.json: damaged, not a manifest"),
     "newer format": (
@@ -139,14 +128,9 @@ BAD: dict[str, tuple[Damage, str]] = {
         r"manifest\.json: damaged, its digest differs",
     ),
     "an alias bomb": (sealed(BOMB), r"config\.yaml: refused, a stored configuration has no alia"),
-    "options of a list": (sealed("[1, 2]"), NO_OPTIONS),
-    "options not YAML": (sealed("a: ]["), NO_OPTIONS),
     "options too deep": (sealed("a: " + "[" * 999 + "]" * 999), r"config\.yaml: refused, a stored"),
     "steps below 0": (progress(steps=-5), r"its progress\.steps is no count but -5; use another"),
-    "steps of 1e30": (progress(steps=1e30), r"its progress\.steps is no count but 1e\+30; use"),
-    "steps of text": (progress(batch="0"), r"its progress\.batch is no count but '0'; use another"),
     "callbacks_state a number": (curves(7), NO_FIT),
-    "callbacks_state empty": (curves({}), NO_FIT),
     "callbacks_state undecodable": (curves({"last_step": {"step": 8, "events": ["////"]}}), NO_FIT),
 }
 
@@ -196,11 +180,7 @@ def refused(trainer: Trainer, config: str, source: Path) -> str:
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_checkpoint_is_refused_and_auto_takes_the_one_before(
-    own: tuple[Trainer, str],
-    whole: Path,
-    tmp_path: Path,
-    case: str,
-    caplog: pytest.LogCaptureFixture,
+    own: tuple[Trainer, str], whole: Path, tmp_path: Path, case: str, caplog: Log
 ) -> None:
     caplog.set_level("INFO")
     folder = shutil.copytree(whole, tmp_path / "run")
@@ -273,9 +253,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_code(
-    reader: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_reader_refuses_code(reader: str, whole: Path, tmp_path: Path, capsys: Shown) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     STATES["code"][0](folder / NEWEST)
     with pytest.raises((CheckpointError, SystemExit)) as caught:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun
+from fixtures import Log
+from in_process import train
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import resnet18
@@ -67,9 +68,7 @@ def test_torchvisions_resnet18_is_taken_bit_for_bit(mode: str, resnet_file: Path
     assert bool(half) == (mode == "mixed")
 
 
-def test_a_new_head_keeps_its_first_values(
-    resnet_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_head_keeps_its_first_values(resnet_file: Path, caplog: Log) -> None:
     caplog.set_level("INFO")
     trainer = trainer_of(resnet18(num_classes=3))
     before = {name: weight.clone() for name, weight in trainer.weights().items()}
@@ -138,16 +137,16 @@ def test_a_sharded_model_of_hugging_face_is_taken(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_starts_from_a_file_and_its_average_too(start_run: StartRun, tmp_path: Path) -> None:
+def test_a_run_starts_from_a_file_and_its_average_too(tmp_path: Path) -> None:
     """An export of ours is a file of weights, too."""
     small = ["experiment=digits_mlp", "trainer.max_steps=2"]
-    start_run(tmp_path / "source", *small)
+    train(tmp_path / "source", *small)
     saved = weights_of(checkpoint.load(tmp_path / "source"), "trained", tmp_path)
     save_file(
         {f"net.{name}": tensor for name, tensor in saved.items()}, tmp_path / "own.safetensors"
     )
     still = [*small, "optimizer=sgd", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
-    start_run(
+    train(
         tmp_path / "taken", *still, f"init_from={tmp_path / 'own.safetensors'}",
         "init_from_names={net.*:'*'}", "trainer.ema_decay=0.5",
     )  # fmt: skip

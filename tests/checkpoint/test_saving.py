@@ -12,14 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from in_process import StartRun, scalars
+from fixtures import Log, Patch
+from in_process import scalars, train
 from sameness import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint import saving
 from mpframe.checkpoint.folder import best_in
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
-from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import checkpoints
@@ -36,22 +36,20 @@ def steps(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in checkpoint.all_in(folder)]
 
 
-def test_saved_by_the_clock(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A clock that moves on by ten seconds each time it is read, which is once a step.
 
     The last step is saved whatever was due.
     """
     ticks = iter(range(0, 100_000, 10))
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    start_run(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
+    train(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
     assert steps(tmp_path) == [3, 6, 9, 10]
 
 
-def test_the_best_are_saved_when_made_and_kept(start_run: StartRun, tmp_path: Path) -> None:
+def test_the_best_are_saved_when_made_and_kept(tmp_path: Path) -> None:
     options = ["trainer.eval_every=1", "trainer.checkpoint_every=5", "trainer.keep_last=1"]
-    start_run(tmp_path, *OPTIONS, *options, "trainer.keep_best=2", "optimizer.lr=0.03")
+    train(tmp_path, *OPTIONS, *options, "trainer.keep_best=2", "optimizer.lr=0.03")
     curve = scalars(tmp_path)["metric/accuracy/val"]
     best = sorted(curve, key=lambda point: (-point[1], point[0]))[:2]
     assert {step for step, _ in best} | {10} == set(steps(tmp_path))
@@ -59,13 +57,10 @@ def test_the_best_are_saved_when_made_and_kept(start_run: StartRun, tmp_path: Pa
 
 
 def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
-    start_run: StartRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
-    start_run(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
+    train(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
     curve = scalars(tmp_path)["loss/val"]
     best, _ = min(curve, key=lambda point: (point[1], point[0]))
     assert [path.name for path in best_in(tmp_path, 1)] == [f"step_{best:08d}"]
@@ -77,12 +72,10 @@ def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
     )
 
 
-def test_a_save_in_the_background_holds_its_own_step(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch: Patch) -> None:
     """Written slowly, while the weights move on: each is what the run was at its step."""
     options = [*OPTIONS, "trainer.checkpoint_every=3", "trainer.keep_last=99"]
-    start_run(tmp_path / "whole", *options)
+    train(tmp_path / "whole", *options)
     save, under_way, most = checkpoint.save, [0], [0]
 
     def slowly(*arguments: object) -> Path:
@@ -95,7 +88,7 @@ def test_a_save_in_the_background_holds_its_own_step(
             under_way[0] -= 1
 
     monkeypatch.setattr(checkpoint, "save", slowly)
-    start_run(tmp_path / "background", *options, "trainer.async_save=true")
+    train(tmp_path / "background", *options, "trainer.async_save=true")
     assert (most[0], under_way[0]) == (1, 0)
     assert steps(tmp_path / "background") == [3, 6, 9, 10]
     for first, second in zip(
@@ -134,32 +127,19 @@ def small_folder(tmp_path: Path) -> Iterator[Path]:
 FAILING = ["model.hidden=96", "trainer.checkpoint_every=2", "trainer.keep_last=9"]
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoints_whole(
-    start_run: StartRun, small_disk: Path
-) -> None:
+def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoints_whole(small_disk: Path) -> None:
     said = (
         r"^checkpoint \S+ could not be written \(No space left on device\); older checkpoints are"
     )
     with pytest.raises(CheckpointError, match=said):
-        start_run(small_disk, *OPTIONS, *FAILING, "trainer.async_save=true")
+        train(small_disk, *OPTIONS, *FAILING, "trainer.async_save=true")
     assert Summary.read(small_disk).status == "failed"
     (whole,) = checkpoint.all_in(small_disk)
     assert checkpoint.read(whole).global_step == 2
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
 
 
-def test_a_full_disk_may_be_warned_of_only(
-    start_run: StartRun, small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = ["trainer.on_save_error=warn"]
-    assert start_run(small_disk, *OPTIONS, *FAILING, *options).status == "finished"
-    said = [line for line in caplog.messages if line.startswith("warning: checkpoint ")]
-    tried = [int(line.split(" could")[0].split("step_")[1]) for line in said]
-    assert tried == [4, 6, 8, 10, 10]  # The last step's once more at the end.
-    assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
-
-
-def filled(folder: Path, patched: pytest.MonkeyPatch, from_step: int, to_step: int) -> None:
+def filled(folder: Path, patched: Patch, from_step: int, to_step: int) -> None:
     """Let the disk of a folder be full to its last byte from one step to another."""
     whole = Checkpoints.on_step_end
 
@@ -176,14 +156,11 @@ def filled(folder: Path, patched: pytest.MonkeyPatch, from_step: int, to_step: i
 
 
 def test_a_disk_full_to_the_last_byte_is_one_line(
-    start_run: StartRun,
-    small_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    small_folder: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     filled(small_folder, monkeypatch, 3, 99)
     with pytest.raises(MpframeError, match=r"written \(No space left on device\)") as caught:
-        start_run(small_folder, *OPTIONS, *FAILING)
+        train(small_folder, *OPTIONS, *FAILING)
     assert "\n" not in str(caught.value)
     assert not (small_folder / "summary.json").exists()
     (line,) = (line for line in caplog.messages if "summary.json" in line)
@@ -191,21 +168,8 @@ def test_a_disk_full_to_the_last_byte_is_one_line(
     assert [path.name for path in small_folder.glob(".summary*")] == []
 
 
-def test_what_waited_for_room_on_a_full_disk_is_there_in_the_end(
-    start_run: StartRun, small_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(small_folder, monkeypatch, 3, 8)
-    monkeypatch.setattr(event_file, "_SECONDS", 0.0)
-    options = [*OPTIONS, *FAILING, "trainer.on_save_error=warn"]
-    assert start_run(small_folder, *options).steps == 10
-    assert [step for step, _ in scalars(small_folder)["loss/train"]] == list(range(1, 11))
-    assert len(read_amax(small_folder)) == 10
-    assert Summary.read(small_folder).status == "finished"
-    assert checkpoint.read(small_folder).global_step == 10
-
-
 def test_a_full_disk_may_be_warned_of_while_the_best_are_saved(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Before a best one is ranked the save under way ends, whose error must not end the run."""
 
@@ -214,35 +178,33 @@ def test_a_full_disk_may_be_warned_of_while_the_best_are_saved(
 
     monkeypatch.setattr(checkpoint, "save", fail)
     options = [*OPTIONS, "trainer.on_save_error=warn", "trainer.async_save=true"]
-    assert start_run(tmp_path, *options, "trainer.eval_every=1").steps == 10
+    assert train(tmp_path, *options, "trainer.eval_every=1").steps == 10
 
 
 @pytest.mark.parametrize(("best", "kept"), [(0, 0), (2, 2)])
-def test_a_run_that_keeps_none_of_the_newest(
-    start_run: StartRun, tmp_path: Path, best: int, kept: int
-) -> None:
+def test_a_run_that_keeps_none_of_the_newest(tmp_path: Path, best: int, kept: int) -> None:
     options = ["trainer.keep_last=0", f"trainer.keep_best={best}", "trainer.eval_every=1"]
-    summary = start_run(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
+    summary = train(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
     assert (summary.status, summary.steps) == ("finished", 10)
     assert checkpoint.all_in(tmp_path) == sorted(best_in(tmp_path, 2))
     assert len(checkpoint.all_in(tmp_path)) == kept
 
 
 def test_a_run_that_saves_nothing_says_so_if_it_is_stopped(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def stop(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Checkpoints, "on_optimizer_step", stop)
     with pytest.raises(RunInterrupted) as stopped:
-        start_run(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
     assert str(stopped.value) == (
         "stopped by SIGTERM; trainer.keep_last=0: where it stopped is not saved"
     )
     assert checkpoint.all_in(tmp_path) == []
     with pytest.raises(ConfigError) as refused:
-        start_run(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
     assert str(refused.value) == (
         "trainer.keep_last=0: trainer.requeue=true needs checkpoints; use 1"
     )
@@ -256,7 +218,7 @@ WATCHED = [
 
 
 def test_curves_are_on_the_disk_before_a_checkpoint_counts(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
     synced: dict[str, int] = {}
@@ -274,7 +236,7 @@ def test_curves_are_on_the_disk_before_a_checkpoint_counts(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(saving, "_put_in_place", place)
-    start_run(tmp_path, *WATCHED, "trainer.async_save=true", "trainer.keep_last=9")
+    train(tmp_path, *WATCHED, "trainer.async_save=true", "trainer.keep_last=9")
     assert [name for name, _ in made] == ["step_00000004", "step_00000005"]
     for name, on_disk in made:
         sizes = checkpoint.read(tmp_path / "checkpoints" / name).facts["records"]
@@ -287,32 +249,30 @@ def test_curves_are_on_the_disk_before_a_checkpoint_counts(
 
 
 def test_a_record_that_cannot_be_synced_makes_no_checkpoint(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def fail(paths: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(saving, "sync_paths", fail)
     with pytest.raises(CheckpointError, match="could not be written"):
-        start_run(tmp_path, *OPTIONS)
+        train(tmp_path, *OPTIONS)
     assert checkpoint.all_in(tmp_path) == []
 
 
-def test_a_resume_says_which_curves_have_lost_rows(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_says_which_curves_have_lost_rows(tmp_path: Path, caplog: Log) -> None:
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    start_run(folder, *OPTIONS, "trainer.max_steps=3")
-    start_run(folder, *OPTIONS, "resume=auto", "trainer.max_steps=3")
-    start_run(elsewhere, *OPTIONS, f"resume={folder}", "trainer.max_steps=4")  # Has lost none.
+    train(folder, *OPTIONS, "trainer.max_steps=3")
+    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=3")
+    train(elsewhere, *OPTIONS, f"resume={folder}", "trainer.max_steps=4")  # Has lost none.
     assert [line for line in caplog.messages if "shorter" in line] == []
     sizes = checkpoint.read(folder).facts["records"]
     left = {name: 0 if name == "metrics.csv" else size - 9 for name, size in sizes.items()}
     for name, size in left.items():
         os.truncate(folder / name, size)
-    start_run(folder, *OPTIONS, "resume=auto", "trainer.max_steps=4")
+    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=4")
     said = ", ".join(f"{name} ({left[name]} of {size} bytes)" for name, size in sizes.items())
-    start_run(folder, *OPTIONS, "resume=auto", "trainer.max_steps=5")  # It is said once.
+    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=5")  # It is said once.
     assert [line for line in caplog.messages if "shorter" in line] == [
         f"warning: shorter than when step_00000003 was made: {said}; what was lost stays missing "
         "from the curves"

@@ -6,13 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from fixtures import Log, Patch
 
 from mpframe.files import durable
 from mpframe.files.durable import AppendLog, append_whole
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def full_disk(monkeypatch: Patch) -> list[bool]:
     """Whether the disk is full: `full_disk[0]`."""
     state, append = [True], durable.append_whole
 
@@ -31,7 +32,7 @@ def test_a_full_disk_stops(tmp_path: Path, full_disk: list[bool]) -> None:
 
 
 def test_a_full_disk_is_warned_of_and_the_pieces_are_written_when_there_is_room(
-    tmp_path: Path, full_disk: list[bool], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, full_disk: list[bool], caplog: Log
 ) -> None:
     log = AppendLog(tmp_path / "log", on_error="warn")
     log.append(b"one")

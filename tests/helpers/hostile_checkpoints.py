@@ -140,11 +140,6 @@ ATTACKS: dict[str, bytes] = {
 }
 STATES: dict[str, tuple[Change, str]] = {
     "code": (bytes_of_state(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
-    "eval": (
-        stated({"a": Attack(eval, "open('attacked', 'w')")}),
-        r"state\.pt: holds code, which is never run",
-    ),
-    "code in an old file": (bytes_of_state(ATTACKS["code in an old file"]), TORN),
     "a bare pickle": (bytes_of_state(ATTACKS["a bare pickle"]), TORN),
     "a bomb": (
         bytes_of_state(repacked(saved({"a": torch.zeros(2**22)}), zipfile.ZIP_DEFLATED)), STORED,
@@ -154,33 +149,20 @@ STATES: dict[str, tuple[Change, str]] = {
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),
     "state a folder": (a_folder, r"state\.pt: cannot be read \(Not a regular file\)"),
-    "pickle empty": (pickled(b""), TORN),
-    "pickle pops nothing": (pickled(b"\x80\x02aaa."), TORN),
-    "pickle of a number": (pickled(b"\x80\x02K\x01."), r"state\.pt: holds a int"),
-    "pickle of wild calls": (pickled(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nNR."), TORN),
-    "pickle asks for memory": (
-        pickled(b"\x80\x02\x8a" + b"\xff" + b"\x01" * 255 + b"."), r"state\.pt: ",
-    ),
     "pickle too deep": (pickled(DEEP), r"state\.pt: refused, nested"),
     "pickle of no-ops": (pickled(ZEROES), r"state\.pt: refused, its pickle has 4\d{7} bytes"),
-    "zip cut": (bytes_of_state(b"PK\3\4" + bytes(300)), TORN),
     "doubled lists": (stated({"a": doubled()}), r"state\.pt: refused, nested"),
-    "a list in itself": (stated({"a": (ring := [], ring.append(ring))}), r"refused, nested"),
 }  # fmt: skip
 CASES: dict[str, tuple[Change, str]] = {
     **STATES,
     "state a fifo": (fifo("state.pt"), r"state\.pt: cannot be read \(Not a regular file\)"),
     "manifest a fifo": (fifo("manifest.json"), r"manifest\.json: Not a regular file"),
     "state a device": (link("state.pt", "/dev/zero"), r"state\.pt: cannot be read \(A link"),
-    "manifest a link": (link("manifest.json", "../manifest.json"), r"manifest\.json: A link"),
     "a device named": (named("/dev/zero"), r"manifest\.json: damaged, it names '/dev/zero'"),
-    "the folder named": (named("."), r"manifest\.json: damaged, it names '\.'"),
-    "nul named": (named("a\0b"), r"manifest\.json: damaged, it names 'a\\x00b'"),
     "an endless size": (
         manifest('{"format":2,"content":{"files":{"state.pt":{"bytes":1e999,"sha256":""}},'
                  '"facts":{}},"sha256":""}'), r"manifest\.json: damaged, not a manifest",
     ),
     "manifest too deep": (manifest("[" * 100_000), r"manifest\.json: damaged, not a manifest"),
-    "manifest not text": (manifest(b"\xff\xfe\0\xff"), r"manifest\.json: damaged, not a manifest"),
     "manifest of 2 MB": (manifest(" " * 2**21), r"manifest\.json: Larger than 1048576 bytes"),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,12 +12,13 @@ from typing import Any
 
 import pytest
 from checkout import HELPERS, ROOT
-from in_process import StartRun, scalars, train
+from fixtures import Log, Patch
+from in_process import scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
 from mpframe import checkpoint
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, RunInterrupted
 from mpframe.files.file_lock import run_lock
 from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
@@ -111,7 +111,7 @@ def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
 
 
 def test_further_signals_do_not_tear_the_checkpoint(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
@@ -122,11 +122,11 @@ def test_further_signals_do_not_tear_the_checkpoint(
 
 
 def test_before_there_is_anything_to_save_a_signal_stops_at_once(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("mpframe.run.run.build_loaders", at_call(1, send, build_loaders))
     with pytest.raises(RunInterrupted):
-        start_run(tmp_path, *SHORT)
+        train(tmp_path, *SHORT)
     assert Summary.read(tmp_path).status == "interrupted"
     assert not checkpoint.all_in(tmp_path)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -164,7 +164,7 @@ SCONTROL = (
 )
 
 
-def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> Path:
+def with_scontrol(folder: Path, monkeypatch: Patch, fails: str = "") -> Path:
     """A program called scontrol that writes down what it was asked for."""
     program, log = folder / "bin" / "scontrol", folder / "scontrol.log"
     program.parent.mkdir()
@@ -180,7 +180,7 @@ def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str = ""
     [("SIGUSR1", True), ("SIGUSR1", False), ("SIGTERM", True), ("SIGINT", False)],
 )
 def test_only_the_warning_of_a_time_limit_requeues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requeue: bool
+    tmp_path: Path, monkeypatch: Patch, name: str, requeue: bool
 ) -> None:
     log = with_scontrol(tmp_path, monkeypatch)
     options = [*SHORT, f"trainer.requeue={requeue}", "resume=auto"]
@@ -191,18 +191,11 @@ def test_only_the_warning_of_a_time_limit_requeues(
     assert checkpoint.read(tmp_path / "run").global_step == 2
 
 
-def test_a_refused_requeue_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_requeue_is_said(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     with_scontrol(tmp_path, monkeypatch, fails="Job is not requeueable")
     options = [*SHORT, "trainer.requeue=true", "resume=auto"]
     interrupted(tmp_path / "run", *options, call=2, name="SIGUSR1")
     assert "warning: job 77 was not requeued: Job is not requeueable" in caplog.messages
-
-
-def test_a_requeued_job_must_be_able_to_go_on(start_run: StartRun, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.requeue=true: needs resume=auto, not"):
-        start_run(tmp_path, *SHORT, "trainer.requeue=true")
 
 
 def _hold(folder: Path, taken: Any, release: Any) -> None:
@@ -211,7 +204,7 @@ def _hold(folder: Path, taken: Any, release: Any) -> None:
         release.wait(60)
 
 
-def test_a_second_process_on_a_run_folder_is_refused(start_run: StartRun, tmp_path: Path) -> None:
+def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path) -> None:
     forking = multiprocessing.get_context("fork")
     taken, release = forking.Event(), forking.Event()
     holder = forking.Process(target=_hold, args=(tmp_path, taken, release))
@@ -219,7 +212,7 @@ def test_a_second_process_on_a_run_folder_is_refused(start_run: StartRun, tmp_pa
     assert taken.wait(60)
     said = rf"^hydra\.run\.dir=\S+: process {holder.pid} on \S+ is training in this folder; wait"
     with pytest.raises(ConfigError, match=said):
-        start_run(tmp_path, *SHORT, "resume=auto")
+        train(tmp_path, *SHORT, "resume=auto")
     assert not (tmp_path / "config_resolved.yaml").exists()
     release.set()
     assert exit_code(holder) == 0
@@ -240,13 +233,6 @@ def test_a_killed_run_leaves_its_folder_free_at_once_and_goes_on_exactly(
     assert_same_run(whole, folder)
 
 
-def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".lock").mkdir()
-    said = re.escape(f"hydra.run.dir={tmp_path}: cannot be written")
-    with pytest.raises(MpframeError, match=said):
-        run_lock(tmp_path).__enter__()
-
-
 SIGNALLED = """
 import os, signal, torch
 
@@ -261,13 +247,13 @@ def net():
 
 
 def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "signalled_model.py").write_text(SIGNALLED)
     monkeypatch.syspath_prepend(str(tmp_path))
     log = with_scontrol(tmp_path, monkeypatch)
     options = ["model._target_=signalled_model.net", "resume=auto", "trainer.requeue=true"]
     with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
-        start_run(tmp_path / "run", *options)
+        train(tmp_path / "run", *options)
     assert Summary.read(tmp_path / "run").status == "interrupted"
     assert log.read_text() == "requeue 77\n"

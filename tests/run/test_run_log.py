@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures import Log, Patch, Shown
 from fork_server import CONTEXT, as_a_new_program
-from in_process import HYDRA, StartRun, command, composed
+from in_process import HYDRA, command, composed, train
 from omegaconf import DictConfig
 from processes import exit_code
 from tqdm import tqdm
@@ -54,18 +55,9 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
     return summary, [line.rpartition("] ")[2] for line in lines]
 
 
-def test_of_equal_values_the_first_is_the_best(tmp_path: Path) -> None:
-    """It is the first whose weights are kept and tested."""
-    summary, logged = run(tmp_path, "optimizer.lr=1e-30")
-    best = [re.search(r"\(best.*?\)", line) for line in logged if ": train loss" in line]
-    value = f"{summary.val_metric:.4f}"
-    assert [found and found[0] for found in best] == ["(best)", f"(best {value} at step 11)"]
-    assert "tested with the weights of step_00000011" in "\n".join(logged)
-
-
 @pytest.mark.parametrize("verbosity", ["quiet", "normal", "verbose"])
 def test_what_the_console_shows_and_the_log_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verbosity: str
+    tmp_path: Path, capsys: Shown, verbosity: str
 ) -> None:
     """No terminal: no bar."""
     summary, logged = run(tmp_path, f"trainer.verbosity={verbosity}")
@@ -83,12 +75,9 @@ def test_what_the_console_shows_and_the_log_holds(
     assert logging.getLogger("mpframe").level == logging.NOTSET
 
 
-@pytest.mark.parametrize("progress", ["on", "off", "auto"])
+@pytest.mark.parametrize("progress", ["on", "auto"])
 def test_a_line_stands_above_the_bar_and_not_in_it(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    progress: str,
+    tmp_path: Path, capsys: Shown, monkeypatch: Patch, progress: str
 ) -> None:
     """The bar, drawn at every step here, shows the last validation and the best one."""
     at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
@@ -105,7 +94,7 @@ def test_a_line_stands_above_the_bar_and_not_in_it(
 
 
 def test_quiet_is_without_a_bar_even_on_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run(tmp_path / "quiet", "trainer.max_steps=2", "trainer.verbosity=quiet")
@@ -114,16 +103,14 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
     assert "step/s" in capsys.readouterr().err
 
 
-def test_a_run_that_ends_much_worse_says_so(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_ends_much_worse_says_so(tmp_path: Path, caplog: Log) -> None:
     """A learning rate that grows to 1e4 at the end."""
     grows = [
         *("scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"),
         *("+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"),
         *("dtype=fp32", "trainer.monitor=loss", "trainer.keep_best=1"),
     ]
-    summary = start_run(tmp_path, *SMALL, *grows)
+    summary = train(tmp_path, *SMALL, *grows)
     (line,) = (text for text in caplog.messages if "much worse" in text)
     assert line == (
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "

@@ -8,25 +8,27 @@ from pathlib import Path
 import programs
 import pytest
 from checkout import ROOT
-from in_process import StartRun, scalars, train
+from fixtures import Log
+from in_process import scalars, train
 from tiny_experiments import EXPERIMENTS, tiny
 
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.tracking.summary import Summary
 
+SMALLEST = [e for e in EXPERIMENTS if f"{e}_small" not in EXPERIMENTS]
 # Images from files, two losses, text, boxes; the others are of one of these kinds.
 ALWAYS = ("fashion_mnist_cnn", "digits_gan", "gpt_small", "detection_ssd_small")
 
 
 @pytest.mark.parametrize(
     "experiment",
-    [pytest.param(e, marks=[] if e in ALWAYS else [pytest.mark.slow]) for e in EXPERIMENTS],
+    [pytest.param(e, marks=[] if e in ALWAYS else [pytest.mark.slow]) for e in SMALLEST],
 )
 def test_every_shipped_experiment_runs_two_steps(
-    experiment: str, start_run: StartRun, tiny_data: Path, tmp_path: Path
+    experiment: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     few = ["trainer.max_steps=2", "trainer.eval_every=1000", "dataset.batch_size=8"]
-    summary = start_run(tmp_path, *few, *tiny(experiment, tiny_data))
+    summary = train(tmp_path, *few, *tiny(experiment, tiny_data))
     assert (summary.status, summary.steps) == ("finished", 2)
 
 
@@ -81,10 +83,10 @@ def test_the_curves_of_a_run(source: tuple[Path, Summary]) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "amp", "mixed_bf16"])
 def test_weights_may_come_from_a_run_in_another_mode(
-    start_run: StartRun, source: tuple[Path, Summary], tmp_path: Path, dtype: str
+    source: tuple[Path, Summary], tmp_path: Path, dtype: str
 ) -> None:
     folder, summary = source
-    taken = start_run(
+    taken = train(
         tmp_path, *SOURCE, f"dtype={dtype}", f"init_from={folder}", "trainer.max_steps=1",
         "optimizer.lr=1e-9",
     )  # fmt: skip
@@ -92,26 +94,21 @@ def test_weights_may_come_from_a_run_in_another_mode(
 
 
 def test_a_head_may_differ_from_the_weights_that_are_taken(
-    start_run: StartRun,
-    source: tuple[Path, Summary],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    source: tuple[Path, Summary], tmp_path: Path, caplog: Log
 ) -> None:
     other = [*SOURCE, "trainer.max_steps=1", f"init_from={source[0]}", "model.classes=12"]
     with pytest.raises(CheckpointError, match=r"init_from_except=\[head\.\*\]$"):
-        start_run(tmp_path / "refused", *other)
+        train(tmp_path / "refused", *other)
     caplog.set_level("INFO")
-    start_run(tmp_path / "taken", *other, "init_from_except=[head.*]")
+    train(tmp_path / "taken", *other, "init_from_except=[head.*]")
     said = f"weights taken from {source[0]}, except head.*: 6 parameters are rounded to float16"
     assert said in caplog.messages
 
 
-def test_weights_beyond_the_half_range_are_warned_about(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_beyond_the_half_range_are_warned_about(tmp_path: Path, caplog: Log) -> None:
     """A learning rate that throws the weights beyond 65504 in its first steps."""
     with pytest.raises(DivergedError, match="steps were skipped"):
-        start_run(
+        train(
             tmp_path, "optimizer=sgd", "optimizer.lr=1e9", "scheduler=none", "trainer.epochs=1",
             "trainer.max_steps=3", "trainer.max_consecutive_skips=100",
         )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from checkout import ROOT
+from fixtures import Patch, Shown
 from in_process import command
 
 from mpframe import checkpoint
@@ -90,7 +91,7 @@ SHORT = ["trainer.max_steps=2", "callbacks.progress_bar=null", "model._target_=o
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The current folder, with a model that is handed a secret."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -148,9 +149,7 @@ def test_no_secret_reaches_any_byte_of_a_runs_folder(
     assert "connecting with ***" in (folder / "run" / "train.log").read_text()
 
 
-def test_a_run_with_a_secret_on_its_command_line_resumes(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_secret_on_its_command_line_resumes(folder: Path, capsys: Shown) -> None:
     """As a shell fills it in; and nothing tells it, also where the run is refused."""
     note = NASTY.replace("'", "\\'")
     words = ["model.token=1", f"model.handed_on='{note}'", "resume=auto", "scheduler=none"]
@@ -168,7 +167,7 @@ def test_a_run_with_a_secret_on_its_command_line_resumes(
     assert holding(folder / "run", "braced", "word after word") == []
 
 
-def test_a_sweep_tells_no_secret(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
     words = [f"model.token={SECRET}", "-m", "hydra.sweep.dir=run", "seed=1"]
     assert command(*SHORT, *words) == 0
     names = {path.name for path in (folder / "run").rglob("*")}
@@ -187,7 +186,7 @@ def test_a_sweep_tells_no_secret(folder: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_what_a_file_takes_from_the_environment_is_told_nowhere(
-    line: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    line: str, words: list[str], folder: Path, capsys: Shown
 ) -> None:
     (folder / "experiment").mkdir()
     (folder / "experiment" / "own.yaml").write_text(f"# @package _global_\n{line}\n")
@@ -201,9 +200,7 @@ def test_what_a_file_takes_from_the_environment_is_told_nowhere(
 @pytest.mark.parametrize(
     "word", ["hydra.run.dir=x/${oc.env:MY_TOKEN}", "run_name=${oc.env:MY_TOKEN}"]
 )
-def test_no_folder_is_named_after_a_secret(
-    word: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_folder_is_named_after_a_secret(word: str, folder: Path, capsys: Shown) -> None:
     assert command(word) == 1
     said = "holds a secret of the environment, and everybody sees a folder's name; choose another"
     line = capsys.readouterr().err
@@ -219,9 +216,7 @@ def test_no_folder_is_named_after_a_secret(
         ([f"seed={SECRET}"], 1, "mpframe: seed=***: must be"),
     ],
 )
-def test_a_command_tells_no_secret(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_tells_no_secret(words: list[str], code: int, said: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as ended:
         doctor(["model=mlp", "dtype=fp32", *words])
     told = "".join(capsys.readouterr())

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fixtures import Log, Patch
 from in_process import scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: Patch) -> None:
     tracker = Tracker(tmp_path)
 
     tracker.scalars(1, {"a": 1.0})
@@ -115,7 +116,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_full_disk_does_not_hide_what_went_wrong_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def fail(tracker: Tracker) -> None:
         tracker.scalars(1, {"a": 1.0})
@@ -127,7 +128,7 @@ def test_a_full_disk_does_not_hide_what_went_wrong_before(
 
 
 def test_a_full_disk_may_be_warned_of_and_what_waited_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     with Tracker(tmp_path, on_error="warn") as tracker:
         with monkeypatch.context() as patched:
@@ -143,7 +144,7 @@ def test_a_full_disk_may_be_warned_of_and_what_waited_is_written(
 
 @pytest.mark.parametrize("ahead", [0, 10])
 def test_a_clock_that_went_back_does_not_mix_the_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+    tmp_path: Path, monkeypatch: Patch, ahead: int
 ) -> None:
     """Files are read in the order of their names, and the newer one hides what is repeated."""
     now = time.time()

@@ -103,7 +103,6 @@ def test_of_a_single_run_the_options_of_its_command_line_come_first(tmp_path: Pa
     ("words", "said"),
     [
         ([], "`default`"),
-        (["ops=none"], "`none`"),
         (
             ["ops.allow+=[softmax]", "ops.deny-=[exp]", "ops.modules={head:fp32}"],
             "`default`, moved `exp` to none, `softmax` to allow, pinned `head` to fp32",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from in_process import StartRun
+from in_process import train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
@@ -23,9 +23,9 @@ def read(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
-def test_a_resumed_run_shows_every_curve_and_page_once(start_run: StartRun, tmp_path: Path) -> None:
-    start_run(tmp_path, *SMALL, "trainer.epochs=1")
-    start_run(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
+def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
+    train(tmp_path, *SMALL, "trainer.epochs=1")
+    train(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
     events = read(tmp_path)
     accuracy = metric_tag("accuracy")
     expected = {str(tag) for tag in Tag if not tag.startswith("text/")}
@@ -48,10 +48,8 @@ def test_a_resumed_run_shows_every_curve_and_page_once(start_run: StartRun, tmp_
 
 
 @pytest.mark.parametrize("options", RUNS, ids=" ".join)
-def test_every_tag_of_a_run_has_a_meaning(
-    options: tuple[str, ...], start_run: StartRun, tmp_path: Path
-) -> None:
-    start_run(tmp_path, "trainer.max_steps=2", "trainer.log_every=1", *options)
+def test_every_tag_of_a_run_has_a_meaning(options: tuple[str, ...], tmp_path: Path) -> None:
+    train(tmp_path, "trainer.max_steps=2", "trainer.log_every=1", *options)
     events = EventAccumulator(str(tmp_path)).Reload()
     kinds = events.Tags()
     tags = [tag for kind in ("scalars", "images", "histograms") for tag in kinds[kind]]

@@ -178,15 +178,6 @@ def test_a_resumed_run_shows_each_step_once(server: Server) -> None:
     assert curve(ACCURACY) == [(s, value / 1000) for s, value in expected if s % 5 == 0]
 
 
-def test_the_texts(server: Server) -> None:
-    assert server.get("plugin/text/tags")["plain"] == [Tag.TEXT_CONFIG]
-    (page,) = server.get("plugin/text/text", run="plain", tag=Tag.TEXT_CONFIG)
-    assert page["text"] == "<pre><code>seed: 0\n</code></pre>"
-    assert page["step"] == 0
-    pages = server.get("plugin/text/text", run="sweep/resumed", tag=Tag.TEXT_CONFIG)
-    assert [page["step"] for page in pages] == [0, 11]
-
-
 def test_hparams_have_one_session_per_run(server: Server) -> None:
     experiment = server.post("plugin/hparams/experiment", {})
     types = {info["name"]: info["type"] for info in experiment["hparamInfos"]}
@@ -210,12 +201,3 @@ def test_hparams_have_one_session_per_run(server: Server) -> None:
         ("ORDER_DESC", ["sweep/resumed", "plain"]),
     ):
         assert [group["name"] for group in session_groups(server, order=order)] == expected
-
-
-def test_the_charts_of_several_runs_are_one_page_and_find_their_curves(server: Server) -> None:
-    categories = server.get("plugin/custom_scalars/layout")["category"]
-    assert [page["title"] for page in categories] == ["training", "loss scaling", "gradients"]
-    tags = {chart["title"]: chart["multiline"]["tag"] for chart in categories[0]["chart"]}
-    (accuracy,) = tags["accuracy"]
-    answer = server.get("plugin/custom_scalars/scalars", run="plain", tag=accuracy)
-    assert list(answer["tag_to_events"]) == [ACCURACY]
