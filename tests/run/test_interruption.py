@@ -1,8 +1,7 @@
 """A run that is asked to stop: where it stops, what it leaves, and that it goes on exactly."""
 
+import multiprocessing
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import ROOT
-from in_process import StartRun, scalars, train
+from checkout import HELPERS, ROOT
+from fixtures import Log, Patch
+from in_process import scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
 from mpframe import checkpoint
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, RunInterrupted
 from mpframe.files.file_lock import run_lock
 from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
@@ -29,6 +29,7 @@ OPTIONS = [
     "trainer.max_steps=14", "trainer.eval_every=4", "trainer.log_every=1",
     "trainer.ema_decay=0.9", "optimizer.lr=0.01",
 ]  # fmt: skip
+SHORT = ["model=mlp", "model.hidden=8", "trainer.max_steps=3"]
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
@@ -48,6 +49,18 @@ def at_call(number: int, act: Callable[[], object], then: Any) -> Any:
     return called
 
 
+def interrupted(
+    folder: Path, *options: str, call: int, of: str = "on_step_end", name: str = "SIGTERM"
+) -> RunInterrupted:
+    """A run that is signalled before a call of the callback that looks for signals."""
+    stop = at_call(call, lambda: send(name), getattr(Interruption, of))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Interruption, of, stop)
+        with pytest.raises(RunInterrupted) as caught:
+            train(folder, *options)
+    return caught.value
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -55,59 +68,41 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_a_signal_stops_the_run_between_two_steps(whole: Path, tmp_path: Path, name: str) -> None:
+def test_a_signal_stops_the_run_between_two_steps(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, *OPTIONS)
     assert wait_until(lambda: training(folder), process)
     sent = time.monotonic()
-    os.kill(process.pid or 0, signal.Signals[name])
-    assert exit_code(process) == CODES[name]
+    os.kill(process.pid or 0, signal.SIGTERM)
+    assert exit_code(process) == CODES["SIGTERM"]
     assert time.monotonic() - sent < 20
     summary = Summary.read(folder)
-    assert (summary.status, summary.reason) == ("interrupted", f"stopped by {name}")
+    assert (summary.status, summary.reason) == ("interrupted", "stopped by SIGTERM")
     assert checkpoint.read(folder).global_step == summary.steps < 14
     train(folder, *OPTIONS, "resume=auto")
     assert_same_run(whole, folder)
 
 
-def test_a_validation_is_abandoned_and_made_again(
-    start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_is_abandoned_and_made_again(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Three batches a validation: the fifth is in the middle of the second one, at step 8.
-    stop = at_call(5, send, Interruption.on_prediction_step)
-    with monkeypatch.context() as patched:
-        patched.setattr(Interruption, "on_prediction_step", stop)
-        with pytest.raises(RunInterrupted):
-            start_run(folder, *OPTIONS)
+    interrupted(folder, *OPTIONS, call=5, of="on_prediction_step")
     progress = checkpoint.load(folder)["trainer"]["progress"]
     assert (progress["steps"], progress["validated"]) == (8, 4)
     assert [step for step, _ in scalars(folder)["loss/val"]] == [4]
-    again = shutil.copytree(folder, tmp_path / "again")
-    start_run(folder, *OPTIONS, "resume=auto")
+    # Stopped again in the same validation: it is made, and written, once.
+    interrupted(folder, *OPTIONS, "resume=auto", call=2, of="on_prediction_step")
+    train(folder, *OPTIONS, "resume=auto")
     assert_same_run(whole, folder)
     assert (folder / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
-    # Stopped again in the same validation: it is made, and written, once.
-    stop = at_call(2, send, Interruption.on_prediction_step)
-    with monkeypatch.context() as patched:
-        patched.setattr(Interruption, "on_prediction_step", stop)
-        with pytest.raises(RunInterrupted):
-            start_run(again, *OPTIONS, "resume=auto")
-    start_run(again, *OPTIONS, "resume=auto")
-    assert_same_run(whole, again)
 
 
 def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
-    start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path
 ) -> None:
     options = [*OPTIONS, "trainer.log_every=3"]  # Step 8, which is validated, is not logged.
-    stop = at_call(5, send, Interruption.on_prediction_step)
-    with monkeypatch.context() as patched:
-        patched.setattr(Interruption, "on_prediction_step", stop)
-        with pytest.raises(RunInterrupted):
-            start_run(tmp_path, *options)
-    start_run(tmp_path, *options, "resume=auto")
+    interrupted(tmp_path, *options, call=5, of="on_prediction_step")
+    train(tmp_path, *options, "resume=auto")
     row, same = (
         [line for line in (run / "metrics.csv").read_text().splitlines() if line.startswith("8,")]
         for run in (tmp_path, whole)
@@ -116,79 +111,46 @@ def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
 
 
 def test_further_signals_do_not_tear_the_checkpoint(
-    start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    folder = tmp_path / "run"
-    stop = at_call(5, send, Interruption.on_step_end)
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
-        patched.setattr(Interruption, "on_step_end", stop)
         patched.setattr(checkpoint, "save", again)
-        with pytest.raises(RunInterrupted, match="by SIGTERM"):
-            start_run(folder, *OPTIONS)
-    start_run(folder, *OPTIONS, "resume=auto")
-    assert_same_run(whole, folder)
+        assert str(interrupted(tmp_path / "run", *OPTIONS, call=5)).startswith("stopped by SIGTERM")
+    train(tmp_path / "run", *OPTIONS, "resume=auto")
+    assert_same_run(whole, tmp_path / "run")
 
 
 def test_before_there_is_anything_to_save_a_signal_stops_at_once(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    stop = at_call(1, send, build_loaders)
-    monkeypatch.setattr("mpframe.run.run.build_loaders", stop)
+    monkeypatch.setattr("mpframe.run.run.build_loaders", at_call(1, send, build_loaders))
     with pytest.raises(RunInterrupted):
-        start_run(tmp_path, *OPTIONS)
+        train(tmp_path, *SHORT)
     assert Summary.read(tmp_path).status == "interrupted"
     assert not checkpoint.all_in(tmp_path)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_stopped_while_steps_are_skipped_it_goes_on_exactly(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = [*OPTIONS, "loss_scaling.init_scale=1e30", "loss_scaling.max_scale=1e30"]
-    options += ["loss_scaling=Backoff", "loss_scaling.backoff_factor=1e-4"]
-    start_run(tmp_path / "whole", *options)
-    folder = tmp_path / "run"
-    stop = at_call(3, send, Interruption.on_step_end)
-    with monkeypatch.context() as patched:
-        patched.setattr(Interruption, "on_step_end", stop)
-        with pytest.raises(RunInterrupted):
-            start_run(folder, *options)
-    assert checkpoint.load(folder)["trainer"]["progress"]["skipped_in_a_row"] == 3
-    start_run(folder, *options, "resume=auto")
-    assert_same_run(tmp_path / "whole", folder)
-
-
-def command(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
-    """The program itself, the leader of a process group of its own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])
-    return subprocess.Popen(
+@pytest.mark.slow
+def test_the_program_with_workers(tmp_path: Path) -> None:
+    """The program itself, the leader of a process group, signalled as a terminal does it."""
+    options = ["hydra.run.dir=run", "trainer.epochs=100", "dataset.workers=2", "model=mlp"]
+    path = os.pathsep.join([str(ROOT), str(HELPERS)])
+    program = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "train.py"), *options],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment}, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-
-
-def stopped(
-    program: subprocess.Popen[str], run: Path, name: str, together: bool = True
-) -> tuple[int, str]:
-    """Signal the program, with its workers or alone, once it trains; its exit code and words."""
     limit = time.monotonic() + 60
-    while not training(run):
+    while not training(tmp_path / "run"):
         assert program.poll() is None, program.communicate()
         assert time.monotonic() < limit
         time.sleep(0.01)
     time.sleep(0.3)
-    (os.killpg if together else os.kill)(program.pid, signal.Signals[name])
+    os.killpg(program.pid, signal.SIGTERM)
     _, said = program.communicate(timeout=20)
-    return program.returncode, said
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_the_program_with_workers(tmp_path: Path, together: bool) -> None:
-    options = ["hydra.run.dir=run", "trainer.epochs=100", "dataset.workers=2", "model=mlp"]
-    code, said = stopped(command(tmp_path, *options), tmp_path / "run", "SIGTERM", together)
-    assert code == 143
+    assert program.returncode == CODES["SIGTERM"]
     assert said.splitlines() == [
         "",
         "SIGTERM: stopping after this step",
@@ -202,7 +164,7 @@ SCONTROL = (
 )
 
 
-def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> Path:
+def with_scontrol(folder: Path, monkeypatch: Patch, fails: str = "") -> Path:
     """A program called scontrol that writes down what it was asked for."""
     program, log = folder / "bin" / "scontrol", folder / "scontrol.log"
     program.parent.mkdir()
@@ -214,72 +176,61 @@ def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str = ""
 
 
 @pytest.mark.parametrize(
-    ("name", "requeue"), [("SIGUSR1", True), ("SIGUSR1", False), ("SIGTERM", True)]
+    ("name", "requeue"),
+    [("SIGUSR1", True), ("SIGUSR1", False), ("SIGTERM", True), ("SIGINT", False)],
 )
 def test_only_the_warning_of_a_time_limit_requeues(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requeue: bool
+    tmp_path: Path, monkeypatch: Patch, name: str, requeue: bool
 ) -> None:
     log = with_scontrol(tmp_path, monkeypatch)
-    stop = at_call(2, lambda: send(name), Interruption.on_step_end)
-    monkeypatch.setattr(Interruption, "on_step_end", stop)
-    with pytest.raises(RunInterrupted):
-        start_run(tmp_path / "run", *OPTIONS, f"trainer.requeue={requeue}", "resume=auto")
+    options = [*SHORT, f"trainer.requeue={requeue}", "resume=auto"]
+    stopped = interrupted(tmp_path / "run", *options, call=2, name=name)
+    assert stopped.exit_code == CODES[name]
     asked = log.read_text() if log.exists() else ""
     assert asked == ("requeue 77\n" if requeue and name == "SIGUSR1" else "")
     assert checkpoint.read(tmp_path / "run").global_step == 2
 
 
-def test_a_refused_requeue_is_said(
-    start_run: StartRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refused_requeue_is_said(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     with_scontrol(tmp_path, monkeypatch, fails="Job is not requeueable")
-    stop = at_call(2, lambda: send("SIGUSR1"), Interruption.on_step_end)
-    monkeypatch.setattr(Interruption, "on_step_end", stop)
-    with pytest.raises(RunInterrupted):
-        start_run(tmp_path / "run", *OPTIONS, "trainer.requeue=true", "resume=auto")
+    options = [*SHORT, "trainer.requeue=true", "resume=auto"]
+    interrupted(tmp_path / "run", *options, call=2, name="SIGUSR1")
     assert "warning: job 77 was not requeued: Job is not requeueable" in caplog.messages
 
 
-def test_a_requeued_job_must_be_able_to_go_on(start_run: StartRun, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.requeue=true: needs resume=auto, not"):
-        start_run(tmp_path, *OPTIONS, "trainer.requeue=true")
+def _hold(folder: Path, taken: Any, release: Any) -> None:
+    with run_lock(folder):
+        taken.set()
+        release.wait(60)
 
 
-def test_a_second_process_on_a_run_folder_is_refused(start_run: StartRun, tmp_path: Path) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    options = [*OPTIONS, "dataset.workers=1"]
-    start_run(whole, *options)
-    process = start(folder, *options)
-    assert wait_until(lambda: training(folder), process)
-    os.kill(process.pid or 0, signal.SIGSTOP)
-    said = rf"^hydra\.run\.dir=\S+: process {process.pid} on \S+ is training in this folder; wait"
+def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path) -> None:
+    forking = multiprocessing.get_context("fork")
+    taken, release = forking.Event(), forking.Event()
+    holder = forking.Process(target=_hold, args=(tmp_path, taken, release))
+    holder.start()
+    assert taken.wait(60)
+    said = rf"^hydra\.run\.dir=\S+: process {holder.pid} on \S+ is training in this folder; wait"
     with pytest.raises(ConfigError, match=said):
-        start_run(folder, *options, "resume=auto", "seed=5")
-    os.kill(process.pid or 0, signal.SIGCONT)
-    assert exit_code(process) == 0
-    assert "seed: 0" in (folder / "config_resolved.yaml").read_text()
-    assert_same_run(whole, folder)
+        train(tmp_path, *SHORT, "resume=auto")
+    assert not (tmp_path / "config_resolved.yaml").exists()
+    release.set()
+    assert exit_code(holder) == 0
 
 
-def test_a_killed_run_leaves_its_folder_free_at_once(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_its_folder_free_at_once_and_goes_on_exactly(
+    whole: Path, tmp_path: Path
+) -> None:
     """Its workers, who live on for some seconds, do not hold the lock."""
-    process = start(tmp_path, *OPTIONS, "dataset.workers=2", "trainer.epochs=100")
-    assert wait_until(lambda: training(tmp_path), process)
+    folder, options = tmp_path / "run", [*OPTIONS, "trainer.checkpoint_every=3"]
+    process = start(folder, *options, "dataset.workers=2")
+    assert wait_until(lambda: checkpoint.all_in(folder), process)
     os.kill(process.pid or 0, signal.SIGKILL)
     exit_code(process)
-    with run_lock(tmp_path):
+    with run_lock(folder):
         pass
-
-
-def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(
-        MpframeError, match=re.escape(f"hydra.run.dir={tmp_path}: cannot be written")
-    ):
-        run_lock(tmp_path).__enter__()
+    train(folder, *options, "resume=auto")
+    assert_same_run(whole, folder)
 
 
 SIGNALLED = """
@@ -296,13 +247,13 @@ def net():
 
 
 def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "signalled_model.py").write_text(SIGNALLED)
     monkeypatch.syspath_prepend(str(tmp_path))
     log = with_scontrol(tmp_path, monkeypatch)
     options = ["model._target_=signalled_model.net", "resume=auto", "trainer.requeue=true"]
     with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
-        start_run(tmp_path / "run", *options)
+        train(tmp_path / "run", *options)
     assert Summary.read(tmp_path / "run").status == "interrupted"
     assert log.read_text() == "requeue 77\n"

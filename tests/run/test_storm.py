@@ -1,7 +1,7 @@
 """Storms: runs killed at random moments, saves included, come to the same as the undisturbed run.
 
-The short storm runs with all other tests; `pytest -m storm` runs the long one, over a checkpoint of
-more than 100 MB.
+`./dev all` runs the short storm, `pytest -m storm` the long one, over a checkpoint of more than 100
+MB. One run of each kind is struck in test_interruption.py.
 """
 
 import os
@@ -30,13 +30,7 @@ LARGE = [*OPTIONS, "model.hidden=2816"]  # 130 MB
 
 
 class Storm:
-    """An undisturbed run, and others that are disturbed and must equal it.
-
-    Args:
-        folder: where the runs go.
-        options: of all runs.
-        seed: of the moments.
-    """
+    """An undisturbed run, and others that are struck at moments of a seed and must equal it."""
 
     def __init__(self, folder: Path, options: list[str], seed: int) -> None:
         self.folder, self.options = folder, options
@@ -51,15 +45,8 @@ class Storm:
         assert exit_code(process, 300) == 0
         self.seconds = time.monotonic() - began
 
-    def bytes_saved(self) -> int:
-        (state,) = (p / "state.pt" for p in checkpoint.all_in(self.whole)[-1:])
-        return state.stat().st_size
-
     def strike(self, number: int, name: str, *options: str, early: bool = False) -> None:
-        """Signal a run at a random moment, let it go on to its end, and compare.
-
-        An early moment lies before the first step.
-        """
+        """Signal a run at a random moment, early: before its first step; let it go on; compare."""
         struck = self.folder / f"{name}-{number}"
         expected = {"SIGKILL": -9, "SIGTERM": 143}[name]
         # Every third time in a save, wherever in it that may be.
@@ -86,6 +73,7 @@ class Storm:
         return exit_code(process, 20)
 
 
+@pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
     storm = Storm(tmp_path, SMALL, seed=1)
     for number in range(3):
@@ -106,6 +94,6 @@ def test_the_page_tells_the_size_of_the_storm() -> None:
 @pytest.mark.parametrize(("name", "strikes"), STRIKES.items())
 def test_a_long_storm(tmp_path: Path, name: str, strikes: int) -> None:
     storm = Storm(tmp_path, LARGE, seed=2)
-    assert storm.bytes_saved() >= 100_000_000
+    assert (checkpoint.newest(storm.whole) / "state.pt").stat().st_size >= 100_000_000
     for number in range(strikes):
         storm.strike(number, name, f"trainer.async_save={bool(number % 2)}")

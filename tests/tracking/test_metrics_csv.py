@@ -45,7 +45,7 @@ def test_a_new_run_begins_a_new_table(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).read_text() == "step,b\n"
 
 
-@pytest.mark.parametrize("text", ["", "step", "\0\0", "a,b\n1,2\n", "step,a\nx,1\n", 'step\n"1\n'])
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", 'step\n"1\n'])
 def test_what_is_no_table_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     MetricsCsv(tmp_path, ["step", "a"], before=9)

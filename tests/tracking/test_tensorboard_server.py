@@ -24,6 +24,7 @@ import pytest
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 
+pytestmark = pytest.mark.slow  # test_tracking.py reads the same with TensorBoard's own reader.
 PATIENCE = 90.0  # seconds; a busy machine takes 20 to start the server
 ALL_STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]
 CONFIG_TEXT = "```yaml\nseed: 0\n```"
@@ -138,18 +139,19 @@ def session_groups(server: Server, **column: str) -> list[dict[str, Any]]:
     return groups
 
 
-def test_server_serves_the_runs_folder(server: Server, runs: Path) -> None:
+def test_the_curves(server: Server, runs: Path) -> None:
     assert server.get("environment")["data_location"] == str(runs)
     assert sorted(server.get("runs")) == ["plain", "sweep/resumed"]
-
-
-def test_scalar_tags(server: Server) -> None:
     tags = {run: set(tags) for run, tags in server.get("plugin/scalars/tags").items()}
     expected = {Tag.LOSS_TRAIN.value, Tag.SCALE.value, ACCURACY}
     assert tags == {"plain": expected, "sweep/resumed": expected}
+    points = server.get("plugin/scalars/scalars", run="plain", tag=Tag.LOSS_TRAIN)
+    assert [(step, value) for _, step, value in points] == [(s, float(s)) for s in range(1, 11)]
+    points = server.get("plugin/scalars/scalars", run="plain", tag=Tag.SCALE)
+    assert [value for _, step, value in points if step <= 3] == [65536.0, "Infinity", 65536.0]
 
 
-def test_a_tag_is_shown_with_its_meaning(server: Server) -> None:
+def test_a_tag_is_shown_with_its_meaning_and_its_values(server: Server) -> None:
     shown = server.get("plugin/scalars/tags")["plain"][Tag.SCALE]["description"]
     assert shown == (
         "<p><strong>Loss scale</strong> (unit: none): the number that the loss of the step was "
@@ -160,23 +162,10 @@ def test_a_tag_is_shown_with_its_meaning(server: Server) -> None:
     )
     assert "<strong>Ranges of all layers</strong>" in pictures[PICTURE]["description"]
     assert "<strong>Exponents of <code>head</code>" in counts[HISTOGRAM]["description"]
-
-
-def test_pictures_and_histograms_arrive(server: Server) -> None:
     (picture,) = server.get("plugin/images/images", run="plain", tag=PICTURE, sample="0")
     assert picture["step"] == 1
     ((_, step, bars),) = server.get("plugin/histograms/histograms", run="plain", tag=HISTOGRAM)
     assert (step, sum(count for *_, count in bars)) == (1, 4.0)
-
-
-def test_scalar_values(server: Server) -> None:
-    points = server.get("plugin/scalars/scalars", run="plain", tag=Tag.LOSS_TRAIN)
-    assert [(step, value) for _, step, value in points] == [(s, float(s)) for s in range(1, 11)]
-
-
-def test_values_that_are_not_finite_arrive(server: Server) -> None:
-    points = server.get("plugin/scalars/scalars", run="plain", tag=Tag.SCALE)
-    assert [value for _, step, value in points if step <= 3] == [65536.0, "Infinity", 65536.0]
 
 
 def test_a_resumed_run_shows_each_step_once(server: Server) -> None:
@@ -189,19 +178,7 @@ def test_a_resumed_run_shows_each_step_once(server: Server) -> None:
     assert curve(ACCURACY) == [(s, value / 1000) for s, value in expected if s % 5 == 0]
 
 
-def test_text(server: Server) -> None:
-    assert server.get("plugin/text/tags")["plain"] == [Tag.TEXT_CONFIG]
-    (page,) = server.get("plugin/text/text", run="plain", tag=Tag.TEXT_CONFIG)
-    assert page["text"] == "<pre><code>seed: 0\n</code></pre>"
-    assert page["step"] == 0
-
-
-def test_text_of_a_resumed_run_stands_at_its_first_step(server: Server) -> None:
-    pages = server.get("plugin/text/text", run="sweep/resumed", tag=Tag.TEXT_CONFIG)
-    assert [page["step"] for page in pages] == [0, 11]
-
-
-def test_hparams_name_the_options_and_the_results(server: Server) -> None:
+def test_hparams_have_one_session_per_run(server: Server) -> None:
     experiment = server.post("plugin/hparams/experiment", {})
     types = {info["name"]: info["type"] for info in experiment["hparamInfos"]}
     assert types == {
@@ -210,9 +187,6 @@ def test_hparams_name_the_options_and_the_results(server: Server) -> None:
         "ema": "DATA_TYPE_STRING",
     }
     assert [info["name"]["tag"] for info in experiment["metricInfos"]] == [ACCURACY]
-
-
-def test_hparams_have_one_session_per_run(server: Server) -> None:
     groups = {group["name"]: group for group in session_groups(server)}
     assert {name: group["hparams"] for name, group in groups.items()} == {
         "plain": {"optimizer.lr": 0.01, "dtype": "mixed", "ema": "none"},
@@ -222,31 +196,8 @@ def test_hparams_have_one_session_per_run(server: Server) -> None:
     assert values == pytest.approx({"plain": 0.01, "sweep/resumed": 0.53})
     statuses = {session["status"] for group in groups.values() for session in group["sessions"]}
     assert statuses == {"STATUS_SUCCESS"}
-
-
-def test_hparams_can_be_sorted(server: Server) -> None:
-    names = [group["name"] for group in session_groups(server, order="ORDER_ASC")]
-    assert names == ["plain", "sweep/resumed"]
-    names = [group["name"] for group in session_groups(server, order="ORDER_DESC")]
-    assert names == ["sweep/resumed", "plain"]
-
-
-def test_layout_of_several_runs_is_one_page(server: Server) -> None:
-    categories = server.get("plugin/custom_scalars/layout")["category"]
-    charts = {page["title"]: [chart["title"] for chart in page["chart"]] for page in categories}
-    assert charts == {
-        "training": [
-            *("loss", "accuracy", "learning rate", "samples per second, lately"),
-            "waiting for batches",
-        ],
-        "loss scaling": ["scale, log2", "skipped steps"],
-        "gradients": ["norm and amax"],
-    }
-
-
-def test_a_charts_tags_find_the_curves(server: Server) -> None:
-    (training, *_) = server.get("plugin/custom_scalars/layout")["category"]
-    tags = {chart["title"]: chart["multiline"]["tag"] for chart in training["chart"]}
-    (accuracy,) = tags["accuracy"]
-    answer = server.get("plugin/custom_scalars/scalars", run="plain", tag=accuracy)
-    assert list(answer["tag_to_events"]) == [ACCURACY]
+    for order, expected in (
+        ("ORDER_ASC", ["plain", "sweep/resumed"]),
+        ("ORDER_DESC", ["sweep/resumed", "plain"]),
+    ):
+        assert [group["name"] for group in session_groups(server, order=order)] == expected

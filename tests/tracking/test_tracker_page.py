@@ -5,8 +5,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-from in_process import StartRun
+from fixtures import Patch
+from in_process import train
 from pages import ROOT, Page
 
 PAGE = Page(ROOT / "docs" / "own_parts.md")
@@ -31,9 +31,7 @@ class Calls(ModuleType):
         return noted
 
 
-def test_the_pages_tracker_is_called(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_tracker_is_called(tmp_path: Path, monkeypatch: Patch) -> None:
     """Two logs and one validation in 20 steps; the package itself is not installed."""
     stand_in = Calls("wandb")
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
@@ -41,5 +39,5 @@ def test_the_pages_tracker_is_called(
     (tmp_path / "my_tracker.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     options = ["trainer.eval_every=20", "+callbacks.own._target_=my_tracker.WandB"]
-    start_run(tmp_path / "run", *SMALL, *options)
+    train(tmp_path / "run", *SMALL, *options)
     assert [name for name, _ in stand_in.called] == ["init", "log", "log", "log", "finish"]

@@ -1,0 +1,225 @@
+"""Secrets of the environment are told nowhere, names lead nowhere, and no code unpickles.
+
+Bad checkpoints are in test_damaged_checkpoints.py, other attacks in the tests of what reads.
+"""
+
+import ast
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from checkout import ROOT
+from fixtures import Patch, Shown
+from in_process import command
+
+from mpframe import checkpoint
+from mpframe.cli.commands.doctor import main as doctor
+from mpframe.config.command_line import jobs, prepare
+from mpframe.core.errors import ConfigError
+
+CALLS = re.compile(
+    r"pickle\.loads?|.*\.extract(all)?|shutil\.unpack_archive|eval|exec|os\.system|"
+    r"yaml\.(load|unsafe_load|full_load)|np\.load|torch\.hub\..*"
+)
+
+
+def test_no_reader_of_the_package_unpickles_or_unpacks() -> None:
+    """Nothing is ever extracted, so no archive can leave its folder.
+
+    Nothing is unpickled but CIFAR-10's published files, by an unpickler that calls nothing else.
+    """
+    for path in sorted((ROOT / "mpframe").rglob("*.py")):
+        text = path.read_text()
+        assert "Unpickler" not in text or path.name == "cifar.py", path
+        for node in ast.walk(ast.parse(text)):
+            names = _imported(node)
+            assert not names & {"tarfile", "shelve", "dill", "joblib", "cloudpickle"}, path
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert not CALLS.fullmatch(called), f"{path}: {called}"
+                if called == "torch.load":
+                    arguments = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                    assert arguments["weights_only"] == "True", path
+
+
+def _imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+
+
+def test_tensorboard_is_never_bound_to_the_network() -> None:
+    """mpframe starts no server, and no page tells to open one to others."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.py")]
+    for path in [*pages, *(ROOT / "mpframe").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]:
+        text = path.read_text()
+        assert not re.search(r"--bind_all|--host[ =]|0\.0\.0\.0", text), path
+        if path.suffix == ".py":
+            assert not re.search(r"tensorboard\.program|http\.server|socketserver", text), path
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/escape", "a\\..\\b"])
+def test_a_run_name_stays_within_runs(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        list(jobs([f"run_name='{name}'"]))
+    text = str(refused.value)
+    assert text.startswith("run_name=")
+    assert text.endswith("must stay within runs/; for another place set hydra.run.dir")
+
+
+def test_a_name_may_have_folders() -> None:
+    assert prepare(["run_name=a/b..c"]) == ["run_name=a/b..c"]
+
+
+# A secret of the environment
+
+SECRET = "hunter2-correct-horse"
+NASTY = 'it\'s a "quoted", {braced}: *long*\none ' + "word after word " * 9
+OWN = """
+import logging, torch
+
+def net(token, fails=False, handed_on=""):
+    logging.getLogger("own").warning("connecting with %s", token)
+    if fails:
+        raise ValueError(f"{token} was refused")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+"""
+SHORT = ["trainer.max_steps=2", "callbacks.progress_bar=null", "model._target_=own.net"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """The current folder, with a model that is handed a secret."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in (
+        ("MY_TOKEN", SECRET),
+        ("PLAIN_NAME", SECRET[::-1]),
+        ("LONG_PASSWORD", NASTY),
+        ("HYDRA_FULL_ERROR", ""),
+    ):
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def holding(folder: Path, *secrets: str) -> list[Path]:
+    """The files that hold one of them, the entries of archives included."""
+    found = []
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                content += b"".join(archive.read(entry) for entry in archive.infolist())
+        found += [path for secret in secrets if secret.encode() in content]
+    return found
+
+
+REFERENCES = [
+    "model.token=${oc.env:PLAIN_NAME}",
+    "model.handed_on=${model.token}",
+    "run_name=${oc.env:MY_TOKEN}",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([*REFERENCES, "model.fails=true"], 1),
+        ([f"model.token={SECRET}", f"run_name={SECRET}"], 0),  # as a shell would have filled it in
+    ],
+    ids=["a run that fails", "filled in by a shell"],
+)
+def test_no_secret_reaches_any_byte_of_a_runs_folder(
+    words: list[str], code: int, folder: Path
+) -> None:
+    assert command(*SHORT, "hydra.run.dir=run", *words) == code
+    names = {path.name for path in (folder / "run").rglob("*")}
+    assert {"summary.json", "train.log", "config_resolved.yaml", "overrides.yaml"} <= names
+    if code == 0:
+        assert "state.pt" in names
+        assert any("tfevents" in name for name in names)
+    else:
+        reason = json.loads((folder / "run" / "summary.json").read_text())["reason"]
+        assert reason == "model: own.net refused its options: *** was refused"
+    assert holding(folder / "run", SECRET, SECRET[::-1]) == []
+    assert "connecting with ***" in (folder / "run" / "train.log").read_text()
+
+
+def test_a_run_with_a_secret_on_its_command_line_resumes(folder: Path, capsys: Shown) -> None:
+    """As a shell fills it in; and nothing tells it, also where the run is refused."""
+    note = NASTY.replace("'", "\\'")
+    words = ["model.token=1", f"model.handed_on='{note}'", "resume=auto", "scheduler=none"]
+    words += ["hydra.run.dir=run", *SHORT[1:]]
+    for steps, more, code in ((2, [], 0), (4, [], 0), (6, ["optimizer=sgd"], 1)):
+        assert command(*words, *more, f"trainer.max_steps={steps}") == code
+    for said in capsys.readouterr():
+        assert NASTY not in said
+        assert repr(NASTY)[1:-1] not in said
+    assert "resumed from" in (folder / "run" / "train.log").read_text()
+    overrides = yaml.safe_load((folder / "run" / ".hydra" / "overrides.yaml").read_text())
+    assert any(word.endswith("model.handed_on='***'") for word in overrides)
+    stored = yaml.safe_load((checkpoint.newest(folder / "run") / "config.yaml").read_text())
+    assert stored["model"]["handed_on"] == "***"
+    assert holding(folder / "run", "braced", "word after word") == []
+
+
+def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
+    words = [f"model.token={SECRET}", "-m", "hydra.sweep.dir=run", "seed=1"]
+    assert command(*SHORT, *words) == 0
+    names = {path.name for path in (folder / "run").rglob("*")}
+    assert {"multirun.yaml", "sweep.md"} <= names
+    assert holding(folder / "run", SECRET) == []
+    assert SECRET not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("device: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
+        ("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"]),
+        ("seed: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve", "-p", "seed"]),
+        ("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp", "init_from=nowhere"]),
+    ],
+)
+def test_what_a_file_takes_from_the_environment_is_told_nowhere(
+    line: str, words: list[str], folder: Path, capsys: Shown
+) -> None:
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "own.yaml").write_text(f"# @package _global_\n{line}\n")
+    command("--config-dir=.", "experiment=own", *SHORT[:2], *words)
+    said = capsys.readouterr()
+    assert SECRET[::-1] not in said.out + said.err
+    assert holding(folder, SECRET[::-1]) == []
+    assert "***" in said.out + said.err or "${oc.env:PLAIN_NAME}" in said.out
+
+
+@pytest.mark.parametrize(
+    "word", ["hydra.run.dir=x/${oc.env:MY_TOKEN}", "run_name=${oc.env:MY_TOKEN}"]
+)
+def test_no_folder_is_named_after_a_secret(word: str, folder: Path, capsys: Shown) -> None:
+    assert command(word) == 1
+    said = "holds a secret of the environment, and everybody sees a folder's name; choose another"
+    line = capsys.readouterr().err
+    assert re.fullmatch(rf"mpframe: hydra\.run\.dir=.*\*\*\*.*: {said}\n", line)
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["own.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([f"run_name={SECRET}"], 0, "run_name=***:"),
+        ([f"model.token={SECRET}"], 1, "mpframe: model.token"),
+        ([f"seed={SECRET}"], 1, "mpframe: seed=***: must be"),
+    ],
+)
+def test_a_command_tells_no_secret(words: list[str], code: int, said: str, capsys: Shown) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor(["model=mlp", "dtype=fp32", *words])
+    told = "".join(capsys.readouterr())
+    assert ended.value.code == code
+    assert SECRET not in told
+    assert said in told

@@ -1,0 +1,60 @@
+"""The page that names a run's versions, machine, commit and command line, without secrets."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures import Patch
+
+from mpframe.tracking.environment import environment_text, format_command
+
+
+def test_environment_is_a_table_without_environment_variables(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
+    monkeypatch.chdir(tmp_path)  # no repository here
+    text = environment_text()
+    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:])
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["torch"] == torch.__version__
+    assert rows["git commit"] == "none"
+    assert rows["command"] == r"`scripts/train.py 'ops.modules={a\|b: fp32}'`"
+    assert all(rows.values())
+    assert "must-not-appear" not in text
+
+
+def test_environment_names_the_commit_and_whether_files_differ(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    def git(*arguments: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *name, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    assert f"| git commit | {commit} |" in environment_text()
+    (tmp_path / "file").write_text("2")
+    assert f"| git commit | {commit}-dirty |" in environment_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("+hub={API_KEY: abc}", "+hub=***"),
+        ("model.max_tokens=8", "model.max_tokens=8"),
+        ("url=https://me:pw@host/x", "url=https://***@host/x"),
+        ("name=filled-in-by-the-shell", "name=***"),
+    ],
+)
+def test_command_line_is_shown_without_its_secrets(argument: str, shown: str) -> None:
+    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
+    assert format_command([argument], environment).strip("'") == shown
