@@ -20,8 +20,7 @@ UNUSED = [
 SHORT = ["model=mlp", "trainer.max_steps=3"]
 WORDS = {
     "default": SHORT,
-    "ranges": [*SHORT, "numerics=on"],
-    "gan": ["model=gan", "dataset=digits_gan", "optimizer=gan", *SHORT[1:]],
+    "gan": ["model=gan", "dataset=digits_gan", "optimizer=gan", *SHORT[1:], "numerics=on"],
     "overflow": [
         *(*SHORT, "callbacks.autopsy.after=1"),
         *("loss_scaling=Backoff", "loss_scaling.init_scale=16777216"),
@@ -90,10 +89,10 @@ def test_a_user_of_two_names_gets_the_engine(imported: dict[str, set[str]]) -> N
 
 
 def test_a_part_brings_its_own_modules(imported: dict[str, set[str]]) -> None:
-    overflow, ranges, gan = (imported[name] for name in ("overflow", "ranges", "gan"))
+    overflow, gan = imported["overflow"], imported["gan"]
     assert within(overflow, "lab.autopsy.diagnosis")
     assert not within(overflow, "lab.range_watch")
-    assert within(ranges, "lab.ranges")
-    assert not within(ranges, "lab.autopsy.diagnosis")
+    assert within(gan, "lab.ranges")
+    assert not within(gan, "lab.autopsy.diagnosis")
     own = ["mpframe.workloads", "mpframe.workloads.gan", "mpframe.workloads.images"]
     assert within(gan, "workloads") == own
