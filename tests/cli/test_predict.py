@@ -196,6 +196,7 @@ def test_a_folder_is_refused_by_a_model_of_other_inputs(
         ]
     ):
         state = {**snapshot.state, "usage": usage}
+        (tmp_path / str(number)).mkdir()
         step = checkpoint.save(tmp_path / str(number), replace(snapshot, state=state))
         with pytest.raises(SystemExit):
             main([f"checkpoint={step}", f"folder={folder}"])
