@@ -26,16 +26,16 @@ def test_every_file_of_commands_is_a_command() -> None:
     assert {path.stem for path in files} - {"__init__"} == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_has_usage_examples_and_its_options(name: str) -> None:
-    text = help_of(name)
-    assert text.splitlines()[0] in overview()
-    assert len(text.splitlines()[0]) <= 83
-    assert f"\nUsage: mpframe {name}" in text
-    assert f"\n    mpframe {name}" in text
-    module = import_module(COMMANDS[name])
-    for option in getattr(module, "_OPTIONS", getattr(module, "_DEFAULTS", ())):
-        assert re.search(rf"^    {option}=", text, re.MULTILINE), option
+def test_the_help_of_a_command_has_usage_examples_and_its_options() -> None:
+    for name, place in COMMANDS.items():
+        text = help_of(name)
+        assert text.splitlines()[0] in overview()
+        assert len(text.splitlines()[0]) <= 83
+        assert f"\nUsage: mpframe {name}" in text
+        assert f"\n    mpframe {name}" in text
+        module = import_module(place)
+        for option in getattr(module, "_OPTIONS", getattr(module, "_DEFAULTS", ())):
+            assert re.search(rf"^    {option}=", text, re.MULTILINE), (name, option)
 
 
 def test_help_version_and_a_typo_are_answered_without_torch() -> None:
@@ -60,24 +60,12 @@ def test_help_version_and_a_typo_are_answered_without_torch() -> None:
     assert search == help_of("search") + "\n"
 
 
-def test_python_m_is_the_same_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mpframe"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, overview() + "\n", "")
-
-
-def test_a_reader_may_stop_before_the_end() -> None:
-    """As in `mpframe --help | head -1`."""
+def test_a_reader_of_python_m_may_stop_before_the_end() -> None:
+    """As in `python -m mpframe --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "mpframe"],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        timeout=60,
-        check=False,
-    )
+    words = [sys.executable, "-m", "mpframe"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -102,23 +90,17 @@ def test_options_are_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "mpframe: outt=page.md: no such option; nearest: out\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("mpframe ", sorted(COMMANDS)),
-        ("mpframe ex", ["export"]),
-        ("mpframe train dtype=amp", ["dtype=amp", "dtype=amp_bf16"]),
-    ],
-)
-def test_completion(
-    line: str,
-    offered: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_completion_of_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    main(["-sc", "query=bash"])
-    assert sorted(capsys.readouterr().out.split()) == offered
+    for line, offered in {
+        "mpframe ": sorted(COMMANDS),
+        "mpframe ex": ["export"],
+        "mpframe train dtype=amp": ["dtype=amp", "dtype=amp_bf16"],
+    }.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        main(["-sc", "query=bash"])
+        assert sorted(capsys.readouterr().out.split()) == offered
 
 
 def test_a_folder_that_is_not_empty_is_refused(

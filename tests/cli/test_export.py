@@ -106,18 +106,15 @@ def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> 
         assert torch.equal(tensor, weights[name])
 
 
-@pytest.mark.parametrize(
-    ("tensor", "text"),
-    [
+def test_what_cannot_be_exported_is_refused() -> None:
+    for tensor, text in [
         (torch.tensor([1.0, torch.nan]), "w holds nan or inf; export an older checkpoint"),
         (torch.tensor([torch.inf]), "w holds nan or inf"),
         (torch.ones(1, dtype=torch.complex64), "w is torch.complex64, which no export format"),
         (torch.ones(1, dtype=torch.float64), "w is torch.float64, which no export format"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
-    with pytest.raises(CheckpointError, match=text):
-        convert_weights({"w": tensor}, "float16")
+    ]:
+        with pytest.raises(CheckpointError, match=text):
+            convert_weights({"w": tensor}, "float16")
 
 
 @pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
@@ -220,116 +217,79 @@ def test_a_run_stands_for_the_checkpoint_that_was_tested(
     assert [re.findall(r"step (\d+)", line) for line in lines] == [["9"], ["8"], ["9"]]
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("out=x", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
-        ("checkpoint=RUN", "out: must be given, e.g. out=model.safetensors"),
-        (
-            "checkpoint=RUN out=x weights_dtype=fp16",
-            "weights_dtype=fp16: choose fp32, float16, bfloat16; nearest",
-        ),
-        (
-            "checkpoint=RUN out=x format=float16",
-            "format=float16: choose safetensors, state_dict, onnx, torch_export",
-        ),
-        (
-            "checkpoint=RUN out=x format=onx",
-            "format=onx: choose safetensors, state_dict, onnx, torch_export; nearest: onnx",
-        ),
-        (
-            "checkpoint=RUN out=m.onnx",
-            "out=m.onnx: a file of format=safetensors ends in .safetensors; rename it, or give "
-            "format=onnx",
-        ),
-        (
-            "checkpoint=RUN out=x model.width=3",
-            "model.width=3: format=safetensors builds no model; leave it out, or give format=onnx",
-        ),
-        (
-            "checkpoint=RUN out=x format=torch_export",
-            "the checkpoint does not say that its model is called with plain tensors",
-        ),
-        ("checkpoint=RUN out=x weights=avg", "weights=avg: choose trained, ema"),
-        ("checkpoint=RUN out=x fromat=fp32", "fromat=fp32: no such option; nearest: format"),
-        ("checkpoint=RUN out=RUN", "out=RUN: RUN is a folder; name a file"),
-        ("checkpoint=RUN out=RUN/no/x", "out=RUN/no/x: cannot be written (No such file or dir"),
-        ("checkpoint=RUN/nope out=x", "RUN/nope: no readable checkpoint"),
-    ],
-)
+MISTAKES = {
+    "out=x": "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42",
+    "checkpoint=RUN": "out: must be given, e.g. out=model.safetensors",
+    "checkpoint=RUN out=x weights_dtype=fp16": "weights_dtype=fp16: choose fp32, float16, bfloat16",
+    "checkpoint=RUN out=x format=onx":
+        "format=onx: choose safetensors, state_dict, onnx, torch_export; nearest: onnx",
+    "checkpoint=RUN out=m.onnx": "out=m.onnx: a file of format=safetensors ends in .safetensors; "
+        "rename it, or give format=onnx",
+    "checkpoint=RUN out=x model.width=3": "model.width=3: format=safetensors builds no model; "
+        "leave it out, or give format=onnx",
+    "checkpoint=RUN out=x format=torch_export":
+        "the checkpoint does not say that its model is called with plain tensors",
+    "checkpoint=RUN out=x weights=avg": "weights=avg: choose trained, ema",
+    "checkpoint=RUN out=x fromat=fp32": "fromat=fp32: no such option; nearest: format",
+    "checkpoint=RUN out=RUN": "out=RUN: RUN is a folder; name a file",
+    "checkpoint=RUN out=RUN/no/x": "out=RUN/no/x: cannot be written (No such file or dir",
+    "checkpoint=RUN/nope out=x": "RUN/nope: no readable checkpoint",
+}  # fmt: skip
+
+
 def test_a_mistake_is_one_line(
-    saved: Path,
-    words: str,
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(words.replace("RUN", str(saved)).split())
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"mpframe: {text.replace('RUN', str(saved))}")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    for words, text in MISTAKES.items():
+        with pytest.raises(SystemExit) as ended:
+            main(words.replace("RUN", str(saved)).split())
+        assert ended.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"mpframe: {text.replace('RUN', str(saved))}")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("form", ["safetensors", "state_dict"])
-def test_a_config_dir_goes_with_weights_as_well(form: str, saved: Path, tmp_path: Path) -> None:
+def test_a_config_dir_goes_with_weights_as_well(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
-    out = tmp_path / "model"
-    words = f"checkpoint={saved} out={out} format={form} --config-dir {tmp_path / 'conf'}"
-    main(words.split())
-    assert out.is_file()
+    for form in ("safetensors", "state_dict"):
+        words = [f"checkpoint={saved}", f"out={tmp_path / form}", f"format={form}"]
+        main([*words, "--config-dir", str(tmp_path / "conf")])
+        assert (tmp_path / form).is_file()
 
 
 GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "skipped": 0}}
 
 
-@pytest.mark.parametrize(
-    ("state", "kind", "text"),
-    [
-        ({}, "trained", "holds no weights of a run"),
-        ([], "trained", "holds no weights of a run"),
-        ({"trainer": 3}, "trained", "holds no weights of a run"),
-        ({"trainer": {"weights": {}}}, "trained", "holds no weights of a run"),
-        ({"trainer": {"weights": {"a": 3}}}, "trained", "holds no weights of a run"),
-        ({"trainer": {"weights": {3: torch.ones(1)}}}, "trained", "holds no weights of a run"),
+def test_a_state_that_is_no_runs_is_refused() -> None:
+    none, other = "holds no weights of a run", {**GOOD, "ema": {"b": torch.ones(2)}}
+    rows: list[tuple[Any, str, str]] = [
+        ([], "trained", none),
+        ({"trainer": 3}, "trained", none),
+        ({"trainer": {"weights": {}}}, "trained", none),
+        ({"trainer": {"weights": {"a": 3}}}, "trained", none),
+        ({"trainer": {"weights": {3: torch.ones(1)}}}, "trained", none),
         ({"trainer": GOOD}, "ema", "holds no averages, trainer.ema_decay was off"),
-        ({"trainer": {**GOOD, "ema": {"b": torch.ones(2)}}}, "ema", "do not belong to its weights"),
+        ({"trainer": other}, "ema", "do not belong to its weights"),
         ({"trainer": {**GOOD, "ema": [torch.ones(2)]}}, "ema", "holds no ema of a run"),
-    ],
-)
-def test_a_state_that_is_no_runs_is_refused(state: Any, kind: str, text: str) -> None:
-    with pytest.raises(CheckpointError, match=text):
-        weights_of(state, kind, Path("x"))
+    ]
+    for state, kind, text in rows:
+        with pytest.raises(CheckpointError, match=text):
+            weights_of(state, kind, Path("x"))
 
 
 IMAGE = {"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        None,
-        [],
-        "images",
-        {"images": IMAGE},
-        ["images"],
-        [IMAGE | {"name": "images[0]"}],
-        [IMAGE | {"name": 3}],
-        [IMAGE | {"shape": None}],
-        [IMAGE | {"shape": [None, -1]}],
-        [IMAGE | {"shape": [None, 2.5]}],
-        [IMAGE | {"shape": [2**20, 2**20]}],
-        [IMAGE | {"dtype": "load"}],
-        [IMAGE | {"dtype": 3}],
-        [{"name": "images"}],
-    ],
-)
-def test_inputs_that_no_graph_can_take_are_refused(inputs: Any) -> None:
-    with pytest.raises(CheckpointError, match="does not say that its model is called with plain t"):
-        graph_inputs({"inputs": inputs}, "fp32")
+def test_inputs_that_no_graph_can_take_are_refused() -> None:
+    changes: list[dict[str, Any]] = [
+        {"name": "images[0]"}, {"name": 3}, {"shape": None}, {"shape": [None, -1]},
+        {"shape": [None, 2.5]}, {"shape": [2**20, 2**20]}, {"dtype": "load"}, {"dtype": 3},
+    ]  # fmt: skip
+    wrong: list[Any] = [None, [], "images", {"images": IMAGE}, ["images"], [{"name": "images"}]]
+    for inputs in [*wrong, *([IMAGE | change] for change in changes)]:
+        with pytest.raises(CheckpointError, match="does not say that its model is called with pl"):
+            graph_inputs({"inputs": inputs}, "fp32")
 
 
 def test_a_half_graph_takes_half_where_the_model_takes_floating_numbers() -> None:

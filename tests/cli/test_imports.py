@@ -3,109 +3,96 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 MOST = 150
 """Modules of mpframe that a default run on the digits may import."""
+UNUSED = [
+    *("workloads.gan", "workloads.speech", "workloads.tables", "workloads.text"),
+    *("workloads.detection", "workloads.segmentation", "data.cifar", "data.image_files"),
+    *("lab.report", "lab.doctor", "lab.ranges", "lab.range_watch", "lab.search", "lab.simulation"),
+    *("lab.autopsy.evidence", "lab.autopsy.replay", "lab.autopsy.diagnosis"),
+    *("checkpoint.export_graph", "checkpoint.init_from", "training.callbacks.step_hooks"),
+    *("training.optimizers.lbfgs", "training.optimizers.multi_objective"),
+    "training.callbacks.profile",
+]
+SHORT = ["model=mlp", "trainer.max_steps=3"]
+WORDS = {
+    "default": SHORT,
+    "gan": ["model=gan", "dataset=digits_gan", "optimizer=gan", *SHORT[1:], "numerics=on"],
+    "overflow": [
+        *(*SHORT, "callbacks.autopsy.after=1"),
+        *("loss_scaling=Backoff", "loss_scaling.init_scale=16777216"),
+    ],
+}
+# A Python that has imported no module of mpframe forks one process for each of the programs.
+FORKING = """
+import json, os, sys, traceback
+import hydra, matplotlib.figure, sklearn.datasets, tensorboard, torch, torch._dynamo, torchvision
+programs = json.loads(sys.argv[1])
+for name, code in programs.items():
+    child = os.fork()
+    if not child:
+        try:
+            exec(code)
+            with open(name, "w") as file:
+                json.dump([*sys.modules], file)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 
 
-def imported_by(code: str, folder: Path) -> set[str]:
-    """The modules of mpframe that a fresh process has imported after running `code`."""
-    listed = "\nimport json, sys\nprint(json.dumps([*sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code + listed], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    names = json.loads(done.stdout.splitlines()[-1])
-    return {name for name in names if name.partition(".")[0] == "mpframe"}
-
-
-def within(names: set[str], *packages: str) -> list[str]:
-    """Those of the names that are one of the packages, or in one."""
-    return sorted(n for n in names if any(n == p or n.startswith(f"{p}.") for p in packages))
-
-
-def trained(*words: str) -> str:
+def trained(name: str) -> str:
     """A program that trains with these words of the command line."""
     return (
-        f"import sys; sys.argv[1:] = {list(words)!r}\n"
+        f"sys.argv[:] = ['train.py', *{WORDS[name]!r}, 'hydra.run.dir=run_of_{name}']\n"
         "from mpframe.cli.commands.train import main; main()"
     )
 
 
-SHORT = ("model=mlp", "trainer.max_steps=3", "hydra.run.dir=run")
-
-
 @pytest.fixture(scope="module")
-def default_run(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The modules that a default run on the digits imports."""
-    return imported_by(trained(*SHORT), tmp_path_factory.mktemp("default"))
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The modules of mpframe that each program imports."""
+    folder = tmp_path_factory.mktemp("imports")
+    programs = {name: trained(name) for name in WORDS}
+    programs["engine"] = "from mpframe import Backoff, Precision"
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, json.dumps(programs)], cwd=folder,
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    found = {}
+    for name in programs:
+        assert (folder / name).exists(), done.stderr
+        modules = json.loads((folder / name).read_text())
+        found[name] = {own for own in modules if own.partition(".")[0] == "mpframe"}
+    return found
 
 
-def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
-    assert len(default_run) <= MOST, sorted(default_run)
+def within(names: set[str], *packages: str) -> list[str]:
+    """Those of the names that are one of the packages, or in one."""
+    places = [f"mpframe.{package}" for package in packages]
+    return sorted(n for n in names if any(n == p or n.startswith(f"{p}.") for p in places))
 
 
-@pytest.mark.parametrize(
-    "unused",
-    [
-        "mpframe.workloads.gan",
-        "mpframe.workloads.speech",
-        "mpframe.workloads.tables",
-        "mpframe.workloads.text",
-        "mpframe.workloads.detection",
-        "mpframe.workloads.segmentation",
-        "mpframe.data.cifar",
-        "mpframe.data.image_files",
-        "mpframe.lab.report",
-        "mpframe.lab.doctor",
-        "mpframe.lab.ranges",
-        "mpframe.lab.range_watch",
-        "mpframe.lab.search",
-        "mpframe.lab.simulation",
-        "mpframe.lab.autopsy.evidence",
-        "mpframe.lab.autopsy.replay",
-        "mpframe.lab.autopsy.diagnosis",
-        "mpframe.checkpoint.export_graph",
-        "mpframe.checkpoint.init_from",
-        "mpframe.training.callbacks.step_hooks",
-        "mpframe.training.optimizers.lbfgs",
-        "mpframe.training.optimizers.multi_objective",
-        "mpframe.training.callbacks.profile",
-    ],
-)
-def test_a_default_run_imports_nothing_that_it_does_not_use(
-    default_run: set[str], unused: str
-) -> None:
-    assert within(default_run, unused) == []
+def test_a_default_run_imports_few_modules_and_uses_them(imported: dict[str, set[str]]) -> None:
+    assert 50 < len(imported["default"]) <= MOST, sorted(imported["default"])
+    assert within(imported["default"], *UNUSED) == []
 
 
-def test_a_user_of_two_names_gets_the_engine(tmp_path: Path) -> None:
-    names = imported_by("from mpframe import Backoff, Precision", tmp_path)
-    assert names - {"mpframe", *within(names, "mpframe.core")} == set()
+def test_a_user_of_two_names_gets_the_engine(imported: dict[str, set[str]]) -> None:
+    names = imported["engine"]
+    assert names - {"mpframe", *within(names, "core")} == set()
+    assert within(names, "core.loss_scaling")
 
 
-def test_a_failed_step_brings_the_autopsy(tmp_path: Path) -> None:
-    overflow = (
-        "loss_scaling=Backoff",
-        "loss_scaling.init_scale=16777216",
-        "callbacks.autopsy.after=1",
-    )
-    names = imported_by(trained(*SHORT, *overflow), tmp_path)
-    assert within(names, "mpframe.lab.autopsy.diagnosis")
-    assert not within(names, "mpframe.lab.range_watch")
-
-
-def test_ranges_bring_their_own(tmp_path: Path) -> None:
-    names = imported_by(trained(*SHORT, "numerics=on"), tmp_path)
-    assert within(names, "mpframe.lab.ranges")
-    assert not within(names, "mpframe.lab.autopsy.diagnosis")
-
-
-def test_a_workload_brings_its_own(tmp_path: Path) -> None:
-    words = ("model=gan", "dataset=digits_gan", "optimizer=gan", *SHORT[1:])
-    names = imported_by(trained(*words), tmp_path)
-    workloads = ["mpframe.workloads", "mpframe.workloads.gan", "mpframe.workloads.images"]
-    assert within(names, "mpframe.workloads") == workloads
+def test_a_part_brings_its_own_modules(imported: dict[str, set[str]]) -> None:
+    overflow, gan = imported["overflow"], imported["gan"]
+    assert within(overflow, "lab.autopsy.diagnosis")
+    assert not within(overflow, "lab.range_watch")
+    assert within(gan, "lab.ranges")
+    assert not within(gan, "lab.autopsy.diagnosis")
+    own = ["mpframe.workloads", "mpframe.workloads.gan", "mpframe.workloads.images"]
+    assert within(gan, "workloads") == own

@@ -47,26 +47,16 @@ def numbers(rows: Table, start: str) -> Tensor:
     return torch.tensor([[float(row[n]) for n in row if n.startswith(start)] for row in rows])
 
 
-def share_right(rows: Table) -> float:
-    return sum(row["class"] == row["target"] for row in rows) / len(rows)
-
-
-@pytest.mark.parametrize("split", ["val", "test"])
-def test_the_accuracy_is_that_of_evaluate(split: str, digits: Path, tmp_path: Path) -> None:
-    rows = predicted(digits, tmp_path / "a.csv", f"split={split}")
-    done = evaluate(digits, [], split=split)
-    assert share_right(rows) == done.evaluation.metrics["accuracy"]
-    assert [row["index"] for row in rows] == [str(n) for n in range(done.samples)]
-    part = getattr(digits_task(), split)
-    assert [row["target"] for row in rows] == [str(int(part[n][1])) for n in range(len(part))]
-
-
-def test_the_checkpoint_is_the_one_that_evaluate_takes(
+def test_the_accuracy_and_the_checkpoint_are_those_of_evaluate(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = predicted(digits, tmp_path / "a.csv")
     done = evaluate(digits, [])
-    assert len(rows) == done.samples
+    right = sum(row["class"] == row["target"] for row in rows) / len(rows)
+    assert right == done.evaluation.metrics["accuracy"]
+    assert [row["index"] for row in rows] == [str(n) for n in range(done.samples)]
+    part: Any = getattr(digits_task(), done.split)
+    assert [row["target"] for row in rows] == [str(int(part[n][1])) for n in range(len(part))]
     assert capsys.readouterr().out == (
         f"{digits}, step {done.step}: {done.samples} predictions of {done.split} (mixed(float16) "
         f"on cpu, weights ema); written to {tmp_path / 'a.csv'}\n"
@@ -143,48 +133,36 @@ def test_training_samples_are_not_augmented(
 def test_nothing_is_overwritten_unless_it_is_asked_for(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "a.csv"
+    main([f"checkpoint={digits}", "split=val"])
+    (out,) = digits.glob("predictions_val_step_*.csv")  # The default file lies in the run.
     out.write_text("old")
-    with pytest.raises(SystemExit):
-        main([f"checkpoint={digits}", f"out={out}"])
-    assert capsys.readouterr().err == (
-        f"mpframe: out={out}: exists; choose another file, or give overwrite=true\n"
-    )
-    assert out.read_text() == "old"
+    for words in (["split=val"], [f"out={out}"]):
+        with pytest.raises(SystemExit):
+            main([f"checkpoint={digits}", *words])
+        assert capsys.readouterr().err == (
+            f"mpframe: out={out}: exists; choose another file, or give overwrite=true\n"
+        )
+        assert out.read_text() == "old"
     assert len(predicted(digits, out, "overwrite=true")) > 100
 
 
-def test_the_default_file_lies_in_the_run(digits: Path) -> None:
-    main([f"checkpoint={digits}", "split=val"])
-    (written,) = digits.glob("predictions_val_step_*.csv")
-    assert written.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["split=test", "folder=x"], "folder=x: cannot be combined with split; give only one"),
-        (["split=tset"], "split=tset: choose train, val, test; nearest: test"),
-        (["outputs=logits"], "outputs=logits: choose class, probabilities, raw"),
-        (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),
-        (["overwrite=yes"], "overwrite=yes: choose true, false"),
-        (["folder=/nonexistent"], "/nonexistent: cannot be listed (No such file or directory)"),
-        (["folder=EMPTY"], "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images"),
-    ],
-)  # fmt: skip
 def test_a_mistake_is_one_line(
-    words: list[str],
-    line: str,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").mkdir()
-    with pytest.raises(SystemExit):
-        main([f"checkpoint={digits}", *words])
-    assert capsys.readouterr().err == f"mpframe: {line}\n"
+    for words, line in {
+        "split=test folder=x": "folder=x: cannot be combined with split; give only one",
+        "split=tset": "split=tset: choose train, val, test; nearest: test",
+        "outputs=logits": "outputs=logits: choose class, probabilities, raw",
+        "out=a.txt": "out=a.txt: must end in .csv or .parquet",
+        "overwrite=yes": "overwrite=yes: choose true, false",
+        "folder=/nonexistent": "/nonexistent: cannot be listed (No such file or directory)",
+        "folder=EMPTY": "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([f"checkpoint={digits}", *words.split()])
+        assert capsys.readouterr().err == f"mpframe: {line}\n"
 
 
 def test_an_image_folders_link_may_not_leave_it(
@@ -196,42 +174,32 @@ def test_an_image_folders_link_may_not_leave_it(
     assert "a link that leaves" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("usage", "line"),
-    [
-        ({}, "NOT SAID"),
-        ({"preprocessing": {"size": [8, 8]}}, "NOT SAID"),
-        ({"preprocessing": {"size": [8, 8], "mean": [0.0], "std": [0.0]}}, "NOT SAID"),
-        ({"preprocessing": {"size": ["8", "8"], "mean": [0.0], "std": [1.0]}}, "NOT SAID"),
-        ({"preprocessing": {"size": [8, 8], "mean": [0.0], "std": [1.0]}}, "NOT IMAGES"),
-        (
-            {
-                "preprocessing": {"size": [8, 8], "mean": [0.0], "std": [1.0]},
-                "inputs": [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}],
-            },
-            "NOT IMAGES",
-        ),
-    ],
-)
 def test_a_folder_is_refused_by_a_model_of_other_inputs(
-    usage: dict[str, Any],
-    line: str,
-    digits: Path,
-    tiny_data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    digits: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snapshot = checkpoint.read(checkpoint.newest(digits))
-    state = {**snapshot.state, "usage": usage}
-    step = checkpoint.save(tmp_path, replace(snapshot, state=state))
-    with pytest.raises(SystemExit):
-        main([f"checkpoint={step}", f"folder={tiny_data / 'image_folder' / 'test'}"])
-    why = {
-        "NOT SAID": "the checkpoint does not say how an image is prepared, as the Task of its "
-        "dataset did not (preprocessing with size, mean and std)",
-        "NOT IMAGES": "the model takes something else than images of 1 x 8 x 8 alone",
-    }
-    assert capsys.readouterr().err == (
-        f"mpframe: folder={tiny_data / 'image_folder' / 'test'}: {why[line]}; use split, with a "
-        "dataset over the folder\n"
+    good = {"size": [8, 8], "mean": [0.0], "std": [1.0]}
+    unsaid = (
+        "the checkpoint does not say how an image is prepared, as the Task of its dataset did not "
+        "(preprocessing with size, mean and std)"
     )
+    other = "the model takes something else than images of 1 x 8 x 8 alone"
+    inputs = [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}]
+    snapshot = checkpoint.read(checkpoint.newest(digits))
+    folder = tiny_data / "image_folder" / "test"
+    for number, (usage, why) in enumerate(
+        [
+            ({}, unsaid),
+            ({"preprocessing": good | {"std": [0.0]}}, unsaid),
+            ({"preprocessing": good | {"size": ["8", "8"]}}, unsaid),
+            ({"preprocessing": good}, other),
+            ({"preprocessing": good, "inputs": inputs}, other),
+        ]
+    ):
+        state = {**snapshot.state, "usage": usage}
+        (tmp_path / str(number)).mkdir()
+        step = checkpoint.save(tmp_path / str(number), replace(snapshot, state=state))
+        with pytest.raises(SystemExit):
+            main([f"checkpoint={step}", f"folder={folder}"])
+        assert capsys.readouterr().err == (
+            f"mpframe: folder={folder}: {why}; use split, with a dataset over the folder\n"
+        )

@@ -13,23 +13,16 @@ from mpframe.run.parts import build_loaders, resolve_device
 from mpframe.run.target import make, options_of
 
 
-def test_auto_takes_what_there_is() -> None:
+def test_a_device_is_there_or_refused() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("gpu", "device=gpu: choose auto, cpu, cuda, cuda:N or mps"),
-        ("cpu:1", "device=cpu:1: choose auto, cpu, cuda, cuda:N or mps"),
-        ("cuda:x", "device=cuda:x: choose auto, cpu, cuda, cuda:N or mps"),
-        ("cuda:99", r"device=cuda:99: this machine has \d+ CUDA devices; use device=cpu"),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(name: str, line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        resolve_device(name)
+    for name in ("gpu", "cpu:1", "cuda:x"):
+        with pytest.raises(ConfigError, match=f"device={name}: choose auto, cpu, cuda, cuda:N or"):
+            resolve_device(name)
+    with pytest.raises(
+        ConfigError, match=r"device=cuda:99: this machine has \d+ CUDA devices; use device=cpu"
+    ):
+        resolve_device("cuda:99")
 
 
 @pytest.mark.parametrize(
@@ -55,23 +48,38 @@ def test_a_target_is_called_with_its_options() -> None:
     assert linear.weight.shape == (2, 3)
 
 
-@pytest.mark.parametrize(("device", "pin"), [("cpu", False), ("cuda:0", True)])
-def test_batches_are_pinned_for_a_cuda_device(
-    device: str, pin: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def config(device: str = "cpu") -> Any:
+    return SimpleNamespace(
+        data=SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0),
+        trainer=SimpleNamespace(timeout=600.0),
+        run=SimpleNamespace(seed=0, device=device),
+    )
+
+
+def test_batches_are_pinned_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     monkeypatch.setattr(
         "mpframe.run.parts.Loader", lambda *_, **options: made.append(options["pin"])
     )
     monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
-    data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0)
-    trainer = SimpleNamespace(timeout=600.0)
-    config: Any = SimpleNamespace(
-        data=data, trainer=trainer, run=SimpleNamespace(seed=0, device=device)
-    )
     task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
-    build_loaders(config, task)
-    assert made == [pin, pin, pin]
+    for device in ("cpu", "cuda:0"):
+        build_loaders(config(device), task)
+    assert made == [False] * 3 + [True] * 3
+
+
+def test_evaluations_have_a_batch_size_of_their_own() -> None:
+    own = config()
+    task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
+    assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 4, 4]
+    own.data.eval_batch_size = 3
+    assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 3, 3]
+    two: Any = SimpleNamespace(size=2)
+    with pytest.raises(ConfigError, match=r"^dataset.eval_batch_size=3: 2 ranks share each batch"):
+        build_loaders(own, task, two)
+    own.data.batch_size = 5
+    with pytest.raises(ConfigError, match=r"^dataset.batch_size=5: 2 ranks share each batch"):
+        build_loaders(own, task, two)
 
 
 def truths(
@@ -91,25 +99,26 @@ def truths(
 HERE = f"{__name__}.truths"
 
 
-@pytest.mark.parametrize("name", ["plain", "annotated", "optional", "text"])
-def test_a_word_for_true_or_false_is_what_it_says(name: str) -> None:
-    for words, truth in ((("off", "No", "false", False), False), (("ON", "yes", "true"), True)):
-        for word in words:
-            assert make("model", {"_target_": HERE, name: word})[name] is truth
-            inner = {"_target_": HERE, "nested": [{"_target_": HERE, name: word}]}
+def test_a_word_for_true_or_false_is_what_it_says() -> None:
+    said = {False: ("off", "No", "false", False), True: ("ON", "yes", "true")}
+    truths = [(word, truth) for truth, words in said.items() for word in words]
+    for name in ("plain", "annotated", "optional", "text"):
+        for word, truth in truths:
+            node = {"_target_": HERE, name: word}
+            assert make("model", node)[name] is options_of("model", node)[name] is truth
+            inner = {"_target_": HERE, "nested": [node]}
             assert make("model", inner)["nested"][0][name] is truth
-            assert options_of("model", {"_target_": HERE, name: word})[name] is truth
-    for value in ("abc", 1, 0.0, "", "null"):
+        for value in ("abc", 1, 0.0, "", "null"):
+            with pytest.raises(ConfigError) as refused:
+                make("model", {"_target_": HERE, "nested": {"_target_": HERE, name: value}})
+            assert str(refused.value) == f"model.nested.{name}={value}: must be true or false"
+
+
+def test_a_truth_is_no_number() -> None:
+    for name in ("number", "size"):
         with pytest.raises(ConfigError) as refused:
-            make("model", {"_target_": HERE, "nested": {"_target_": HERE, name: value}})
-        assert str(refused.value) == f"model.nested.{name}={value}: must be true or false"
-
-
-@pytest.mark.parametrize("name", ["number", "size"])
-def test_a_truth_is_no_number(name: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        make("optimizer", {"_target_": HERE, name: True})
-    assert str(refused.value) == f"optimizer.{name}=true: must be a number"
+            make("optimizer", {"_target_": HERE, name: True})
+        assert str(refused.value) == f"optimizer.{name}=true: must be a number"
 
 
 def test_what_a_signature_leaves_open_stays_as_it_is() -> None:
@@ -137,36 +146,14 @@ def test_a_nested_target_may_take_more_than_its_signature_says() -> None:
     assert make("model", {"_target_": HERE, "nested": inner})["nested"] == {"labels": 5}
 
 
-@pytest.mark.parametrize(
-    ("path", "target"),
-    [
-        *((path, "torch.optim.SGD") for path in ("optimizer", "optimizer.parts.a")),
-        ("model", "torch.nn.Linear"),
-        ("scheduler", "torch.optim.lr_scheduler.OneCycleLR"),
-        ("callbacks.own", "mpframe.training.callbacks.freeze.Freeze"),
-    ],
-)
-def test_every_open_section_reads_truths_alike(path: str, target: str) -> None:
-    parameters = inspect.signature(get_class(target)).parameters
-    flags = [name for name, own in parameters.items() if isinstance(own.default, bool)]
-    for name in flags:
-        with pytest.raises(ConfigError, match=rf"^{path}\.{name}=abc: must be true or false$"):
-            make(path, {"_target_": target, name: "abc"})
-
-
-def test_evaluations_have_a_batch_size_of_their_own() -> None:
-    data = SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0)
-    trainer = SimpleNamespace(timeout=600.0)
-    config: Any = SimpleNamespace(
-        data=data, trainer=trainer, run=SimpleNamespace(seed=0, device="cpu")
-    )
-    task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
-    assert [loader.batch_size for loader in build_loaders(config, task)] == [4, 4, 4]
-    data.eval_batch_size = 3
-    assert [loader.batch_size for loader in build_loaders(config, task)] == [4, 3, 3]
-    two: Any = SimpleNamespace(size=2)
-    with pytest.raises(ConfigError, match=r"^dataset.eval_batch_size=3: 2 ranks share each batch"):
-        build_loaders(config, task, two)
-    data.batch_size = 5
-    with pytest.raises(ConfigError, match=r"^dataset.batch_size=5: 2 ranks share each batch"):
-        build_loaders(config, task, two)
+def test_every_open_section_reads_truths_alike() -> None:
+    for path, target in {
+        "optimizer.parts.a": "torch.optim.SGD",
+        "model": "torch.nn.Linear",
+        "scheduler": "torch.optim.lr_scheduler.OneCycleLR",
+        "callbacks.own": "mpframe.training.callbacks.freeze.Freeze",
+    }.items():
+        parameters = inspect.signature(get_class(target)).parameters
+        for name in (n for n, own in parameters.items() if isinstance(own.default, bool)):
+            with pytest.raises(ConfigError, match=rf"^{path}\.{name}=abc: must be true or false$"):
+                make(path, {"_target_": target, name: "abc"})

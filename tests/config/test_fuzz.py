@@ -37,7 +37,7 @@ from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
-SHORT, LONG = 12, 1500  # Cases of each of the fuzzes.
+SHORT, LONG = 4, 1500  # Cases of each of the fuzzes.
 SECONDS = 30  # For one case, on a machine that is busy.
 EACH = pytest.mark.parametrize("cases", [SHORT, pytest.param(LONG, marks=pytest.mark.storm)])
 

@@ -1,4 +1,4 @@
-"""A user's project outside the repository, with mpframe from its wheel alone."""
+"""A user's project outside the repository: in this process, and with mpframe from its wheel."""
 
 import os
 import re
@@ -10,15 +10,78 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from in_process import train
+from pages import Page
 
 from mpframe import checkpoint
+from mpframe.cli.commands import new
 from mpframe.tracking.summary import Summary
 
-pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
+PAGE = Page(ROOT / "docs" / "own_parts.md")
+FILES = PAGE.files()
+COMMAND = PAGE.commands()[0]
+PROJECT = (ROOT / "docs" / "own_project.md").read_text()
+TEMPLATE = ROOT / "mpframe" / "cli" / "commands" / "template"
 
-PAGE = (ROOT / "docs" / "own_parts.md").read_text()
-FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
-COMMAND = re.search(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, whose modules are found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_data", "my_model"):  # Each project has its own.
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def write_parts(folder: Path) -> None:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_every_part_stands_in_the_configuration_and_takes_part(folder: Path) -> None:
+    modules = {Path(name).stem for name in FILES if name.endswith(".py")}
+    configurations = "".join(text for name, text in FILES.items() if name.endswith("yaml"))
+    targets = re.findall(r"_target_: (my_\w+)\.\w+", configurations)
+    assert sorted(targets) == sorted(modules)
+    assert len(modules) == 6
+    write_parts(folder)
+    words = [word for word in COMMAND.arguments if not word.startswith("hydra.")]
+    summary = train(folder / "run", *words, "trainer.max_steps=8")
+    assert (summary.loss_scaling, summary.final_scale) == ("Thirds", 6561.0)
+    # The metric unpacks what no objective but the page's gives: logits and lengths.
+    assert summary.monitor == "long_accuracy"
+    weights = checkpoint.load(folder / "run")["trainer"]["weights"]
+    assert weights["embedding.weight"].shape == (50, 32)
+    lines = [
+        [*map(float, x.split())] for x in (folder / "run/journal.txt").read_text().splitlines()
+    ]
+    assert [line[0] for line in lines] == list(range(1, 9))
+    assert lines[-1][1:] == [summary.train_loss, 6561.0]
+
+
+def test_a_new_project_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new.main(["spirals"])
+    assert capsys.readouterr().out == "spirals: written; begin with spirals/README.md\n"
+    written = {str(path.relative_to("spirals")) for path in Path("spirals").rglob("*")}
+    assert {"conf/project.yaml", "my_model.py", "test_project.py"} <= written
+    sys.path.insert(0, str(folder / "spirals"))
+    words = ["--config-dir=spirals/conf", "--config-name=project", "trainer.max_steps=2"]
+    assert train(folder / "run", *words).monitor == "accuracy"
+
+
+def test_the_page_shows_the_files_as_they_are() -> None:
+    for name in ("conf/project.yaml", "conf/model/net.yaml"):
+        assert f"```yaml\n{(TEMPLATE / name).read_text()}```" in PROJECT
+    (tree,) = (block for block in PROJECT.split("```") if "conf/project.yaml  " in block)
+    shown = re.findall(r"[\w./]+", tree)
+    for path in TEMPLATE.rglob("*"):
+        name = str(path.relative_to(TEMPLATE))
+        assert path.is_dir() or "__pycache__" in name or any(name.startswith(s) for s in shown)
+
+
+# --- with mpframe from its wheel
 
 
 def pip(*arguments: str) -> None:
@@ -46,6 +109,7 @@ def run(environment: Path, folder: Path, *words: str) -> str:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with mpframe from its wheel, and the packages of this one beside it."""
+    pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
     folder = tmp_path_factory.mktemp("installed")
     pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", str(folder))
     (wheel,) = folder.glob("mpframe-*.whl")
@@ -60,46 +124,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env"
 
 
+@pytest.mark.slow
 def test_the_project_trains_by_one_command(environment: Path, tmp_path: Path) -> None:
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_parts(tmp_path)
     where = "import importlib.util; print(importlib.util.find_spec('mpframe').origin)"
     origin = Path(run(environment, tmp_path, "python", "-c", where).strip())
     assert origin.is_relative_to(environment)
-    assert COMMAND is not None
-    run(environment, tmp_path, *shlex.split(COMMAND[1]))
+    assert (origin.parent / "py.typed").exists()
+    run(environment, tmp_path, *COMMAND.words)
     (folder,) = (tmp_path / "runs" / "mine").iterdir()
-
     summary = Summary.read(folder)
-    assert (summary.status, summary.epochs, summary.samples) == ("finished", 4, 4 * 512)  # Dataset.
-    assert (summary.loss_scaling, summary.final_scale) == ("Thirds", 6561.0)
-    # The metric unpacks what no objective but the page's gives: logits and lengths.
-    assert summary.monitor == "long_accuracy"
+    assert (summary.status, summary.epochs, summary.samples) == ("finished", 4, 4 * 512)
     assert summary.val_metric is not None
     assert 0.6 < summary.val_metric <= 1.0
-    weights = checkpoint.load(folder)["trainer"]["weights"]
-    assert weights["embedding.weight"].shape == (50, 32)
-    steps, losses, scales = zip(
-        *(map(float, line.split()) for line in (folder / "journal.txt").read_text().splitlines()),
-        strict=True,
-    )
-    assert steps == tuple(range(1, 65))
-    assert losses[-1] == summary.train_loss
-    assert set(scales) == {6561.0}
 
-
-def test_every_part_stands_in_the_configuration_and_on_the_page() -> None:
-    modules = {Path(name).stem for name in FILES if name.endswith(".py")}
-    targets = re.findall(
-        r"_target_: (my_\w+)\.\w+", "".join(t for n, t in FILES.items() if n.endswith("yaml"))
-    )
-    assert sorted(targets) == sorted(modules)
-    assert len(modules) == 6
-
-
-# --- mpframe new, and docs/own_project.md
 
 DRIVER = """
 import os, shlex, sys, time
@@ -140,15 +178,15 @@ def blocks_of(text: str) -> list[str]:
     return [block for block in found if not block.startswith("mpframe new")]
 
 
+@pytest.mark.slow
 def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "own_project.md").read_text()
-    (begin,) = re.findall(r"^```bash\n(mpframe new .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (begin,) = re.findall(r"^```bash\n(mpframe new .*?)^```$", PROJECT, re.DOTALL | re.MULTILINE)
     make, enter, first = begin.splitlines()
     run(environment, tmp_path, *shlex.split(make))
     project = tmp_path / enter.removeprefix("cd ")
     readme = (project / "README.md").read_text()
     assert first in readme
-    blocks = [*blocks_of(readme), *blocks_of(page)]
+    blocks = [*blocks_of(readme), *blocks_of(PROJECT)]
     assert len(blocks) == 9
     said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
     assert "1 passed" in said
@@ -157,20 +195,3 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
     assert (project / "runs" / "formats" / "report.html").exists()
     assert (project / "model.safetensors").exists()
     assert len((project / "predictions.csv").read_text().splitlines()) == 1 + 300  # The test part.
-
-
-def test_the_page_shows_the_files_as_they_are() -> None:
-    page = (ROOT / "docs" / "own_project.md").read_text()
-    template = ROOT / "mpframe" / "cli" / "commands" / "template"
-    for name in ("conf/project.yaml", "conf/model/net.yaml"):
-        assert f"```yaml\n{(template / name).read_text()}```" in page
-    (tree,) = (block for block in page.split("```") if "conf/project.yaml  " in block)
-    shown = re.findall(r"[\w./]+", tree)
-    for path in template.rglob("*"):
-        name = str(path.relative_to(template))
-        assert path.is_dir() or "__pycache__" in name or any(name.startswith(s) for s in shown)
-
-
-def test_the_types_are_in_the_wheel(environment: Path) -> None:
-    (package,) = environment.glob("lib/python*/site-packages/mpframe")
-    assert (package / "py.typed").exists()

@@ -1,13 +1,15 @@
 """The pages of the documentation: commands, options, blocks of Python, links.
 
-The commands of a guide are run, in their order and in one folder, but for those that say behind a
-`#` what they need. Those of all other pages are composed and checked, as their program would do
-before its work begins.
+Every command is composed and checked, as its program would do before its work begins. Those of the
+guides are run as well, in their order and in one folder, but for those that say behind a `#` what
+they need.
 """
 
 import ast
+import csv
 import re
 import shlex
+import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext
 from importlib import import_module
@@ -16,10 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkout import ROOT
 from in_process import train
 from pages import PAGES, Command, Page
+from safetensors.torch import save_file
+from torchvision.models import resnet18
 
+from mpframe import checkpoint
+from mpframe.checkpoint.state import weights_of
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
 from mpframe.core.errors import DivergedError
@@ -33,22 +40,33 @@ OTHERS = {
 }
 # Takes the arguments of training; the others take words of their own.
 LIKE_TRAINING = {"train", "doctor"}
+# Words that decide which others there are.
+SHAPING = (
+    "experiment",
+    "model",
+    "dataset",
+    "model._target_",
+    "dataset._target_",
+    "+size",
+    "resume",
+)
 
-pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
-
-def accept(command: Command) -> None:
-    """Refuse a command as its program would, before its work begins."""
+def accept(command: Command, plain: dict[tuple[str, ...], list[list[str]]]) -> None:
+    """Refuse a command as its program would; `plain` gets the words of a training to compose."""
     assert command.program in {*COMMANDS, "bench"}, command
     if command.words[0] == "python":
         assert (ROOT / command.words[1]).exists(), command
+    given = command.arguments
     if command.program not in LIKE_TRAINING:
         return
-    given = command.arguments
     if any(word.startswith(("--", "hydra/")) for word in given):
         assert prepare(given)  # Of Hydra: its grammar alone.
+    elif "-m" in given:
+        assert next(jobs(given)).config, command
     else:
-        assert next(jobs(given)).config
+        shaping = tuple(word for word in given if word.startswith(SHAPING))
+        plain.setdefault(shaping, []).append([word for word in given if word not in shaping])
 
 
 def is_run(command: Command) -> bool:
@@ -56,38 +74,43 @@ def is_run(command: Command) -> bool:
     return command.of_ours and not command.note.startswith("needs ")
 
 
+RUN = "first_run"  # in ./dev, which need not compose its commands
 OURS = {
-    str(command): command
+    str(command): (path, command)
     for path in PAGES
     for command in Page(path).commands()
-    if command.of_ours and not (path.stem in GUIDES and is_run(command))
+    if command.of_ours and not (path.stem == RUN and is_run(command))
 }
+WITH_COMMANDS = sorted({path for path, _ in OURS.values()})
 
 
-def test_there_are_commands() -> None:
-    assert len(OURS) >= 50
-
-
-@pytest.mark.parametrize("command", list(OURS.values()), ids=str)
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.stem)
 def test_every_command_is_accepted(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The rows of a page that have nothing in common are composed together."""
     monkeypatch.chdir(tmp_path)
     Path("conf").symlink_to(ROOT / "conf")
-    for word in command.arguments:
-        folder = word.partition("=")[2]
-        if folder.startswith("runs/"):  # A folder that exists may be named without quotes.
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    accept(command)
+    plain: dict[tuple[str, ...], list[list[str]]] = {}
+    for command in (command for own, command in OURS.values() if own == path):
+        for word in command.arguments:
+            folder = word.partition("=")[2]
+            if folder.startswith("runs/"):  # A folder that exists may be named without quotes.
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        accept(command, plain)
+    for shaping, rows in plain.items():
+        for words in together(rows):
+            assert next(jobs([*shaping, *words])).config, words
 
 
-@pages
-def test_no_command_is_unknown(path: Path) -> None:
-    for command in Page(path).commands():
-        assert command.of_ours or command.words[0] in OTHERS, command
-        for word in command.words:
-            if word.startswith("tests/"):
-                assert (ROOT / word.partition("::")[0]).exists(), command
+def test_no_command_is_unknown() -> None:
+    assert len(OURS) >= 50
+    for path in PAGES:
+        for command in Page(path).commands():
+            assert command.of_ours or command.words[0] in OTHERS, (path, command)
+            for word in command.words:
+                if word.startswith("tests/"):
+                    assert (ROOT / word.partition("::")[0]).exists(), (path, command)
 
 
 class Story:
@@ -130,7 +153,9 @@ class Story:
         assert ended.value.code in (0, 1)  # 1: there is something to mend.
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != RUN)) for n in GUIDES]
+)
 def test_the_commands_of_a_guide_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,10 +172,32 @@ def test_the_commands_of_a_guide_run(
         story.run(command)
 
 
-@pages
-def test_every_block_of_python_is_python(path: Path) -> None:
-    for code in Page(path).blocks("python"):
-        ast.parse(code)
+@pytest.mark.slow
+def test_the_commands_of_fine_tuning_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_data: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_data / "image_folder", "data/pictures")
+    torch.save(resnet18().state_dict(), "resnet18.pth")
+    train(Path("runs/mine"), "trainer.max_steps=1")
+    own = weights_of(checkpoint.load(Path("runs/mine")), "trained", Path())
+    save_file({f"net.{name}": tensor for name, tensor in own.items()}, "own.safetensors")
+    story = Story()
+    commands = list(filter(is_run, Page(ROOT / "docs" / "fine_tuning.md").commands()))
+    for command in commands:
+        story.run(command)
+    assert [c.program for c in commands] == ["train", "evaluate", "predict", *["train"] * 4]
+    (table,) = Path("runs/tuned").glob("predictions_folder_step_*.csv")
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows[:2]] == ["0/0000.jpg", "0/0001.jpg"]
+    assert "probability_9" in rows[0]
+
+
+def test_every_block_of_python_is_python() -> None:
+    for path in PAGES:
+        for code in Page(path).blocks("python"):
+            ast.parse(code, str(path))
 
 
 def test_the_blocks_of_the_page_for_others_run_one_after_the_other() -> None:
@@ -170,32 +217,33 @@ def test_what_others_are_told_to_write_is_accepted() -> None:
 
 
 def together(rows: Iterable[list[str]]) -> list[list[str]]:
-    """Rows that set different things in one command line: composing takes its time."""
+    """Rows that set different things in one command line, as composing takes its time."""
     lines: list[list[str]] = []
     for row in rows:
         line = next((line for line in lines if not any(map(clash, product(line, row)))), None)
         if line is None:
             lines.append(line := [])
-        line.extend(row)
+        line.extend(word for word in row if word not in line)
     return lines
 
 
 def clash(words: tuple[str, str]) -> bool:
     """Whether two words set the same option, or one chooses the group that the other changes."""
+    if words[0] == words[1]:
+        return False
     keys = sorted(re.split(r"[+-]?=", word)[0].lstrip("+") + "." for word in words)
     return keys[1].startswith(keys[0])
 
 
-@pages
-def test_every_link_leads_somewhere(path: Path) -> None:
-    for link in Page(path).links():
+def test_every_link_leads_somewhere() -> None:
+    for path, link in ((page, link) for page in PAGES for link in Page(page).links()):
         if "://" in link:
             continue
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
-        assert target.exists(), link
+        assert target.exists(), (path, link)
         if anchor:
-            assert anchor in Page(target).anchors(), link
+            assert anchor in Page(target).anchors(), (path, link)
 
 
 def test_every_page_is_on_the_site() -> None:

@@ -37,6 +37,7 @@ LAUNCHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
     """Twice: the second time every job has its result already."""
@@ -63,6 +64,7 @@ def test_the_slurm_command_composes() -> None:
     assert (launcher.partition, launcher.gpus_per_node, launcher.max_num_timeout) == ("gpu", 1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Of optuna 2.10 and its sqlalchemy.
 @plugin("hydra_optuna_sweeper")
 def test_a_study_in_a_file_continues(
@@ -83,6 +85,7 @@ def test_a_study_in_a_file_continues(
     assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))
 
 
+@pytest.mark.slow
 @plugin("hydra_optuna_sweeper")
 def test_a_search_with_a_fixed_seed_takes_its_finished_trials(tmp_path: Path) -> None:
     words = [
@@ -98,6 +101,7 @@ def test_a_search_with_a_fixed_seed_takes_its_finished_trials(tmp_path: Path) ->
     assert len(statuses(tmp_path / "out")) == 3
 
 
+@pytest.mark.slow
 @plugin("hydra_joblib_launcher")
 def test_two_jobs_that_are_the_same_are_one_result(tmp_path: Path) -> None:
     own = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=out"]
