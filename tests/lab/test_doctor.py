@@ -119,7 +119,7 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
 SOUND: dict[str, tuple[Check, ...]] = {
     "optimizer.lr=1e-7 trainer.accumulate=4 trainer.ema_decay=0.99 loss_scaling=LogMax": CHECKS[:-1],
     "dtype=amp dtype.master_weights=false loss_scaling=static": (checks.check_masters, *hints.HINTS),
-    "dtype=amp_bf16 optimizer.lr=2e-5": CHECKS[:-1],
+    "dtype=amp_bf16 optimizer.lr=1e-6": CHECKS[:-1],
     "dtype=fp32 dataset.batch_size=60 device=cpu dtype.compute=native": CHECKS,
     "dtype=mixed_bf16 loss_scaling=none dtype.master_weights=true": hints.HINTS,
     f"{NET} model.form=float16": CHECKS[:-1],
