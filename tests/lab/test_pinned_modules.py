@@ -56,6 +56,7 @@ def small() -> nn.Sequential:
         ({"1.*": "fp32"}, {"1.0", "1.2"}, "mixed", "bfloat16"),
         ({"1": "fp32", "1.0": "half"}, {"1.2"}, "amp", "bfloat16"),
         ({"1.0": "half", "1": "fp32"}, {"1.0", "1.2"}, "mixed", "float16"),
+        ({"1": "half"}, set(), "mixed", "float16"),
         ({"*": "fp32"}, {"0", "1.0", "1.2", "2"}, "mixed", "float16"),
         ({"*": "fp32", "2": "half"}, {"0", "1.0", "1.2"}, "amp", "bfloat16"),
     ],
@@ -67,18 +68,10 @@ def test_what_computes_where(
     precision = Precision(mode, half, ops=lists(modules), compute="native")
     precision.prepare(model, SGD(model.parameters()))
     expected = {n: {FP32 if n in in_fp32 else HALVES[half]} for n in ("0", "1.0", "1.2", "2")}
+    norms: list[torch.dtype] = []
+    model[1][1].register_forward_hook(lambda _, __, result: norms.append(result.dtype))
     assert ran(model, precision, torch.rand(2, 4)) == expected
-
-
-def test_a_module_pinned_to_half_runs_its_norm_in_half() -> None:
-    model = small()
-    precision = Precision("mixed", ops=lists({"1": "half"}))
-    precision.prepare(model, SGD(model.parameters()))
-    seen = []
-    model[1][1].register_forward_hook(lambda m, a, result: seen.append(result.dtype))
-    with precision.cast():
-        model(torch.rand(2, 4))
-    assert seen == [HALF]
+    assert norms == [HALVES[half] if modules.get("1") == "half" else FP32]
 
 
 def test_an_exception_inside_leaves_the_pin() -> None:
@@ -153,20 +146,3 @@ def test_attached_to_be_evaluated_in_another_mode() -> None:
     assert run(training) == [HALF, HALF, FP32]
     assert run(evaluating) == [FP32, torch.bfloat16, torch.bfloat16]
     assert formats(list(model.parameters())) == {FP32}
-
-
-def test_fp32_norms_in_an_otherwise_half_model() -> None:
-    """The rung between all half and the lists: ops=none with BatchNorm pinned to fp32."""
-    half = "bfloat16"
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3))
-    precision = Precision("mixed", half, ops=OpLists(modules={"1": "fp32"}))
-    precision.prepare(model, SGD(model.parameters()))
-    assert formats(list(model[1].parameters())) == {FP32}
-    seen: list[Any] = []
-    model[1].register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-    with precision.cast():
-        result = model(torch.rand(2, 1, 8, 8))
-    result.float().sum().backward()
-    assert seen == [FP32]
-    assert result.dtype == HALVES[half]
-    assert formats([p.grad for p in model[0].parameters()]) == {HALVES[half]}
