@@ -10,11 +10,7 @@ import yaml
 
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import Record, find_runs
-from mpframe.lab.report.tables import (
-    RunGroup,
-    group_runs,
-    results,
-)
+from mpframe.lab.report.tables import RunGroup, group_runs, results
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 

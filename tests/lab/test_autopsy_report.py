@@ -23,11 +23,7 @@ STEP = Evidence(
 
 
 def report(
-    kind: Kind,
-    scaling: str = "Backoff",
-    floor: float = 1.0,
-    step: Evidence = STEP,
-    **more: object,
+    kind: Kind, scaling: str = "Backoff", floor: float = 1.0, step: Evidence = STEP, **more: object
 ) -> Report:
     model = nn.Sequential(nn.Linear(2, 2))
     precision = Precision("amp")

@@ -19,14 +19,7 @@ from mpframe.core.objective import supervised
 from mpframe.lab import watch_ranges
 from mpframe.lab.exponents import FIELDS
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.lab.ranges import (
-    FOLDER,
-    KINDS,
-    RangeProbe,
-    RangeRecord,
-    Ranges,
-    read_ranges,
-)
+from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
 
@@ -143,6 +136,13 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
 
 
+@pytest.mark.parametrize(("figure", "worst"), [("headroom_bits", "a"), ("over_count", "c")])
+def test_scalars_show_the_worst_layers(figure: str, worst: str) -> None:
+    seen = {"a": 1.0, "b": 2.0, "c": 3.0, "d": np.nan}
+    found = RangeWatch(every=1, worst=1)._worst_of(f"numerics/weights/{figure}", seen)
+    assert found == {f"numerics/weights/{figure}/{worst}": seen[worst]}
+
+
 def test_off_is_a_callback_that_does_nothing() -> None:
     assert type(watch_ranges(None)) is Callback
 
@@ -167,6 +167,7 @@ def test_a_skipped_step_has_no_updates() -> None:
     ranges = probe.ranges()
     assert (ranges.field("updates", "zeros") == ranges.field("updates", "count")).all()
     assert ranges.field("gradients", "bad").sum() > 0
+    assert not ranges.rounded_away.any()
 
 
 def made(step: int, layers: int = 2, scale: float = 2.0**10) -> Ranges:
