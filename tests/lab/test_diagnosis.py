@@ -226,6 +226,13 @@ def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> N
     assert diagnosis.kind is BEYOND
 
 
+def test_an_op_of_the_model_itself_moves_to_fp32() -> None:
+    body, head = linear(), nn.Linear(16, 4)
+    diagnosis = diagnose(case_of(Each(lambda x: head(body(x) * 1e6 / 1e6), body=body, head=head)))
+    assert (diagnosis.kind, diagnosis.proven) == (BEYOND, True)
+    assert diagnosis.remedy == Setting(octaves=-10, denied=("mul",))
+
+
 def masked() -> nn.Module:
     """Softmax over what is small, the rest masked by filling."""
     return Each(lambda x: x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x)
