@@ -105,6 +105,14 @@ def test_weights_are_stored_as_the_map_says(
     assert dtype_map(precision, model) == before
 
 
+@pytest.mark.parametrize(("name", "pins"), [("default", {"norm": "half"}), ("fp32_norms", {})])
+def test_weights_beside_running_statistics_stay_fp32(name: str, pins: dict[str, str]) -> None:
+    model = transformer()
+    Precision("mixed", ops=lists(name, pins)).prepare(model, SGD(model.parameters()))
+    norm = model["norm"]  # type: ignore[index]
+    assert formats([norm.weight, norm.bias, norm.running_mean, norm.running_var]) == {FP32}
+
+
 def test_statistics_that_arrive_in_half_are_widened() -> None:
     model = nn.BatchNorm1d(3).half()
     Precision("mixed").prepare(model, SGD(model.parameters()))

@@ -62,7 +62,7 @@ def evil(make_run: MakeRun, tmp_path: Path) -> tuple[str, str]:
     (folder / "numerics").mkdir()
     (folder / "numerics" / '"><script>.png').write_bytes(PNG)
     trace(folder, {Tag.LOSS_TRAIN: 1.0, ESCAPE: 2.0})
-    make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}")
+    make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}$")
     return texts(tmp_path, EVIL)
 
 
