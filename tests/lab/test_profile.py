@@ -1,4 +1,4 @@
-"""What a trace says of each op: its module, its format, its time; and the table of the costs."""
+"""A profile: module, format and time of each op, the table of the costs, and the same run."""
 
 import gzip
 import json
@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import StartRun
+from sameness import assert_same_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.profiler import profile
 
@@ -32,28 +35,13 @@ def event(
     """A range from `begin` to `end` in microseconds; one with a space in its name is a mark."""
     cat = "user_annotation" if name.startswith((MARK, "Optimizer.")) else "cpu_op"
     named = {key.replace("_", " "): value for key, value in args.items()}
-    args = {**named, "Input type": list(types)}
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "ts": begin,
-        "dur": end - begin,
-        "tid": tid,
-        "args": args,
-    }
+    own = {"name": name, "ts": begin, "dur": end - begin, "tid": tid}
+    return {"ph": "X", "cat": cat, **own, "args": {**named, "Input type": list(types)}}
 
 
 def kernel(op: int, microseconds: float) -> Event:
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": "k",
-        "ts": 500.0,
-        "dur": microseconds,
-        "tid": 7,
-        "args": {"External id": op},
-    }
+    own = {"name": "k", "ts": 500.0, "dur": microseconds, "tid": 7}
+    return {"ph": "X", "cat": "kernel", **own, "args": {"External id": op}}
 
 
 def read(folder: Path, events: list[Event]) -> list[Op]:
@@ -124,11 +112,8 @@ def test_a_backward_op_belongs_to_the_module_of_its_forward_op(tmp_path: Path, t
 @pytest.mark.parametrize("name", ["aten::to", "aten::_to_copy", "aten::copy_", "aten::linear"])
 def test_a_cast_has_both_formats(tmp_path: Path, name: str) -> None:
     events = [event(name, 0, 10, ["float"]), event("aten::copy_", 2, 8, ["c10::Half", "float"])]
-    if name == "aten::copy_":
-        del events[0]
-    (op,) = read(tmp_path, events)
+    (op,) = read(tmp_path, events[1:] if name == "aten::copy_" else events)
     assert op.format == ("float32" if name == "aten::linear" else "float32 to float16")
-    assert (" to " in op.format) is (name != "aten::linear")
 
 
 def test_a_copy_in_one_format_is_no_cast(tmp_path: Path) -> None:
@@ -197,3 +182,65 @@ def test_marks_of_a_real_trace_and_no_hook_left(tmp_path: Path) -> None:
     assert sorted(linear[3:]) == [("0", True), *[("1.linear", True)] * 4]
     assert {op.module for op in ops if op.name == "aten::sum" and not op.backward} == {OUTSIDE}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+SMALL = ["model=mlp", "model.hidden=8", "dtype=mixed", "trainer.max_steps=12"]
+ON = "callbacks.profile.enabled=true"
+
+
+def test_a_profile_of_three_steps(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    start_run(tmp_path / "plain", *SMALL)
+    start_run(tmp_path / "profiled", *SMALL, ON)
+    assert_same_run(tmp_path / "plain", tmp_path / "profiled")
+    assert not (tmp_path / "plain" / "profile").exists()
+    (path,) = (tmp_path / "profiled" / "profile").iterdir()
+    assert path.name == "step_00000007.pt.trace.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"module: ", "module: hidden1.linear", "module: head"} <= names
+    (said,) = (text for text in caplog.messages if text.startswith("profile of steps 7 to 9: "))
+    assert said.splitlines()[1].split() == [
+        "module",
+        "format",
+        "ms",
+        "a",
+        "step",
+        "share",
+        "backward",
+    ]
+    assert said.splitlines()[-2].startswith("by format: ")
+    assert "float32 to float16" in said.splitlines()[-2]
+    assert said.splitlines()[-1] == f"trace: {path}"
+    logged = EventAccumulator(str(tmp_path / "profiled"))
+    logged.Reload()
+    (text,) = logged.Tensors("text/profile")
+    assert b"| module | format |" in text.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["trainer.max_steps=5"], f"warning: {ON}: the run ended before step 6"),
+        (["trainer.eval_every=8"], "profile of steps 7 to 8: "),  # A validation ends it.
+        (["trainer.eval_every=6"], "profile of steps 8 to 10: "),  # Too early: it begins anew.
+    ],
+)
+def test_a_short_run_and_validations_in_between(
+    start_run: StartRun,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: list[str],
+    said: str,
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "precious").write_text("years of work")
+    for step in (7, 8):  # A link in a folder that may be foreign is not written through.
+        planted = tmp_path / "profile" / f".step_{step:08d}.pt.trace.json.gz"
+        planted.parent.mkdir(exist_ok=True)
+        planted.symlink_to(tmp_path / "precious")
+    start_run(tmp_path, *SMALL, ON, *options)
+    assert (tmp_path / "precious").read_text() == "years of work"
+    assert sum(text.startswith(said) for text in caplog.messages) == 1

@@ -1,6 +1,5 @@
 """The ranges of a training step against a recount of what the step really used."""
 
-import copy
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,17 @@ from torch import Tensor, nn
 from vocabulary import CalledOps
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.core.callback import Batch
+from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import DataError
 from mpframe.core.objective import supervised
-from mpframe.lab import pictures
-from mpframe.lab.exponents import FIELDS, Limits
-from mpframe.lab.pictures import draw_layers, draw_time
+from mpframe.lab import watch_ranges
+from mpframe.lab.exponents import FIELDS
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.lab.ranges import (
-    FOLDER,
-    KINDS,
-    RangeProbe,
-    RangeRecord,
-    Ranges,
-    read_ranges,
-)
+from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
 
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 
 
 def trainer_of(mode: str = "mixed", half: str = "float16", plan: Plan | None = None) -> Trainer:
@@ -88,8 +79,10 @@ def test_what_counts_is_not_asked_of_the_casts() -> None:
     assert "bincount" not in called.names
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "half", "micro_batches"),
+    [*((*mode, 3) for mode in MODES), ("mixed", "bfloat16", 1), ("amp", "float16", 1)],
+)
 def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -> None:
     trainer, dtype = trainer_of(mode, half), getattr(torch, half)
     scale = float(trainer.scaler.scale) if trainer.scaler else 1.0  # type: ignore[union-attr]
@@ -143,6 +136,17 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
 
 
+@pytest.mark.parametrize(("figure", "worst"), [("headroom_bits", "a"), ("over_count", "c")])
+def test_scalars_show_the_worst_layers(figure: str, worst: str) -> None:
+    seen = {"a": 1.0, "b": 2.0, "c": 3.0, "d": np.nan}
+    found = RangeWatch(every=1, worst=1)._worst_of(f"numerics/weights/{figure}", seen)
+    assert found == {f"numerics/weights/{figure}/{worst}": seen[worst]}
+
+
+def test_off_is_a_callback_that_does_nothing() -> None:
+    assert type(watch_ranges(None)) is Callback
+
+
 def test_updates_that_half_rounds_away() -> None:
     """32 updates of 2^-12 to a weight of 1: each is below half a bfloat16 step, 2^-8."""
     model, precision = nn.Linear(1, 1, bias=False), Precision("mixed", "bfloat16")
@@ -163,6 +167,7 @@ def test_a_skipped_step_has_no_updates() -> None:
     ranges = probe.ranges()
     assert (ranges.field("updates", "zeros") == ranges.field("updates", "count")).all()
     assert ranges.field("gradients", "bad").sum() > 0
+    assert not ranges.rounded_away.any()
 
 
 def made(step: int, layers: int = 2, scale: float = 2.0**10) -> Ranges:
@@ -204,61 +209,3 @@ def test_a_run_without_a_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER / "ranges.bin").write_bytes(b"ab\n")
     with pytest.raises(DataError, match="damaged"):
         read_ranges(tmp_path)
-
-
-def test_headroom_in_bits() -> None:
-    ranges = made(1)
-    assert np.allclose(ranges.headroom("weights", Limits.of(torch.float16)), np.log2(65504) - 3)
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layers", [1, 60])
-def test_pictures_are_drawn(tmp_path: Path, half: torch.dtype, layers: int) -> None:
-    for kind in KINDS:
-        assert draw_layers(made(7, layers), kind, half, tmp_path / f"{kind}.png")
-    reports = [made(step, layers, 2.0**step) for step in range(1, 13)]
-    draw_time(reports, "gradients", reports[0].layers[0], half, tmp_path / "time.png")
-    draw_time(reports[:1], "weights", reports[0].layers[0], half, tmp_path / "one.png")
-    for path in tmp_path.glob("*.png"):
-        assert path.stat().st_size > 5000
-    empty = copy.deepcopy(made(7))
-    empty.rows[:] = 0
-    assert not draw_layers(empty, "weights", half, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The axes of every picture, which is not written."""
-    axes: list[Any] = []
-    monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: axes.append(own))
-    return axes
-
-
-def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_path: Path) -> None:
-    ranges = made(7, layers=6)
-    draw_layers(ranges, "weights", torch.float16, tmp_path)
-    (axes,) = drawn
-    rows = [label.get_text().split()[1:-1] for label in axes.get_yticklabels()]
-    assert rows == [[], ["fp32"], [], ["fp32"], [], ["fp32"]]
-    middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
-    assert middles == {0.0, 2.0, 4.0}
-    assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
-
-
-def test_a_layer_in_fp32_has_no_limits_over_time(drawn: list[Any], tmp_path: Path) -> None:
-    ranges = made(7)
-    for layer, lines in zip(ranges.layers, (3, 0), strict=True):
-        draw_time([ranges] * 4, "weights", layer, torch.float16, tmp_path)
-        shown = [own for own in drawn[-1].patches if np.isfinite(own.get_data().values).all()]
-        assert len(shown) == len(drawn[-1].texts) == lines
-
-
-def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> None:
-    reports = [made(step, scale=2.0**step) for step in range(1, 5)]
-    draw_time(reports, "gradients", reports[0].layers[0], torch.float16, tmp_path)
-    (axes,) = drawn
-    for line in axes.patches:
-        edges, values = line.get_data().edges, line.get_data().values
-        assert (edges[0], edges[-1]) == axes.get_xlim()
-        assert np.diff(values).tolist() == [-1.0, -1.0, -1.0]

@@ -1,59 +1,62 @@
-"""Ranges, autopsy and search on every workload at its small size; test_doctor.py has the doctor."""
+"""Hints, doctor, ranges, autopsy and search on the shipped workloads, each at a small size."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from in_process import StartRun
-from tiny_experiments import EXPERIMENTS, tiny
+from tiny_experiments import EXPERIMENTS, TINY, tiny
 
 from mpframe.cli.commands import search as search_command
-from mpframe.core.errors import DivergedError
-from mpframe.lab.autopsy import evidence
-from mpframe.lab.ranges import KINDS, read_ranges
+from mpframe.cli.commands.doctor import subject_of
+from mpframe.config.command_line import jobs
+from mpframe.lab import hints
+from mpframe.lab.autopsy.diagnosis import diagnose
+from mpframe.lab.doctor import Severity, examine
+from mpframe.lab.ranges import KINDS, RangeProbe
 
-# The full sizes are of the same parts.
-ONE_SIZE = ("bikes", "digits_mlp", "fashion_mnist_cnn", "fine_tuning_digits", "ladder_digits")
-SMALL = [name for name in EXPERIMENTS if name.endswith("_small") or name in ONE_SIZE]
-SHORT = ["device=cpu", "dtype=mixed", "trainer.max_steps=2", "trainer.eval_every=2"]
-
-pytestmark = pytest.mark.parametrize("experiment", SMALL)
+# Pairs, dicts, lists of dicts, two losses, recurrent layers: each kind of batch and step once.
+KINDS_OF_WORK = ("digits_mlp", "bert_spans", "detection_ssd", "digits_gan", "speech_lstm")
+WHOLE = [name for name in EXPERIMENTS if not name.endswith("_small")]
 
 
-def test_ranges_are_counted(
-    experiment: str, tiny_data: Path, start_run: StartRun, tmp_path: Path
+def rows(names: list[str], cheap: tuple[str, ...]) -> list[object]:
+    return [n if n in cheap else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+def test_every_shipped_experiment_is_examined() -> None:
+    assert sorted(TINY) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("experiment", rows(WHOLE, KINDS_OF_WORK[:-1]))
+def test_it_starts_without_a_hint_and_the_tools_see_its_first_step(
+    experiment: str, tiny_data: Path
 ) -> None:
-    watched = ["numerics=on", "numerics.every=1"]
-    start_run(tmp_path, *tiny(experiment, tiny_data), *SHORT, *watched)
-    *_, last = reports = read_ranges(tmp_path)  # A step that is skipped is reported, too.
-    assert [report.step for report in reports] == list(range(1, len(reports) + 1))
+    (job,) = jobs([*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"])
+    own = subject_of(job.config, job.overrides)
+    assert hints.hints_on(own) == []
+    assert [str(f) for f in examine(own) if f.severity is Severity.ERROR] == []
+    # At a scale of 2^40 the gradient of the loss itself is beyond float16.
+    loud = replace(own.case, scales=dict.fromkeys(own.case.scales, 2.0**40))
+    culprit = diagnose(loud).culprit
+    assert culprit is not None
+    assert (culprit.direction, culprit.value > culprit.limit) == ("backward", True)
+    probe = RangeProbe(own.trainer, torch.float16)
+    own.trainer.train_step(own.batch)
+    ranges = probe.ranges()
     for kind in KINDS:
-        assert sum(int(bins.sum()) for bins in last.bins(kind)) > 0, kind
+        assert ranges.bins(kind).sum() > 0 or kind == "updates", kind
 
 
-def test_an_overflow_is_examined(
-    experiment: str, tiny_data: Path, start_run: StartRun, tmp_path: Path
-) -> None:
-    """At a scale of 2^40 the gradient of the loss itself is beyond float16."""
-    far = ["loss_scaling=static", f"loss_scaling.scale={2**40}", "trainer.max_consecutive_skips=2"]
-    if experiment == "fine_tuning_digits":  # At first only its head learns, which is in fp32.
-        far.append("callbacks.freeze=null")
-    with pytest.raises(DivergedError):
-        start_run(tmp_path, *tiny(experiment, tiny_data), *SHORT, *far)
-    (found,) = evidence.all_in(tmp_path)
-    text = (found / "report.md").read_text()
-    assert text.startswith("# autopsy of step 1: "), text
-    assert "- **where**: " in text, text
-    assert "backward pass" in text, text
-
-
+@pytest.mark.parametrize("experiment", rows(list(KINDS_OF_WORK), ("digits_gan",)))
 def test_the_search_ends_with_lists_to_use(
-    experiment: str, tiny_data: Path, start_run: StartRun, tmp_path: Path
+    experiment: str, tiny_data: Path, tmp_path: Path
 ) -> None:
-    small = ["batches=1", "prove=2", "seeds=1", "target=0.5", f"out={tmp_path / 'search'}"]
+    small = ["batches=1", "prove=1", "seeds=1", "target=0.5", f"out={tmp_path}"]
     words = [*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"]
-    search_command.main([*words, *small])
-    found = yaml.safe_load((tmp_path / "search" / "ops.yaml").read_text())
+    search_command.main([*words, *small, "callbacks.progress_bar=null"])
+    found = yaml.safe_load((tmp_path / "ops.yaml").read_text())
     pins = ",".join(f"{name}:{pin}" for name, pin in found["modules"].items())
-    done = start_run(tmp_path / "run", *words, *SHORT[2:], f"ops.modules={{{pins}}}")
-    assert done.status == "finished"
+    (job,) = jobs([*words, f"ops.modules={{{pins}}}"])
+    assert examine(subject_of(job.config, job.overrides))

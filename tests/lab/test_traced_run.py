@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from foreign import Foreign
-from hydra import compose, initialize_config_dir
 from in_process import StartRun
 from sameness import assert_same_run, cut
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.command_line import check_config, prepare
-from mpframe.config.locations import CONF
+from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.core.errors import RunInterrupted, UserCodeError
 from mpframe.core.precision import Precision
 from mpframe.run.parts import build_task, seed_everything
@@ -29,9 +27,8 @@ HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", 
 
 
 def built(*overrides: str) -> Trainer:
-    arguments = prepare(list(overrides))
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        config = check_config(compose("config", overrides=arguments))
+    _, composed = compose_named(list(overrides))
+    config = check_config(without_hydra(composed))
     seed_everything(0)
     task = build_task(config)
     seed_everything(0)
@@ -42,13 +39,10 @@ def half_weights(trainer: Trainer) -> set[str]:
     return {name for name, p in trainer.model.named_parameters() if p.dtype == torch.float16}
 
 
-def test_the_weights_of_foreign_layers_are_half() -> None:
-    assert half_weights(built(*FOREIGN)) == HALF
-
-
-def test_the_trace_leaves_the_run_as_it_would_be() -> None:
+def test_weights_of_foreign_layers_are_half_and_the_run_is_as_it_would_be() -> None:
     """Initial values, buffers and the numbers drawn next are those of a mode without a trace."""
     traced = built(*FOREIGN)
+    assert half_weights(traced) == HALF
     number = torch.rand(())
     plain = built(*FOREIGN, "dtype.mode=amp")
     assert torch.equal(torch.rand(()), number)
@@ -65,13 +59,14 @@ def test_every_loss_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [own.func for own in traced] == [discriminator_objective, generator_objective]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
     trainer = built("model._target_=foreign.Lazy", f"dtype.mode={mode}")
     assert trainer.model[1].weight.shape == (10, 64)  # type: ignore[index, union-attr]
     assert half_weights(trainer) == ({"1.weight", "1.bias"} if mode == "mixed" else set())
 
 
+@pytest.mark.slow
 def test_resumed_and_evaluated_it_is_the_same_run(start_run: StartRun, tmp_path: Path) -> None:
     options = [*FOREIGN, "trainer.max_steps=12", "trainer.keep_last=100"]
     summary = start_run(tmp_path / "whole", *options)
@@ -123,8 +118,9 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
         "warning: the first batch could not be traced (this model takes no images): weights of "
         "classes that are not torch.nn's stay fp32"
     ]
-    with pytest.raises(UserCodeError, match="takes no images"):
-        start_run(tmp_path, *FOREIGN)
+    if error is ValueError:
+        with pytest.raises(UserCodeError, match="takes no images"):
+            start_run(tmp_path, *FOREIGN)
 
 
 def test_a_signal_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,170 @@
+"""The page of a report: text from runs stays text, and all of it fits."""
+
+import base64
+import itertools
+import random
+import re
+from dataclasses import replace
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from reported_runs import MIXED, PNG, SUMMARY, MakeRun, read, texts, trace, write_run
+
+from mpframe.lab.report.page import _panels, draw
+from mpframe.lab.report.tables import (
+    costs,
+    every_run,
+    results,
+)
+from mpframe.tracking.summary import Status
+from mpframe.tracking.tags import Tag, metric_tag
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    return partial(write_run, tmp_path)
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, and all text outside of them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+EVIL = "<script>alert(1)</script>"
+ESCAPE = "\x1b[2J\u202e"
+
+
+@pytest.fixture
+def evil(make_run: MakeRun, tmp_path: Path) -> tuple[str, str]:
+    """Page and Markdown of runs whose every text is hostile."""
+    bad = replace(
+        MIXED,
+        status=Status.FAILED,
+        reason=f"x {EVIL} | y{ESCAPE}",
+        metric=f"a{EVIL}{ESCAPE}",
+        device=f'"{EVIL}{ESCAPE}',
+    )
+    hidden = f'"><img src=x onerror={EVIL}{ESCAPE}'
+    folder = make_run(f"x<script>alert(1)<{ESCAPE}", bad, model__hidden=hidden)
+    (folder / "numerics").mkdir()
+    (folder / "numerics" / '"><script>.png').write_bytes(PNG)
+    trace(folder, {Tag.LOSS_TRAIN: 1.0, ESCAPE: 2.0})
+    make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}$")
+    return texts(tmp_path, EVIL)
+
+
+def test_what_comes_from_runs_is_text(evil: tuple[str, str]) -> None:
+    page = Tags(evil[0])
+    assert EVIL in page.text
+    assert {tag for tag, _ in page.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table"),
+        *("thead", "tbody", "tr", "th", "td", "br", "span", "figure", "img", "figcaption"),
+        *("details", "summary"),
+    }
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert not {"\x1b", "\u202e"} & set("".join(evil))  # Nothing steers the terminal.
+
+
+def test_the_page_is_one_file_without_an_address(evil: tuple[str, str]) -> None:
+    page = Tags(evil[0])
+    sources = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/") for source in sources)
+    assert not [attrs for _, attrs in page.tags if "href" in attrs or "srcset" in attrs]
+    assert "http" not in re.sub(r'content="default|http-equiv|base64,[^"]*', "", evil[0])
+    assert any("default-src 'none'" in str(attrs.get("content")) for _, attrs in page.tags)
+
+
+def test_no_cell_of_the_markdown_is_ended_by_what_it_holds(evil: tuple[str, str]) -> None:
+    text = evil[1]
+    assert "<" not in text.replace("\\<", "")
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        bars = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(bars) == 1
+
+
+def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_path: Path) -> None:
+    """Not what is no picture, too large, or in a folder elsewhere."""
+    folder = make_run("0") / "numerics"
+    folder.mkdir()
+    (folder / "weights.png").write_bytes(PNG)
+    (folder / "no_picture.png").write_bytes(b"text")
+    (folder / "far_too_large.png").write_bytes(PNG + bytes(8 * 2**20))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "passport.png").write_bytes(PNG)
+    (folder / "link.png").symlink_to(tmp_path / "private" / "passport.png")
+    (make_run("1") / "numerics").symlink_to(tmp_path / "private")
+    assert [run.pictures for run in read(tmp_path)[0]] == [(("weights.png", PNG),), ()]
+    page, _ = texts(tmp_path)
+    assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
+    assert "<figcaption>0: weights.png</figcaption>" in page
+
+
+@pytest.fixture
+def nine_runs(make_run: MakeRun) -> None:
+    """Three modes with three seeds each: curves of two metrics, and range pictures."""
+    noise = random.Random(0)
+    picture = PNG + noise.randbytes(30_000)
+    modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]
+    large = {"samples_per_second": 1e6, "final_scale": 2.0**24, "median_step_seconds": 1.0}
+    tags = [Tag.LOSS_TRAIN, Tag.SCALE, Tag.LOSS_VAL, *map(metric_tag, ("accuracy", "top5"))]
+    for number, (summary, seed) in enumerate(itertools.product(modes, (1, 2, 3))):
+        own = {"seed": seed, "val_metric": noise.uniform(0.9, 0.95), "skipped_steps": 10_000 + seed}
+        done = replace(summary, **large, **own)  # type: ignore[arg-type]
+        name = f"optimizer.lr=0.003,dtype={summary.dtype},seed={seed}"
+        folder = make_run(name, done, model__hidden=2 ** (number // 3))
+        (folder / "numerics").mkdir()
+        for picture_name in range(10):
+            (folder / "numerics" / f"{picture_name}.png").write_bytes(picture)
+        trace(folder, *({tag: noise.random() for tag in tags} for _ in range(40)))
+
+
+@pytest.mark.usefixtures("nine_runs")
+def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(tmp_path: Path) -> None:
+    page, _ = texts(tmp_path)
+    assert len(page.encode()) < 2_000_000
+    assert page.count("data:image/png") == 29  # of 90; the others by name
+    assert page.count("Too large for this page") == 7
+    groups = read(tmp_path)[1]
+    for table in (results(groups), costs(groups), every_run(groups)):
+        assert _least_width(table) < 800 - 40
+    assert [title for _, title in _panels(groups)] == [
+        *("training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps")
+    ]
+    picture = draw(groups)  # It takes the colours of the reader.
+    assert b"@media (prefers-color-scheme: dark) { svg {" in picture
+    assert b"fill: currentColor" in picture
+    assert b"#010203" not in picture
+    assert "@media (prefers-color-scheme: dark) { :root {" in page
+
+
+TEXTS = ("run", "precision, scaling", "status", "reason")
+
+
+def _least_width(table: list[list[str]]) -> float:
+    """The least width of a table in pixels: text wraps in 96 pixels, heads between words.
+
+    Numbers do not wrap. A digit of the page's 13.4 pixel letters is at most 8.5 wide, those of a
+    second line, of 12.3 pixels, 8; a column's padding is 16.
+    """
+    width = 0.0
+    for head, *cells in zip(*table, strict=True):
+        longest = max(8.5 * max(len(word) for word in head.split()), 96 * (head in TEXTS))
+        if head not in TEXTS:
+            for first, _, second in (cell.partition("\n") for cell in cells):
+                longest = max(longest, 8.5 * len(first), 8.0 * len(second))
+        width += longest + 16
+    return width
