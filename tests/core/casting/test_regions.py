@@ -1,7 +1,8 @@
 """A model that asks for fp32 itself: `torch.autocast` regions and `custom_fwd` in `cast()`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,9 @@ from mpframe.core.casting.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-RUNS = [(half, compute) for half in HALVES for compute in ("emulated", "native")]
+RUNS = [("float16", "emulated"), ("bfloat16", "native")]
 A = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 off = partial(torch.autocast, "cpu", enabled=False)
-Answers = tuple[bool, torch.dtype]
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +33,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def answers(device: str = "cpu") -> Answers:
+def answers(device: str = "cpu") -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def pinned(half: str = "float16", **modules: str) -> Precision:
-    lists = OpLists.named()
-    ops = OpLists(lists.allow, lists.deny, lists.infer, modules)
-    return Precision("amp", half, ops=ops)
 
 
 def prepared(model: nn.Module, precision: Precision) -> nn.Module:
@@ -49,14 +43,14 @@ def prepared(model: nn.Module, precision: Precision) -> nn.Module:
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("half", HALVES)
-    @pytest.mark.parametrize("mode", ["amp", "mixed"])
+    @pytest.mark.parametrize(("mode", "half"), [("amp", "float16"), ("mixed", "bfloat16")])
     def test_a_block_is_torch_autocast_to_whoever_asks(self, mode: str, half: str) -> None:
         with Precision(mode, half).cast():
             assert answers() == (True, HALVES[half])
             assert torch.autocast("cpu").fast_dtype == HALVES[half]
             assert not torch.is_autocast_enabled()  # for CUDA: the model is on a CPU
             assert answers("cuda") == (False, FP16)
+            assert not in_another_thread(answers)[0]
 
     @pytest.mark.parametrize(
         "block",
@@ -76,12 +70,6 @@ class TestAnswers:
                 assert (A @ A).dtype == FP32
             assert answers() == (True, FP16)
 
-    def test_blocks_nest(self) -> None:
-        with Precision("amp").cast():
-            with Precision("amp", "bfloat16").cast():
-                assert answers() == (True, BF16)
-            assert answers() == (True, FP16)
-
     def test_an_outer_block_sleeps_and_wakes(self) -> None:
         """Also where torch.autocast would do as it does, or does nothing."""
         lists, half = OpLists.named(), A.half()
@@ -96,15 +84,11 @@ class TestAnswers:
     def test_after_an_exception(self) -> None:
         with Precision("amp").cast():
             with pytest.raises(RuntimeError):
-                A @ torch.rand(3, 3)
+                A @ A[:3]
             assert answers() == (True, FP16)
             with pytest.raises(ArithmeticError), Precision("fp32").cast():
                 raise ArithmeticError
             assert answers() == (True, FP16)
-
-    def test_another_thread(self) -> None:
-        with Precision("amp").cast():
-            assert not in_another_thread(answers)[0]
 
     def test_of_a_model_on_another_device(self) -> None:
         precision = Precision("amp")
@@ -121,6 +105,15 @@ class TestAnswers:
             with Precision("amp").cast():
                 assert answers() == (True, FP16)
             assert answers() == (True, BF16)
+
+    def test_by_a_compiled_model(self) -> None:
+        precision = Precision("amp", "bfloat16")
+
+        def ask(x: Tensor) -> tuple[Tensor, bool, torch.dtype]:
+            with precision.cast():
+                return x @ x, *answers()
+
+        assert torch.compile(ask, backend="eager", fullgraph=True)(A)[1:] == (True, BF16)
 
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
@@ -159,75 +152,68 @@ class TestRegions:
         assert [t.dtype for t in found[:3]] == [HALVES[half], FP32, HALVES[half]]
 
     def test_regions_nest(self, half: str, compute: str) -> None:
-        with Precision("amp", half, compute=compute).cast():
+        precision = Precision("amp", half, compute=compute)
+        with precision.cast():
             with off():
                 with torch.autocast("cpu"):
                     assert (A @ A).dtype == HALVES[half]
                     with off():
                         assert (A @ A).dtype == FP32
                 assert (A @ A).dtype == FP32
-                with Precision("amp", half, compute=compute).cast():
-                    assert (A @ A).dtype == HALVES[half]
+                for again in (precision, Precision("amp", half, compute=compute)):
+                    with again.cast():
+                        assert (A @ A).dtype == HALVES[half]
+                    assert (A @ A).dtype == FP32
             assert (A @ A).dtype == HALVES[half]
-
-    def test_the_same_block_again_in_a_region(self, half: str, compute: str) -> None:
-        precision = Precision("amp", half, compute=compute)
-        with precision.cast(), off():
-            with precision.cast():
-                assert (A @ A).dtype == HALVES[half]
-            assert (A @ A).dtype == FP32
 
     def test_half_weights_are_widened_there(self, half: str, compute: str) -> None:
         model = prepared(nn.Linear(4, 4), precision := Precision("mixed", half, compute=compute))
-        wide = nn.Linear(4, 4)
+        wide, narrow = nn.Linear(4, 4), A.to(HALVES[half])
         wide.load_state_dict(model.state_dict())
         assert model.weight.dtype == HALVES[half]
         with precision.cast(), off():
             found = model(A)
             found.sum().backward()
-            assert (A.to(HALVES[half]) + A).dtype == FP32
-            assert (A[0].to(HALVES[half]) * A[0].to(HALVES[half])).dtype == HALVES[half]
+            assert (narrow + A).dtype == FP32
+            assert (narrow[0] * narrow[0]).dtype == HALVES[half]
             heads = F.multi_head_attention_forward(
-                A, A, A, 4, 1, torch.rand(12, 4), None, None, None, False, 0.0, A.to(HALVES[half]),
-                None
-            )[0]  # fmt: skip
+                A, A, A, 4, 1, torch.rand(12, 4), None, None, None, False, 0.0, narrow, None
+            )[0]
         wide(A).sum().backward()
         assert torch.equal(found, wide(A))
         assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))
         assert heads.dtype == FP32
 
 
-class TestPins:
-    """The innermost decides: the module's pin, or the model's region."""
+@pytest.mark.parametrize(
+    ("pin", "outside", "inside", "expected"),
+    [
+        ("half", off(), nullcontext(), FP16),
+        ("fp32", torch.autocast("cpu", BF16), nullcontext(), FP32),
+        ("half", torch.autocast("cpu", BF16), nullcontext(), BF16),
+        ("none", off(), nullcontext(), FP32),  # It names products alone.
+        ("half", nullcontext(), off(), FP32),
+        ("fp32", off(), torch.autocast("cpu", BF16), BF16),
+    ],
+)
+def test_the_innermost_of_pins_and_regions_decides(
+    pin: str, outside: Any, inside: Any, expected: torch.dtype
+) -> None:
+    given = []
 
-    def dtype_in(self, pin: str, outside: Any, inside: Any, half: str = "float16") -> torch.dtype:
-        class Head(nn.Module):
-            def forward(self, x: Tensor) -> torch.dtype:
-                with inside:
-                    return (A @ A).dtype
+    class Head(nn.Module):
+        def forward(self, x: Tensor) -> torch.dtype:
+            given.append(x)
+            with inside:
+                return (A @ A).dtype
 
-        model = nn.ModuleDict({"head": Head(), "other": nn.Linear(2, 2)})
-        precision = pinned(half, head=pin)
-        precision.attach(model)
-        with precision.cast(), outside:
-            return model["head"](A)  # type: ignore[no-any-return]
-
-    def test_a_pin_in_a_region(self) -> None:
-        assert self.dtype_in("half", off(), nullcontext()) == FP16
-        assert self.dtype_in("fp32", torch.autocast("cpu", BF16), nullcontext()) == FP32
-        assert self.dtype_in("half", torch.autocast("cpu", BF16), nullcontext()) == BF16
-        assert self.dtype_in("none", off(), nullcontext()) == FP32  # It names products alone.
-
-    def test_a_region_in_a_pinned_module(self) -> None:
-        assert self.dtype_in("half", nullcontext(), off()) == FP32
-        assert self.dtype_in("fp32", off(), torch.autocast("cpu", BF16)) == BF16
-
-    def test_what_a_module_pinned_to_half_is_given_in_a_region_of_another_half(self) -> None:
-        model = nn.Sequential(nn.Identity())
-        precision = pinned(**{"0": "half"})
-        precision.attach(model)
-        with precision.cast(), torch.autocast("cpu", BF16):
-            assert torch.equal(model(A * 1e6), (A * 1e6).bfloat16())  # float16 would be inf
+    model = nn.ModuleDict({"head": Head(), "other": nn.Linear(2, 2)})
+    precision = Precision("amp", ops=replace(OpLists.named(), modules={"head": pin}))
+    precision.attach(model)
+    with precision.cast(), outside:
+        assert model["head"](A * 1e6) == expected
+    if expected == BF16 and pin == "half":
+        assert torch.equal(given[0], (A * 1e6).bfloat16())  # float16 would be inf
 
 
 class Cube(torch.autograd.Function):
@@ -248,25 +234,9 @@ class Cube(torch.autograd.Function):
         return gradients[0] @ x
 
 
-class Square(torch.autograd.Function):
-    """Marked: under the autocast of its caller, forward and backward."""
-
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.seen = (x @ x).dtype
-        return (x @ x).float()
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        assert (x @ x).dtype == ctx.seen
-        return (gradients[0] @ x).float()
-
-
 class Unmarked(torch.autograd.Function):
+    """Under the autocast of its caller, forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -278,6 +248,13 @@ class Unmarked(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         assert ((x @ x).dtype, answers()) == ctx.seen
         return gradients[0]
+
+
+class Square(Unmarked):
+    """Marked, and as its caller."""
+
+    forward = staticmethod(custom_fwd(Unmarked.forward, device_type="cpu"))
+    backward = staticmethod(custom_bwd(Unmarked.backward, device_type="cpu"))
 
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
@@ -296,67 +273,14 @@ def test_custom_functions(function: Any, region: Any, half: str, compute: str) -
     assert torch.equal(here, gradient(A.clone().requires_grad_(), in_another_thread))
 
 
-class Rope(nn.Module):
-    """As transformers computes rotary embeddings, behind products and before attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.register_buffer("inv_freq", 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16))
-
-    def angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(1024)[None, None, :].float()
-        maybe = off() if torch.is_autocast_enabled("cpu") else nullcontext()
-        with maybe:
-            freqs = (self.inv_freq[None, :, None].float() @ positions.float()).transpose(1, 2)
-            angle = torch.cat((freqs, freqs), -1)
-            cos, sin = angle.cos(), angle.sin()
-        return cos.to(x.dtype), sin.to(x.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = self.q(x), self.k(x)
-        cos, sin = self.angles(q)
-        q, k = (t * cos + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin for t in (q, k))
-        return F.scaled_dot_product_attention(q, k, x.to(q.dtype))
-
-
-@pytest.mark.parametrize("mode", ["amp", "mixed"])
-@pytest.mark.parametrize(("half", "compute"), RUNS)
-def test_rotary_embeddings(mode: str, half: str, compute: str) -> None:
-    precision, model, x = Precision(mode, half, compute=compute), Rope(), torch.rand(1, 1024, 16)
-    exact = model.angles(x)
-    prepared(model, precision)
-    with precision.cast():
-        assert same_bits(model.angles(x), exact)
-        assert model(x).dtype == HALVES[half]
-
-
-@pytest.mark.parametrize("mode", ["amp", "mixed"])
-def test_rotary_embeddings_as_under_torch_autocast(mode: str) -> None:
-    x = torch.rand(1, 1024, 16)
-
-    def result(block: AbstractContextManager[Any], model: nn.Module) -> list[Tensor]:
-        with block:
-            y = model(x)
-        y.float().square().mean().backward()
-        return [y, *(p.grad.float() for p in model.parameters() if p.grad is not None)]
-
-    precision = Precision(mode, "bfloat16", compute="native")
-    found = result(precision.cast(), prepared(Rope(), precision))
-    assert same_bits(found, result(torch.autocast("cpu", BF16), prepared(Rope(), Precision())))
-
-
-REGIONS: list[dict[str, Any]] = [{"enabled": False}, {"dtype": BF16}, {"dtype": FP16}]
-
-
 class Guarded(nn.Module):
-    """A region between two products, and products and a norm inside."""
+    """A region between two products, with products and a norm inside, some of them in a module."""
 
     def __init__(self, region: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
         self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
@@ -375,93 +299,80 @@ def gradients(model: nn.Module, run: Callable[..., Tensor], around: Any = nullco
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("mode", ["amp", "mixed"])
-@pytest.mark.parametrize(("half", "compute"), RUNS)
-@pytest.mark.parametrize("region", REGIONS)
+OFF, IN_BF16, IN_FP16 = {"enabled": False}, {"dtype": BF16}, {"dtype": FP16}
+
+
 class TestElsewhere:
-    def eager(self, region: Any, precision: Precision) -> Any:
-        model = prepared(Guarded(region), precision)
-        return gradients(model, model, precision.cast)
+    """A region's casts are those of eager mode where its ops run again, or in a graph."""
 
     @pytest.mark.parametrize("use_reentrant", [True, False])
     @pytest.mark.parametrize("pieces", [False, True])
+    @pytest.mark.parametrize(
+        ("region", "mode", "half", "compute"),
+        [
+            (OFF, "amp", "float16", "emulated"),
+            (OFF, "mixed", "bfloat16", "native"),
+            (IN_BF16, "amp", "float16", "native"),
+            (IN_FP16, "mixed", "bfloat16", "emulated"),
+        ],
+    )
     def test_recomputed(
-        self, region: Any, half: str, compute: str, mode: str, use_reentrant: bool, pieces: bool
+        self, region: Any, mode: str, half: str, compute: str, pieces: bool, use_reentrant: bool
+    ) -> None:
+        precision = Precision(mode, half, compute=compute)
+        again = partial(checkpoint, use_reentrant=use_reentrant)
+        model: Any = prepared(Guarded(region), precision)
+        expected = gradients(model, model, precision.cast)
+        model: Any = prepared(Guarded(region), precision)
+        run = partial(again, model)
+        if pieces:  # The checkpoint begins inside of the region.
+            run, model.norm.forward = model, partial(again, model.norm.forward)
+        assert same_bits(gradients(model, run, precision.cast), expected)
+
+    @pytest.mark.parametrize(
+        ("region", "mode", "half", "compute", "backend", "at"),
+        [
+            (OFF, "amp", "float16", "emulated", "aot_eager", "inside"),
+            (OFF, "mixed", "bfloat16", "native", "eager", "around"),
+            (IN_BF16, "amp", "float16", "native", "aot_eager", "around"),
+            (IN_FP16, "mixed", "bfloat16", "emulated", "eager", "inside"),
+        ],
+    )
+    def test_compiled(
+        self, region: Any, mode: str, half: str, compute: str, backend: str, at: str
     ) -> None:
         precision = Precision(mode, half, compute=compute)
         model = prepared(Guarded(region), precision)
-        run = partial(checkpoint, use_reentrant=use_reentrant)
-        if pieces:  # The checkpoint begins inside of the region.
-            norm = model.norm.forward
-            model.norm.forward = lambda x: run(norm, x) @ torch.eye(8)
-
-            def plain(x: Tensor) -> Tensor:
-                return norm(x) @ torch.eye(8)
-
-            found = gradients(model, model, precision.cast)
-            for p in model.parameters():
-                p.grad = None
-            model.norm.forward = plain
-            assert same_bits(found, gradients(model, model, precision.cast))
-            return
-        found = gradients(model, partial(run, model), precision.cast)
-        assert same_bits(found, self.eager(region, precision))
-
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    @pytest.mark.parametrize("at", ["inside", "around"])
-    def test_compiled(
-        self, region: Any, half: str, compute: str, mode: str, backend: str, at: str
-    ) -> None:
-        precision = Precision(mode, half, compute=compute)
+        expected = gradients(model, model, precision.cast)
         model = prepared(Guarded(region), precision)
 
         def in_block(x: Tensor) -> Tensor:
             with precision.cast():
                 return model(x)  # type: ignore[no-any-return]
 
+        around = precision.cast if at == "around" else nullcontext
         compiled = torch.compile(
             model if at == "around" else in_block, backend=backend, fullgraph=True
         )
-        found = gradients(model, compiled, precision.cast if at == "around" else nullcontext)
-        assert same_bits(found, self.eager(region, precision))
+        assert same_bits(gradients(model, compiled, around), expected)
 
+    @pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward])
+    @pytest.mark.parametrize(
+        ("region", "mode", "half"), [(OFF, "amp", "float16"), (IN_FP16, "mixed", "bfloat16")]
+    )
     def test_a_backward_pass_in_the_block(
-        self, region: Any, half: str, compute: str, mode: str
+        self, region: Any, mode: str, half: str, backward: Any
     ) -> None:
-        precision = Precision(mode, half, compute=compute)
-        for backward in (Tensor.backward, torch.autograd.backward):
-            model = prepared(Guarded(region), precision)
-            x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-            with precision.cast():
-                y = model(x)
-                backward(y.float().square().sum())  # type: ignore[operator]
-            found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-            assert same_bits(found, self.eager(region, precision))
-
-
-def test_a_compiled_model_is_compiled_once() -> None:
-    precision, model = Precision("amp", "bfloat16"), Guarded({"enabled": False})
-    compiled_graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled_graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(3):
+        precision = Precision(mode, half)
+        model = prepared(Guarded(region), precision)
+        expected = gradients(model, model, precision.cast)
+        model = prepared(Guarded(region), precision)
+        x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         with precision.cast():
-            compiled(torch.rand(4, 8)).float().sum().backward()
-    assert len(compiled_graphs) == 1
-
-
-def test_a_compiled_model_that_asks() -> None:
-    precision = Precision("amp", "bfloat16")
-
-    def ask(x: Tensor) -> tuple[Tensor, bool, torch.dtype]:
-        with precision.cast():
-            return x @ x, *answers()
-
-    assert torch.compile(ask, backend="eager", fullgraph=True)(A)[1:] == (True, BF16)
+            y = model(x)
+            backward(y.float().square().sum())
+        found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+        assert same_bits(found, expected)
 
 
 def test_products_are_not_quantised_in_a_region() -> None:
@@ -486,4 +397,4 @@ def test_ops_that_torch_autocast_leaves_alone() -> None:
             if torch._C._dispatch_has_kernel_for_dispatch_key(op, f"Autocast{device}")
         }
         assert cast.isdisjoint(named | {"clone", "copy_", "_to_copy", "select", "slice", "index"})
-    assert "linear" in cast
+        assert "linear" in cast
