@@ -83,11 +83,6 @@ def test_where_half_is_emulated(half: str) -> None:
     assert not any(Policy("amp", half, compute=c).emulates(cuda) for c in ("auto", "emulated"))
 
 
-def test_names() -> None:
-    assert str(Policy("fp32")) == "fp32"
-    assert str(Policy("mixed", "bfloat16")) == "mixed(bfloat16)"
-
-
 NO_MASTERS, NO_LISTS = {"master_weights": False}, {"ops": OpLists()}
 
 

@@ -47,7 +47,6 @@ class TestAnswers:
     def test_a_block_is_torch_autocast_to_whoever_asks(self, mode: str, half: str) -> None:
         with Precision(mode, half).cast():
             assert answers() == (True, HALVES[half])
-            assert torch.autocast("cpu").fast_dtype == HALVES[half]
             assert not torch.is_autocast_enabled()  # for CUDA: the model is on a CPU
             assert answers("cuda") == (False, FP16)
             assert not in_another_thread(answers)[0]
@@ -98,12 +97,20 @@ class TestAnswers:
         precision._casts.compute_on(torch.device("meta"))  # has no autocast
         assert precision._casts.device_type == "cpu"
 
+    def test_each_half_format_is_judged_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A region may choose the one that the CPU has instructions for, or the other one."""
+        native = "mpframe.core.casting.policy.has_native_half"
+        monkeypatch.setattr(native, lambda half: half == "bfloat16")
+        for half in HALVES:
+            casts = Precision("amp", half)._casts
+            assert casts is not None
+            assert casts.emulated == {FP16}
+
     def test_an_outer_block_of_torch_is_not_ours_to_end(self) -> None:
         with torch.autocast("cpu", BF16):
-            with Precision("fp32").cast():
-                assert answers() == (True, BF16)
-            with Precision("amp").cast():
-                assert answers() == (True, FP16)
+            for mode, half in (("fp32", BF16), ("amp", FP16)):
+                with Precision(mode).cast():
+                    assert answers() == (True, half)
             assert answers() == (True, BF16)
 
     def test_by_a_compiled_model(self) -> None:
@@ -119,13 +126,11 @@ class TestAnswers:
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 class TestRegions:
     def test_without_casts(self, half: str, compute: str) -> None:
-        precision = Precision("amp", half, compute=compute)
-
         @off()
         def decorated() -> Tensor:
             return A @ A
 
-        with precision.cast():
+        with Precision("amp", half, compute=compute).cast():
             with off():
                 inside = A @ A, F.linear(A, A), F.softmax(A.to(HALVES[half]), -1)
             after = A @ A
@@ -138,13 +143,13 @@ class TestRegions:
         other = next(name for name in HALVES if name != half)
 
         def forward(block: Any, region: Any) -> list[Tensor]:
-            u, v, w = (A.clone().requires_grad_() for _ in range(3))
+            v, w = (A.clone().requires_grad_() for _ in range(2))
             with block:
-                first = F.linear(A, u)
+                first = F.linear(A, v)
                 with region:
                     second = F.linear(first.float(), v).exp()
                 third = F.linear(second, w)
-            return [first, second, third, *torch.autograd.grad(third.float().sum(), (u, v, w))]
+            return [first, second, third, *torch.autograd.grad(third.float().sum(), (v, w))]
 
         run, inner = (Precision("amp", h, compute=compute) for h in (half, other))
         found = forward(run.cast(), torch.autocast("cpu", HALVES[other]))
@@ -251,8 +256,6 @@ class Unmarked(torch.autograd.Function):
 
 
 class Square(Unmarked):
-    """Marked, and as its caller."""
-
     forward = staticmethod(custom_fwd(Unmarked.forward, device_type="cpu"))
     backward = staticmethod(custom_bwd(Unmarked.backward, device_type="cpu"))
 
@@ -291,11 +294,18 @@ class Guarded(nn.Module):
         return self.last(self.norm(y))
 
 
-def gradients(model: nn.Module, run: Callable[..., Tensor], around: Any = nullcontext) -> Any:
+def gradients(
+    model: nn.Module, run: Callable[..., Tensor], around: Any = nullcontext, inside: Any = None
+) -> Any:
+    """The result and the gradients, by a backward pass outside of the block, or by `inside`."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with around():
         y = run(x)
-    y.float().square().sum().backward()
+        loss = y.float().square().sum()
+        if inside is not None:
+            inside(loss)
+    if inside is None:
+        loss.backward()
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
@@ -305,8 +315,7 @@ OFF, IN_BF16, IN_FP16 = {"enabled": False}, {"dtype": BF16}, {"dtype": FP16}
 class TestElsewhere:
     """A region's casts are those of eager mode where its ops run again, or in a graph."""
 
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    @pytest.mark.parametrize("pieces", [False, True])
+    @pytest.mark.parametrize(("pieces", "use_reentrant"), [(False, True), (True, False)])
     @pytest.mark.parametrize(
         ("region", "mode", "half", "compute"),
         [
@@ -367,23 +376,16 @@ class TestElsewhere:
         model = prepared(Guarded(region), precision)
         expected = gradients(model, model, precision.cast)
         model = prepared(Guarded(region), precision)
-        x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with precision.cast():
-            y = model(x)
-            backward(y.float().square().sum())
-        found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-        assert same_bits(found, expected)
+        assert same_bits(gradients(model, model, precision.cast, backward), expected)
 
 
 def test_products_are_not_quantised_in_a_region() -> None:
-    precision = Precision("amp", "bfloat16", products="mxfp8")
-    x = torch.rand(32, 32, requires_grad=True)
+    x, precision = torch.rand(32, 32), Precision("amp", "bfloat16", products="mxfp8")
+    expected = F.linear(x, x)
     with precision.cast():
-        narrow = F.linear(x, x)
         with off():
-            wide = F.linear(x, x)
-    assert torch.equal(wide, F.linear(x, x))
-    assert not torch.equal(narrow.float(), F.linear(x.bfloat16(), x.bfloat16()).float())
+            assert torch.equal(F.linear(x, x), expected)
+        assert not torch.equal(F.linear(x, x), F.linear(x.bfloat16(), x.bfloat16()))
 
 
 def test_ops_that_torch_autocast_leaves_alone() -> None:

@@ -251,19 +251,6 @@ def test_numbers_that_are_left_alone() -> None:
     assert long[69_999] == 65504.0
 
 
-@pytest.mark.parametrize(("half", "mode"), [("float16", "amp"), ("bfloat16", "mixed")])
-def test_adaptive_softmax_after_a_half_layer(half: str, mode: str) -> None:
-    torch.manual_seed(0)
-    body, head = nn.Linear(16, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 100, [10, 50])
-    model = nn.ModuleList([body, head])
-    precision = Precision(mode, half)
-    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with precision.cast():
-        loss = head(body(torch.rand(8, 16)), torch.tensor([1, 20, 60, 3, 99, 49, 50, 10])).loss
-    loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_lists_that_name_an_op_of_a_library_move_it() -> None:
     boxes, image = torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.rand(1, 1, 4, 4)
     for destination, dtype in (("deny", FP32), ("allow", HALF), ("none", FP32)):

@@ -3,7 +3,6 @@
 import gc
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -130,10 +129,10 @@ def test_two_threads_begin_at_once(before: Replaced) -> None:
             pass
 
     threads = [threading.Thread(target=run, args=(precision,)) for precision in precisions]
-    do: list[Callable[[threading.Thread], None]] = [threading.Thread.start, threading.Thread.join]
-    for act in do:
-        for thread in threads:
-            act(thread)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for precision in precisions:
         precision.release()
     assert functions() == before
