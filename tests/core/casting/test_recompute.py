@@ -108,9 +108,9 @@ def test_checkpoint(
     assert same_bits(found, gradients(precision, Net(), plain))
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("elsewhere", "inside"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_within_a_pinned_module(kind: str, elsewhere: bool) -> None:
+def test_within_a_pinned_module(kind: str, elsewhere: bool, inside: bool) -> None:
     class Outer(InPinned):
         def __init__(self) -> None:
             super().__init__()
@@ -120,8 +120,12 @@ def test_within_a_pinned_module(kind: str, elsewhere: bool) -> None:
             return self.inner(x, run)
 
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"inner": "fp32"}))
-    expected = gradients(precision, Outer(), plain)
-    assert same_bits(gradients(precision, Outer(), KINDS[kind], elsewhere=elsewhere), expected)
+    expected, around = (
+        gradients(precision, Outer(), plain),
+        precision.cast if inside else nullcontext,
+    )
+    found = gradients(precision, Outer(), KINDS[kind], elsewhere=elsewhere, around=around)
+    assert same_bits(found, expected)
     assert not same_bits(gradients(Precision("amp"), Outer(), plain), expected)
 
 

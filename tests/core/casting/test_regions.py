@@ -90,20 +90,17 @@ class TestAnswers:
             assert answers() == (True, FP16)
 
     def test_of_a_model_on_another_device(self) -> None:
-        precision = Precision("amp")
-        assert precision._casts is not None
-        precision._casts.compute_on(torch.device("cuda"))
-        assert precision._casts.device_type == "cuda"
-        precision._casts.compute_on(torch.device("meta"))  # has no autocast
-        assert precision._casts.device_type == "cpu"
+        casts: Any = Precision("amp")._casts
+        for device, answering in (("cuda", "cuda"), ("meta", "cpu")):  # meta has no autocast.
+            casts.compute_on(torch.device(device))
+            assert casts.device_type == answering
 
     def test_each_half_format_is_judged_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A region may choose the one that the CPU has instructions for, or the other one."""
         native = "mpframe.core.casting.policy.has_native_half"
         monkeypatch.setattr(native, lambda half: half == "bfloat16")
         for half in HALVES:
-            casts = Precision("amp", half)._casts
-            assert casts is not None
+            casts: Any = Precision("amp", half)._casts
             assert casts.emulated == {FP16}
 
     def test_an_outer_block_of_torch_is_not_ours_to_end(self) -> None:
@@ -381,11 +378,12 @@ class TestElsewhere:
 
 def test_products_are_not_quantised_in_a_region() -> None:
     x, precision = torch.rand(32, 32), Precision("amp", "bfloat16", products="mxfp8")
-    expected = F.linear(x, x)
     with precision.cast():
+        narrow = F.linear(x, x)
         with off():
-            assert torch.equal(F.linear(x, x), expected)
-        assert not torch.equal(F.linear(x, x), F.linear(x.bfloat16(), x.bfloat16()))
+            wide = F.linear(x, x)
+    assert torch.equal(wide, F.linear(x, x))
+    assert not torch.equal(narrow, F.linear(x.bfloat16(), x.bfloat16()))
 
 
 def test_ops_that_torch_autocast_leaves_alone() -> None:

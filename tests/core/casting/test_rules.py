@@ -131,12 +131,15 @@ def test_running_statistics_are_never_cast(
 ) -> None:
     """A cast copy would be updated in their place, and the statistics would stand still."""
     x, mean, variance = torch.rand(4, 3, 5, 5).to(HALVES[half]), torch.zeros(3), torch.ones(3)
-    given = {"input": x, "running_mean": mean, "running_var": variance, "training": True}
     expected = mean.clone()
     F.batch_norm(x.float(), expected, variance.clone(), training=True)
+    statistics: Any = {"running_mean": mean, "running_var": variance, "training": True}
+    rest: Any = {"weight": None, "bias": None, "momentum": 0.1, "eps": 0, "cudnn_enabled": False}
     with amp(half, compute, batch_norm=move).cast():
-        norm = F.batch_norm
-        result = norm(**given) if by_name else norm(x, mean, variance, training=True)
+        if by_name:
+            result = torch.batch_norm(input=x, **statistics, **rest)
+        else:
+            result = F.batch_norm(x, **statistics)
     assert result.dtype == (HALVES[half] if move == "allow" else FP32)
     # Half kernels of torch sum in fp32; their order differs: some roundings of 2^-24 each.
     torch.testing.assert_close(mean, expected, rtol=1e-6, atol=0)

@@ -35,6 +35,17 @@ class Reads(nn.Module):
         return self.read(self, *inputs)
 
 
+class ReadsAsLinear(nn.Linear):
+    """By its class its weight would be half."""
+
+    def __init__(self, read: Callable[..., Tensor]) -> None:
+        super().__init__(4, 4, bias=False)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self, x)
+
+
 def addmm(inputs: int = 4, outputs: int = 4) -> nn.Module:
     """Hugging Face's linear layer of GPT-2: a class of its own around addmm."""
     read = lambda m, x: torch.addmm(m.bias, x, m.weight)  # noqa: E731
@@ -130,9 +141,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
     "twice": (lambda: Reads(twice, weight=(4, 4), bias=(4,)), ROWS, {"weight"}),
     "tied": (lambda: Reads(tied, embedding=(7, 4), head=(7, 4)), WORDS, {"head"}),
     "shapes": (lambda: Reads(looks_at_shapes, **MATRIX), SQUARE, {"weight"}),
-    "multiplied": (lambda: Reads(multiplied, **MATRIX), SQUARE, set()),
-    "added": (lambda: Reads(added, **MATRIX), SQUARE, set()),
-    "written": (lambda: Reads(written, **MATRIX), SQUARE, set()),
+    "multiplied": (lambda: ReadsAsLinear(multiplied), SQUARE, set()),
+    "added": (lambda: ReadsAsLinear(added), SQUARE, set()),
+    "written": (lambda: ReadsAsLinear(written), SQUARE, set()),
     "attention": (self_attention, LINE, {f"attention.{name}" for name in IN_ATTENTION}),
     "lstm": (
         lambda: nn.LSTM(4, 3),
