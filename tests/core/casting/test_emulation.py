@@ -8,16 +8,18 @@ the package.
 """
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkout import HELPERS
 from op_table import TABLE, Spelling
-from test_cast_ops import LISTS
+from test_listed_ops import LISTS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
@@ -26,9 +28,7 @@ from mpframe import Precision
 from mpframe.core.casting.emulation import half_values, is_faulty, round_to
 from mpframe.core.casting.policy import has_native_half
 
-ALLOWED = sorted(set().union(*(lists.allow for lists in LISTS.values())))
-# 1; small enough for subnormal results; large enough for results beyond the range of float16.
-SCALES = [1.0, 2.0**-12, 2.0**9]
+ALLOWED = set().union(*(lists.allow for lists in LISTS.values()))
 FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
 
 
@@ -75,75 +75,51 @@ def emulated(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("op", ALLOWED)
-def test_every_half_op_is_what_the_definition_says(op: str, half: str) -> None:
-    dtype, row = HALVES[half], TABLE[op]
-    lists = next(lists for lists in LISTS.values() if op in lists.allow)
-    for mode, factor in (("mixed", SCALES[0]), *(("amp", factor) for factor in SCALES)):
+@pytest.mark.parametrize(
+    ("mode", "half", "scale"),
+    [
+        ("mixed", "bfloat16", 1.0),
+        ("amp", "bfloat16", 1.0),
+        ("amp", "float16", 2.0**-12),  # small enough for subnormal results
+        ("amp", "float16", 2.0**9),  # large enough for results beyond the range of float16
+    ],
+)
+def test_every_half_op_is_what_the_definition_says(mode: str, half: str, scale: float) -> None:
+    dtype, wrong = HALVES[half], []
+    for op in sorted(ALLOWED):
+        lists = next(lists for lists in LISTS.values() if op in lists.allow)
         precision = Precision(mode, half, ops=lists, compute="emulated")
-        exact = scaled(row.inputs, factor, dtype)
+        exact = scaled(TABLE[op].inputs, scale, dtype)
         as_fp32 = scaled(exact, 1.0, torch.float32)
-        given = exact if mode == "mixed" else scaled(row.inputs, factor, torch.float32)
-        for spelling in row.spellings:
+        given = exact if mode == "mixed" else scaled(TABLE[op].inputs, scale, torch.float32)
+        for spelling in TABLE[op].spellings:
             results, gradients = emulated(spelling, given, precision)
             by_definition, their_gradients = reference(spelling, as_fp32, dtype)
-            assert same_bits(results, by_definition)
             # fp32 weights get the rounded gradient, widened.
-            weights = leaves(given)[0].dtype
-            assert same_bits(gradients, [g.to(weights) for g in their_gradients])
+            widened = [g.to(leaves(given)[0].dtype) for g in their_gradients]
+            if not same_bits([*results, *gradients], [*by_definition, *widened]):
+                wrong.append(op)
+    assert wrong == []
 
 
-def test_results_beyond_the_range_overflow() -> None:
-    """65520 is the first number that rounds to inf in float16; 65519 rounds to 65504."""
-    one = torch.ones(1, 1)
-    with Precision("amp", compute="emulated").cast():
-        assert (torch.full((1, 1), 1.0) @ torch.full((1, 1), 65519.0)).item() == 65504
-        assert torch.isinf(torch.full((1, 1), 65520.0) @ one)
-        assert torch.isinf(torch.full((1, 2), 40000.0) @ torch.ones(2, 1))
-
-
-def test_sums_are_taken_in_fp32() -> None:
-    """4096 ones: in float16 the running sum would stop at 2048, for 2048 + 1 rounds to 2048."""
+def test_one_rounding_after_sums_in_fp32() -> None:
+    """float16 ends at 65504, and 65520 is the first number that rounds to inf; its least is 2^-24,
+    half of which rounds to even, to 0. A running sum of ones in float16 would stop at 2048."""
     ones = torch.ones(1, 4096)
     with Precision("amp", compute="emulated").cast():
-        assert (ones @ ones.T).item() == 4096
+        products = [
+            torch.full((1, 1), a) @ torch.full((1, 1), b)
+            for a, b in ((1.0, 65519.0), (1.0, 65520.0), (2.0**-12, 2.0**-12), (2.0**-12, 2.0**-13))
+        ]
+        sums = [ones @ ones.T, torch.full((1, 2), 40000.0) @ torch.ones(2, 1)]
+    assert [p.item() for p in products] == [65504, math.inf, 2.0**-24, 0]
+    assert [s.item() for s in sums] == [4096, math.inf]
 
 
-def test_small_results_are_subnormal_and_then_zero() -> None:
-    """The least float16 is 2^-24; half of it rounds to even, to 0."""
-    with Precision("amp", compute="emulated").cast():
-        least = torch.full((1, 1), 2.0**-12) @ torch.full((1, 1), 2.0**-12)
-        nothing = torch.full((1, 1), 2.0**-12) @ torch.full((1, 1), 2.0**-13)
-    assert least.item() == 2.0**-24
-    assert nothing.item() == 0
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_rounding_helpers(half: str) -> None:
-    x = torch.tensor([1 + 2.0**-12, 1e-3, -70000.0, float("nan")])
-    dtype = HALVES[half]
-    assert same_bits([half_values(x, dtype)], [x.to(dtype).float()])
-    assert same_bits([round_to(x, dtype)], [x.to(dtype)])
-    assert round_to(torch.arange(3), dtype).dtype == torch.int64
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_whole_network_is_emulated(half: str) -> None:
-    """Conv, BatchNorm and linear together, against roundings by hand between them."""
-    dtype = HALVES[half]
-    torch.manual_seed(0)
-    conv, linear = nn.Conv2d(1, 3, 3), nn.Linear(3 * 6 * 6, 5)
-    x = torch.randn(2, 1, 8, 8)
-    with Precision("amp", half, compute="emulated").cast():
-        result = linear(conv(x).relu().flatten(1))
-    with torch.no_grad():
-        for module in (conv, linear):
-            for parameter in module.parameters():
-                parameter.copy_(parameter.to(dtype))
-        hidden = conv(x.to(dtype).float()).to(dtype).relu().flatten(1)
-        expected = linear(hidden.float()).to(dtype)
-    assert same_bits([result], [expected])
+def test_rounding_helpers() -> None:
+    x, half = torch.tensor([1 + 2.0**-12, 1e-3, -70000.0, float("nan")]), torch.float16
+    assert same_bits([half_values(x, half), round_to(x, half)], [x.half().float(), x.half()])
+    assert round_to(torch.arange(3), half).dtype == torch.int64
 
 
 class TestAWeightUsedAgain:
@@ -162,15 +138,13 @@ class TestAWeightUsedAgain:
         gradient = _gradient(mode, "float16", "emulated", [6e4, 6e4, -6e4, -6e4])
         assert not math.isfinite(gradient)
 
-    @pytest.mark.parametrize("uses", [1, 2, 40])
-    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize(("half", "uses"), [("bfloat16", 2), ("float16", 40)])
     def test_each_gradient_is_rounded_before_it_is_added(self, half: str, uses: int) -> None:
         torch.manual_seed(0)
         weight, inputs = nn.Parameter(torch.randn(3, 5)), torch.randn(uses, 4, 5)
         with Precision("amp", half, compute="emulated").cast():
-            (
-                torch.stack([nn.functional.linear(x, weight) for x in inputs])
-            ).float().sum().backward()
+            uses_of_it = [nn.functional.linear(x, weight) for x in inputs]
+            torch.stack(uses_of_it).float().sum().backward()
         # The engine runs the last use first.
         ones, total = torch.ones(3, 4), torch.zeros(3, 5, dtype=HALVES[half])
         for x in reversed(inputs.to(HALVES[half])):
@@ -225,7 +199,6 @@ def _gradient(mode: str, half: str, compute: str, gradients: list[float]) -> flo
 # Along some axis the kernel lies wholly inside at no position; by op, shapes and settings.
 FAULTY_CALLS = [
     ("conv3d", (2, 6, 6), (3, 3, 3), {"padding": 1}),
-    ("conv3d", (4, 6, 6), (5, 1, 1), {"padding": (2, 0, 0)}),
     ("conv3d", (6, 1, 6), (1, 5, 1), {"padding": (0, 2, 0)}),
     ("conv3d", (5, 4, 4), (5, 2, 2), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
     ("conv3d", (4, 6, 6), (3, 3, 3), {"padding": (2, 1, 1), "dilation": (2, 1, 1)}),
@@ -271,10 +244,9 @@ def convolve(call: Conv, compute: str) -> tuple[list[Tensor], list[Kernel]]:
 class TestKernelsThatAreWrong:
     """They are emulated, whatever `compute` says."""
 
-    @pytest.mark.parametrize("compute", ["auto", "native"])
     @pytest.mark.parametrize("call", FAULTY_CALLS, ids=str)
-    def test_they_are_emulated(self, call: Conv, compute: str) -> None:
-        assert same_bits(convolve(call, compute)[0], convolve(call, "emulated")[0])
+    def test_they_are_emulated(self, call: Conv) -> None:
+        assert same_bits(convolve(call, "native")[0], convolve(call, "emulated")[0])
 
     @NATIVE
     @pytest.mark.parametrize("call", SOUND_CALLS, ids=str)
@@ -296,18 +268,24 @@ class TestKernelsThatAreWrong:
         assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
 
     @NATIVE
+    @pytest.mark.slow
     def test_they_are_still_wrong(self) -> None:
         """In a process of its own, because they write beyond the end of their memory."""
-        native = "\n".join(
-            [
-                "import torch, test_emulation as t",
-                "for call in t.FAULTY_CALLS[:3]:",
-                "    ours, theirs = (t.convolve(call, c)[0][2] for c in ('emulated', 'torch'))",
-                "    error = (ours - theirs).norm() / ours.norm()",
-                "    assert error < 2**-6, float(error)",
-            ]
+        native = """
+import torch, test_emulation as t
+for call in t.FAULTY_CALLS[:2]:
+    ours, theirs = (t.convolve(call, c)[0][2] for c in ('emulated', 'torch'))
+    error = (ours - theirs).norm() / ours.norm()
+    assert error < 2**-6, float(error)
+"""
+        here = Path(__file__).parent
+        places = os.pathsep.join(map(str, (here, HELPERS, os.environ.get("PYTHONPATH", ""))))
+        done = subprocess.run(
+            [sys.executable, "-c", native],
+            env=os.environ | {"PYTHONPATH": places},
+            capture_output=True,
         )
-        done = subprocess.run([sys.executable, "-c", native], cwd=HELPERS, capture_output=True)
+        assert b"No module named" not in done.stderr
         seen_in = tuple(map(int, FAULTY_IN.split(".")))
         now = tuple(map(int, torch.__version__.partition("+")[0].split(".")[:3]))
         assert done.returncode or now <= seen_in, (
@@ -315,10 +293,9 @@ class TestKernelsThatAreWrong:
         )
 
 
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_what_a_compiled_graph_rounds_is_never_its_input(half: torch.dtype) -> None:
+def test_what_a_compiled_graph_rounds_is_never_its_input() -> None:
     """An op of torch.library must not return what it was given, rounded already or not."""
-    given = torch.ones(3, dtype=half)
-    result = torch.ops.mpframe.convert(given, half)
+    given = torch.ones(3, dtype=torch.bfloat16)
+    result = torch.ops.mpframe.convert(given, torch.bfloat16)
     assert torch.equal(result, given)
     assert result.data_ptr() != given.data_ptr()

@@ -1,7 +1,5 @@
-"""The door for ops that run in another way, and when products below 16 bits are imported."""
+"""Ops that run in another way: what an OpHandler sees, replaces and remembers."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -9,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
-from mpframe import Precision
+from mpframe import OpLists, Precision
 from mpframe.core.casting.handlers import Args, Handler, Kwargs, OpHandler
+from mpframe.core.errors import ConfigError
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -62,35 +61,18 @@ def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode: str) -> None:
     assert torch.equal(y, expected)
 
 
-def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
-    with Precision("amp", op_handlers=[Count(), HardSigmoid()]).cast():
-        assert torch.equal(X.sigmoid(), nn.functional.hardsigmoid(X))
-    assert not torch.equal(X.sigmoid(), nn.functional.hardsigmoid(X))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_handlers_are_asked_in_turn_and_may_replace_an_op(compiled: bool) -> None:
+    precision = Precision("amp", op_handlers=[Count(), HardSigmoid()])
 
-
-def test_a_handler_comes_before_a_recipe_whose_name_it_is_told() -> None:
-    count, layer = Count(), nn.Linear(4, 4)
-    precision = Precision("amp", products="fp8_tensorwise", op_handlers=[count])
-    precision.attach(layer)
-    with precision.cast():
-        layer(X)
-    assert count.seen == 1
-    assert ("linear", "fp8_tensorwise") in count.asked
-
-
-def test_a_handler_is_compiled_into_the_graph() -> None:
-    layer, precision = (
-        nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()),
-        Precision("amp", op_handlers=[HardSigmoid()]),
-    )
-
-    def step(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         with precision.cast():
-            y: Tensor = layer(x)
-            return y
+            return x.sigmoid()
 
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(X), step(X))
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="eager")
+    assert torch.equal(run(X), nn.functional.hardsigmoid(X))
+    assert not torch.equal(X.sigmoid(), nn.functional.hardsigmoid(X))
 
 
 def test_its_state_is_part_of_the_precisions() -> None:
@@ -106,39 +88,34 @@ def test_its_state_is_part_of_the_precisions() -> None:
     assert count.seen == 7
 
 
-NAMED = [("mxfp8", "none"), ("none", "mxfp8")]
-CODE = """
-import sys, torch
-from mpframe import OpLists, Precision
-{imported}
-lists = OpLists.from_mapping({{"allow": ["linear"], "modules": {{"0": {pin!r}}}}})
-precision = Precision("mixed", ops=lists, products={products!r})
-model, optimizer = precision.prepare(
-    torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.optim.SGD([torch.zeros(1)], 0.1)
-)
-with precision.cast():
-    model(torch.zeros(2, 4))
-print(any(name.startswith("mpframe.lowbit") for name in sys.modules))
-"""
+NAMED = [("fp8_tensorwise", "none"), ("none", "fp8_tensorwise")]  # for all, or for a module
 
 
-@pytest.mark.parametrize(
-    ("products", "pin", "imported"),
-    [("none", "fp32", ""), *((*two, "import mpframe.lowbit") for two in NAMED)],
-)
-def test_a_recipe_that_is_named_is_run_once_products_are_imported(
-    products: str, pin: str, imported: str
-) -> None:
-    code = CODE.format(products=products, pin=pin, imported=imported)
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str(bool(imported))
+def naming(products: str, pin: str, count: Count) -> Precision:
+    ops = OpLists.from_mapping({"allow": ["linear"], "modules": {"0": pin}})
+    return Precision("amp", ops=ops, products=products, op_handlers=[count])
 
 
 @pytest.mark.parametrize(("products", "pin"), NAMED)
-def test_without_the_import_a_line_names_it(products: str, pin: str) -> None:
-    code = CODE.format(products=products, pin=pin, imported="")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == (
-        "mpframe.core.errors.ConfigError: dtype.products or ops.modules: mxfp8: recipes are in "
-        "mpframe.lowbit; import it first. Other words for a module are fp32, half and none"
+def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products: str, pin: str) -> None:
+    count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = naming(products, pin, count)
+    precision.attach(model)
+    with precision.cast():
+        model(X)
+    assert count.seen == 2
+    told = {recipe for op, recipe in count.asked if op == "linear"}
+    assert told == {"fp8_tensorwise", None}
+
+
+@pytest.mark.parametrize(("products", "pin"), NAMED)
+def test_without_the_import_of_products_a_line_names_it(
+    products: str, pin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpframe.core.precision.find_recipes", None)
+    with pytest.raises(ConfigError) as refused:
+        naming(products, pin, Count())
+    assert str(refused.value) == (
+        "dtype.products or ops.modules: fp8_tensorwise: recipes are in mpframe.lowbit; import it "
+        "first. Other words for a module are fp32, half and none"
     )

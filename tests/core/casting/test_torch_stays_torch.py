@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
+import mpframe
 from mpframe import Precision
 from mpframe.core.casting import torch_functions
 
 Replaced = dict[tuple[Any, str], Any]
 A = torch.rand(4, 4)
+PACKAGE = str(Path(mpframe.__file__).parent)
 
 
 def functions() -> Replaced:
@@ -48,7 +50,7 @@ def frames_of_mpframe() -> int:
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal seen
-        seen += event == "call" and "mpframe/precision" in frame.f_code.co_filename
+        seen += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
     x = A.clone().requires_grad_()
     sys.setprofile(count)
@@ -63,22 +65,23 @@ def frames_of_mpframe() -> int:
 def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
     with Precision("amp").cast():
         now = functions()
+        assert frames_of_mpframe()
     changed = {name for (_, name), function in now.items() if before[_, name] is not function}
     others = {"_engine_run_backward", "update_parameters"}
     assert changed == {"__init__", "apply", "__call__"} | others
 
 
-@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
-def test_constructing_and_preparing_changes_nothing(mode: str, before: Replaced) -> None:
-    model = torch.nn.Linear(4, 4)
-    precision = Precision(mode)
+def prepared(mode: str) -> Precision:
+    model, precision = torch.nn.Linear(4, 4), Precision(mode)
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    return precision
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+def test_preparing_or_a_block_in_fp32_changes_nothing(mode: str, before: Replaced) -> None:
+    precision = prepared(mode)
     assert functions() == before
-    assert not frames_of_mpframe()
-
-
-def test_a_block_in_fp32_changes_nothing(before: Replaced) -> None:
-    with Precision("fp32").cast():
+    with (precision if mode == "fp32" else Precision("fp32")).cast():
         assert functions() == before
         assert not frames_of_mpframe()
 
@@ -101,25 +104,19 @@ def test_release_takes_it_back(before: Replaced) -> None:
     assert functions() == before
 
 
-def test_the_end_of_a_precision_takes_it_back(before: Replaced) -> None:
-    precision = Precision("amp")
+def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before: Replaced) -> None:
+    """The graph keeps the casts that its backward pass needs."""
+    precision, x = Precision("amp"), A.clone().requires_grad_()
     with precision.cast():
-        pass
-    assert functions() != before
-    del precision
-    gc.collect()
-    assert functions() == before
-
-
-def test_a_graph_outlives_the_precision(before: Replaced) -> None:
-    """It keeps the casts that its backward pass needs."""
-    x = A.clone().requires_grad_()
-    with Precision("amp").cast():
         y = Double.apply(x)
+    del precision
     gc.collect()
     assert functions() != before
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
+    del y
+    gc.collect()
+    assert functions() == before
 
 
 def test_two_threads_begin_at_once(before: Replaced) -> None:
@@ -158,4 +155,3 @@ def test_a_backward_pass_under_torch_autocast_is_torchs(before: Replaced) -> Non
     precision.release()
     assert functions() == before
     assert torch.equal(found, gradient())
-    assert BackwardCFunction.apply is before[BackwardCFunction, "apply"]

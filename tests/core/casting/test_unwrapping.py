@@ -1,4 +1,4 @@
-"""Which of torch's Python functions are opened for the casts, and which call one op alone."""
+"""Torch's Python functions that hide many ops behind one name are opened for the casts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from vocabulary import CalledOps
+from torch import Tensor, nn
+from vocabulary import HALVES, CalledOps, Kernels, formats
 
+from mpframe import Precision
 from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
 
+FP32, HALF = torch.float32, torch.float16
 ROWS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
 CALLS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
@@ -26,14 +28,86 @@ CALLS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 OTHERS = {"size", "dim", "__get__", "contiguous", "detach", "embedding_renorm_"}
 
 
-def test_all_are_here() -> None:
+def test_those_that_stay_shut_call_the_op_of_their_own_name_and_no_other() -> None:
     assert CALLS.keys() == _CALL_THEIR_OP
+    for name, (function, call) in CALLS.items():
+        assert unwrap(function) is None
+        with CalledOps() as seen:
+            call(_copy_with_answer(function))
+        assert set(seen.names) - OTHERS == {name}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_they_call_the_op_of_their_own_name_and_no_other(name: str) -> None:
-    function, call = CALLS[name]
-    assert unwrap(function) is None
-    with CalledOps() as seen:
-        call(_copy_with_answer(function))
-    assert set(seen.names) - OTHERS == {name}, seen.names
+def ran(call: Callable[[], Any], half: str) -> set[tuple[str, torch.dtype]]:
+    kernels = Kernels()
+    with kernels, Precision("amp", half, compute="native").cast():
+        call()
+    return {(kernel.name, dtype) for kernel in kernels.computing() for dtype in kernel.given}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("training", "need_weights"), [(True, True), (False, True), (False, False)]
+)
+def test_attention(training: bool, need_weights: bool, half: str) -> None:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.rand(2, 3, 8)
+    attention.train(training)
+    seen = ran(lambda: attention(x, x, x, need_weights=need_weights), half)
+    assert ("addmm", HALVES[half]) in seen
+    assert ("addmm", FP32) not in seen
+    if need_weights:
+        assert {("bmm", HALVES[half]), ("_softmax", FP32)} <= seen
+
+
+@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
+def test_transformer(norm_first: bool, training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    seen = ran(lambda: encoder(torch.rand(2, 3, 8)), "float16")
+    assert {("addmm", HALF), ("native_layer_norm", FP32)} <= seen
+    assert seen.isdisjoint({("addmm", FP32), ("native_layer_norm", HALF)})
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (lambda x: 1 / x, "reciprocal"),
+        (lambda x: 2**x, "pow"),
+        (lambda x: x.__rpow__(2), "pow"),
+        (lambda x: F.gumbel_softmax(x), "_softmax"),
+        (lambda x: F.normalize(x), "linalg_vector_norm"),
+        (lambda x: x.norm(), "linalg_vector_norm"),
+        (lambda x: F.local_response_norm(x[None, None], 2), "pow"),
+        (lambda x: F.gaussian_nll_loss(x, x, x.abs() + 1), "log"),
+    ],
+)
+def test_what_is_hidden_in_a_function(call: Any, kernel: str) -> None:
+    seen = ran(lambda: call(torch.rand(4, 4).half()), "float16")
+    assert (kernel, FP32) in seen
+    assert (kernel, HALF) not in seen
+
+
+def test_embedding_bag_follows_its_weight() -> None:
+    weight, rows = torch.rand(5, 3), torch.tensor([[0, 1], [2, 3]])
+    with Precision("amp").cast():
+        for mode in ("sum", "mean", "max"):
+            assert F.embedding_bag(rows, weight, mode=mode).dtype == FP32
+            assert F.embedding_bag(rows, weight.half(), mode=mode).dtype == HALF
+
+
+@pytest.mark.parametrize(
+    ("kind", "half", "compute"),
+    [
+        ("LSTM", "float16", "native"),
+        ("LSTM", "bfloat16", "emulated"),
+        ("GRU", "bfloat16", "native"),
+        ("RNN", "float16", "emulated"),
+    ],
+)
+def test_recurrent_layers(kind: str, half: str, compute: str) -> None:
+    layer = getattr(nn, kind)(4, 3, num_layers=2, bidirectional=True)
+    packed = nn.utils.rnn.pack_sequence([torch.rand(5, 4), torch.rand(2, 4)])
+    with Precision("amp", half, compute=compute).cast():
+        result, _ = layer(torch.rand(5, 2, 4))
+        from_packed, _ = layer(packed)
+        cell = getattr(nn, f"{kind}Cell")(4, 3)(torch.rand(2, 4))
+    assert formats((result, from_packed.data, cell)) == {HALVES[half]}

@@ -25,34 +25,6 @@ from mpframe.workloads.text.language_model import GPT
 FP32 = torch.float32
 
 
-class Attention(nn.Module):
-    """Embedding, positions, attention, pooling and a head that shares the embedding's weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 16)
-        self.positions = nn.Parameter(torch.randn(5, 16))
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 11)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.encoder(self.embed(tokens) + self.positions)
-        return self.head(hidden.mean(1))
-
-
-class Recurrent(nn.Module):
-    """An LSTM over time and a linear head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
 class Last(nn.Module):
     """Of the logits at each token those at the last one."""
 
@@ -83,11 +55,9 @@ CASES = {
     "mlp": Case(lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), (IMAGES, TARGETS)),
     "cnn": Case(lambda: cnn(3, 3, width=4), (IMAGES, TARGETS)),
     "resnet18": Case(lambda: resnet18(3, width=4), (IMAGES, TARGETS)),
-    "attention": Case(Attention, (TOKENS, TARGETS)),
     "gpt": Case(
         lambda: nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last()), (TOKENS, TARGETS)
     ),
-    "recurrent": Case(Recurrent, (torch.rand(4, 6, 4), TARGETS)),
     "unet": Case(lambda: UNet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
     "tabular": Case(
         lambda: Tabular({"kind": 3}, ["x", "y"], hidden=(8,)),
@@ -99,7 +69,6 @@ CASES = {
         lambda: SSD(3, 64, width=4), (list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]), detection
     ),
 }
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 
 
 def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
@@ -113,17 +82,17 @@ def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Tra
     return Trainer(model, masters, case.objective, precision=precision, scaler=scaler, plan=plan)
 
 
-@pytest.mark.parametrize(
-    ("lists", "compute"),
-    [
-        ("default", "native"),
-        ("default", "emulated"),
-        ("fast", "native"),
-        ("fp32_norms", "emulated"),
-    ],
-)
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("name", CASES)
+# Each model in two of the modes; each mode, list and way to compute with several models.
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
+LISTS = ["default", "fast", "default", "fp32_norms"]
+ROWS_OF_MODES = [
+    (name, *MODES[(number + turn) % 5], LISTS[(number + turn + number // 5) % 4], compute)
+    for number, name in enumerate(CASES)
+    for turn, compute in ((1, "native"), (3, "emulated"))
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "half", "lists", "compute"), ROWS_OF_MODES)
 def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
     """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
     precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
@@ -136,8 +105,9 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
     assert torch.isfinite(result.loss)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("skip", ["all", "each"])
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "half", "skip"), [("mixed", "float16", "all"), ("amp", "bfloat16", "each")]
+)
 def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) -> None:
     precision = Precision(mode, half)
     model = Gan((3, 16, 16), latent=4, hidden=8)
@@ -160,7 +130,7 @@ def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) ->
 def test_every_shipped_model_is_here() -> None:
     files = (CONF / "model").glob("*.yaml")
     shipped = {path.stem for path in files if "_target_: mpframe." in path.read_text()}
-    assert shipped == {*CASES, "gan"} - {"attention", "recurrent"}
+    assert shipped == {*CASES, "gan"}
 
 
 def test_the_watch_sees_a_promotion() -> None:
@@ -174,18 +144,16 @@ def test_the_watch_sees_a_promotion() -> None:
         assert (x + x.half()).dtype == FP32
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
-def test_amp_in_bfloat16_is_torchs_autocast(name: str) -> None:
+def test_amp_in_bfloat16_is_torchs_autocast() -> None:
     """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
     losses: list[list[Any]] = []
     for ours in (True, False):
-        trainer = trainer_of(
-            name, Precision("amp" if ours else "fp32", "bfloat16", compute="native")
-        )
+        precision = Precision("amp" if ours else "fp32", "bfloat16", compute="native")
+        trainer = trainer_of("cnn", precision)
         losses.append([])
         for _ in range(5):
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-                losses[-1].append(trainer.train_step(CASES[name].batch).loss)
+                losses[-1].append(trainer.train_step(CASES["cnn"].batch).loss)
     assert same_bits(*losses)
 
 
@@ -196,14 +164,3 @@ def test_the_steps_of_a_half_model_without_lists() -> None:
     with NoSilentPromotion():
         trainer.train_step((IMAGES, TARGETS))
     assert formats(list(trainer.model.parameters())) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("compute", ["native", "emulated"])
-def test_every_mode_learns(mode: str, half: str, compute: str) -> None:
-    """Four images by heart."""
-    trainer = trainer_of("cnn", Precision(mode, half, compute=compute))
-    first = trainer.train_step((IMAGES, TARGETS)).loss
-    for _ in range(30):
-        last = trainer.train_step((IMAGES, TARGETS)).loss
-    assert last < first / 3  # type: ignore[operator]

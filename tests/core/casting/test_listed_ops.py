@@ -1,0 +1,118 @@
+"""Every op of every shipped list, in every spelling: what its kernels are given and give."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from op_table import TABLE, Row, Spelling
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from vocabulary import HALVES, Kernels, formats, tensors
+
+from mpframe import OpLists, Precision
+
+FP32 = torch.float32
+LISTS = {name: OpLists.named(name) for name in ("default", "fast", "fp32_norms", "none")}
+HOW = ("fp32", "half", "both")
+
+# A list may run its op in half although the kernels inside widen and round by themselves.
+WIDENED_INSIDE = {"rms_norm"}
+# torch's CPU has no half kernel for these: computed in fp32, rounded once.
+NO_HALF_KERNEL = {"avg_pool3d", "rrelu"}
+# Their tolerances and positions are made in float64.
+FP64_INSIDE = {"linalg_matrix_rank", "pinverse", "nanquantile", "quantile"}
+# These give integers or booleans.
+NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
+
+
+def inputs_as(row: Row, how: str, half: torch.dtype) -> tuple[Any, ...]:
+    """The row's inputs: all `fp32`, all `half`, or `both`: the first fp32 and the others half."""
+    seen: list[Tensor] = []
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        seen.append(leaf)
+        narrow = how == "half" or (how == "both" and len(seen) > 1)
+        return leaf.clone().to(half if narrow else FP32)
+
+    return tree_map(convert, row.inputs)  # type: ignore[no-any-return]
+
+
+def lists_of(op: str) -> Iterator[OpLists]:
+    """The shipped lists that say something about `op`, each different answer once."""
+    answers = {lists.list_of(op): lists for lists in reversed(LISTS.values())}
+    return (lists for answer, lists in answers.items() if answer != "none")
+
+
+def run(spelling: Spelling, inputs: tuple[Any, ...], precision: Precision) -> tuple[Kernels, Any]:
+    kernels = Kernels()
+    with warnings.catch_warnings(), kernels, precision.cast():
+        warnings.simplefilter("ignore")  # torch's own, of deprecated ops
+        return kernels, spelling(*inputs)
+
+
+def expected(op: str, precision: Precision, how: str) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """The formats the kernels of `op` are to be given, and those of its result."""
+    policy = precision.policy
+    held_by, half = policy.ops.list_of(op), policy.half_dtype
+    given, gave = FP32, FP32
+    if held_by == "allow" or (held_by == "infer" and how == "half"):
+        emulated = policy.compute == "emulated" and held_by == "allow"
+        given, gave = FP32 if emulated or op in NO_HALF_KERNEL else half, half
+    inside = {FP32} if op in WIDENED_INSIDE else {torch.float64} if op in FP64_INSIDE else set()
+    return {given} | inside, set() if op in NO_FLOATS else {gave}
+
+
+def test_the_table_has_a_row_for_every_listed_op() -> None:
+    listed = (lists.allow | lists.deny | lists.infer for lists in LISTS.values())
+    assert set().union(*listed) == TABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("mode", "half", "compute"),
+    [
+        ("amp", "float16", "emulated"),
+        ("mixed", "bfloat16", "native"),
+        pytest.param("amp", "bfloat16", "emulated", marks=pytest.mark.slow),
+        pytest.param("mixed", "float16", "native", marks=pytest.mark.slow),
+    ],
+)
+def test_formats(mode: str, half: str, compute: str) -> None:
+    wrong = []
+    for op, row in TABLE.items():
+        for lists, how in product(lists_of(op), HOW):
+            inputs = inputs_as(row, how, HALVES[half])
+            precision = Precision(mode, half, ops=lists, compute=compute)
+            wanted = expected(op, precision, how if len(formats(inputs)) < 2 else "both")
+            for number, spelling in enumerate(row.spellings):
+                kernels, result = run(spelling, inputs, precision)
+                if (kernels.given(), formats(result)) != wanted:
+                    wrong.append((op, number, how, kernels.given(), formats(result), wanted))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_backward_runs_in_the_formats_of_forward(half: str) -> None:
+    """Native: the gradient kernels of a half op are given half; fp32 weights get fp32 gradients."""
+    wrong = []
+    for op in LISTS["default"].allow:
+        inputs = inputs_as(TABLE[op], "fp32", HALVES[half])
+        leaves = [t.requires_grad_() for t in tensors(inputs) if t.is_floating_point()]
+        precision = Precision("amp", half, compute="native")
+        _, result = run(TABLE[op].spellings[-1], inputs, precision)
+        results = [t for t in tensors(result) if t.requires_grad]
+        kernels = Kernels()
+        with kernels, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gradients = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
+        # Gradients of an fp32 leaf that is used twice are added in fp32. Attention keeps the
+        # logarithm of its normalizer in fp32 for its backward pass.
+        computing = (k for k in kernels.computing() if k.name != "add")
+        given = {k.given - {FP32} if "attention" in k.name else k.given for k in computing}
+        if not given <= {frozenset({HALVES[half]})} or formats(gradients) != {FP32}:
+            wrong.append((op, given, formats(gradients)))
+    assert wrong == []

@@ -1,0 +1,261 @@
+"""What a rule casts and what it leaves alone: formats, explicit dtypes, statistics, writes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from vocabulary import HALVES, same_bits
+
+from mpframe import OpLists, Precision
+
+FP32, FP64, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+def amp(half: str = "float16", compute: str = "auto", **move: str) -> Precision:
+    return Precision("amp", half, compute=compute, ops=OpLists.named().moved(move))
+
+
+class TestNeverCast:
+    @pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.int64, torch.bool])
+    def test_formats(self, dtype: torch.dtype) -> None:
+        x = torch.eye(4).to(dtype)
+        calls: list[Callable[[Tensor], Tensor]] = [Tensor.sum, lambda x: torch.cat([x, x])]
+        calls += [] if dtype == torch.bool else [lambda x: x @ x]
+        for call in calls:
+            with amp().cast():
+                cast = call(x)
+            assert same_bits([cast], [call(x)])
+
+    def test_float8(self) -> None:
+        x = torch.ones(4, 4, dtype=torch.float8_e4m3fn)
+        with amp().cast():
+            assert torch.cat([x, x]).dtype == torch.float8_e4m3fn
+            assert (x.float() @ x.float()).dtype == HALF
+
+    def test_what_is_beside_float64_or_complex(self) -> None:
+        """1 + 2^-12 would be 1 in float16."""
+        x, half = torch.full((1,), 1 + 2.0**-12), torch.ones(1, dtype=HALF)
+        wide = torch.ones(1, dtype=FP64)
+        with amp(mul="allow").cast():
+            assert (x * wide).item() == 1 + 2.0**-12
+            assert (x * wide.to(torch.complex64)).real.item() == 1 + 2.0**-12
+            assert (half + wide).dtype == F.mse_loss(half, wide).dtype == FP64
+
+    def test_kernels_called_by_hand(self) -> None:
+        """A list that names `mm` does not mean `torch.ops.aten.mm`."""
+        x = torch.rand(4, 4)
+        assert "mm" in OpLists.named().allow
+        with amp().cast():
+            assert torch.ops.aten.mm(x, x).dtype == FP32
+            assert torch.ops.aten.mm.default(x, x).dtype == FP32
+
+    @pytest.mark.filterwarnings(
+        "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+    )
+    def test_script_modules(self) -> None:
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4)
+        scripted, traced = torch.jit.script(model), torch.jit.trace(model, x)
+        plain = model(x)
+        with amp().cast():
+            assert model[0](x).dtype == HALF
+            assert same_bits([scripted(x), traced(x)], [plain, plain])
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "move"),
+    [
+        (lambda x: x.softmax(-1, FP64), HALF, {}),
+        (lambda x: x.sum(dtype=FP64), HALF, {}),
+        (lambda x: F.softmax(x, dim=-1, dtype=FP32), FP32, {"softmax": "allow"}),
+        (lambda x: x.softmax(-1, FP32), FP32, {"softmax": "allow"}),
+        (lambda x: x.sum(dtype=HALF), FP32, {}),
+    ],
+)
+def test_an_explicit_dtype_wins(call: Any, given: torch.dtype, move: dict[str, str]) -> None:
+    x = torch.rand(4, 4).to(given)
+    with amp(**move).cast():
+        found = call(x)
+    assert same_bits([found], [call(x)])
+
+
+@pytest.mark.parametrize("dtype", [FP32, HALF])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.exp_(),
+        lambda x: x.addmm_(x.clone(), x.clone()),
+        lambda x: x.__imul__(x.clone()),
+        lambda x: x.__ipow__(2),
+        lambda x: torch.softmax(x.clone(), 1, out=x),
+    ],
+)
+def test_in_place_and_out_forms_keep_their_tensors_format(write: Any, dtype: torch.dtype) -> None:
+    x = torch.rand(4, 4).to(dtype)
+    expected = write(x.clone())
+    with amp().cast():
+        result = write(x)
+    assert result is x
+    assert same_bits([x], [expected])
+
+
+def test_a_0d_tensor_is_a_number() -> None:
+    half, number = torch.ones(4, dtype=HALF), torch.tensor(2.0)
+    with amp().cast():
+        assert (half * number).dtype == HALF
+        assert torch.where(half > 0, half, number).dtype == HALF
+        assert (half.sum(dtype=HALF) + number).dtype == FP32  # No larger one is beside them.
+
+
+def test_two_half_formats_meet_in_fp32() -> None:
+    with amp().cast():
+        assert (torch.ones(4, dtype=HALF) + torch.ones(4, dtype=BF16)).dtype == FP32
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("move", "half", "compute"),
+    [
+        ("allow", "float16", "emulated"),
+        ("allow", "bfloat16", "native"),
+        ("deny", "float16", "native"),
+        ("deny", "bfloat16", "emulated"),
+    ],
+)
+def test_running_statistics_are_never_cast(
+    move: str, half: str, compute: str, by_name: bool
+) -> None:
+    """A cast copy would be updated in their place, and the statistics would stand still."""
+    x, mean, variance = torch.rand(4, 3, 5, 5).to(HALVES[half]), torch.zeros(3), torch.ones(3)
+    expected = mean.clone()
+    F.batch_norm(x.float(), expected, variance.clone(), training=True)
+    statistics: Any = {"running_mean": mean, "running_var": variance, "training": True}
+    rest: Any = {"weight": None, "bias": None, "momentum": 0.1, "eps": 0, "cudnn_enabled": False}
+    with amp(half, compute, batch_norm=move).cast():
+        if by_name:
+            result = torch.batch_norm(input=x, **statistics, **rest)
+        else:
+            result = F.batch_norm(x, **statistics)
+    assert result.dtype == (HALVES[half] if move == "allow" else FP32)
+    # Half kernels of torch sum in fp32; their order differs: some roundings of 2^-24 each.
+    torch.testing.assert_close(mean, expected, rtol=1e-6, atol=0)
+
+
+ENDS = {HALF: 65504.0, BF16: torch.finfo(BF16).max}
+LOWEST = torch.finfo(FP32).min
+ROWS, MASK = torch.tensor([2, 0]), torch.eye(4, dtype=torch.bool)
+
+
+def put(x: Tensor, key: Any, value: Any) -> Tensor:
+    x[key] = value
+    return x
+
+
+WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, y: x.addmm_(y, y),
+    lambda x, y: x.index_add_(0, ROWS, y[:2]),
+    lambda x, y: x.index_copy_(0, ROWS, source=y[:2]),
+    lambda x, y: x.index_put_((ROWS,), y[:2]),
+    lambda x, y: x.index_reduce_(0, ROWS, y[:2], "amax"),
+    lambda x, y: x.masked_scatter_(MASK, y),
+    lambda x, y: x.put_(ROWS, y[0, :2]),
+    lambda x, y: x.scatter_(0, ROWS.expand(4, 2), y),
+    lambda x, y: x.scatter_add_(0, ROWS.expand(4, 2), y),
+    lambda x, y: x.scatter_reduce_(0, ROWS.expand(4, 2), y, "sum"),
+    lambda x, y: put(x, 1, y[1]),
+    lambda x, y: put(x, ROWS, y[0, 0]),
+    lambda x, y: put(x, MASK, y[0]),
+]
+FILLS: list[Callable[[Tensor, float], Tensor]] = [
+    lambda x, v: x.masked_fill(MASK, v),
+    lambda x, v: torch.masked_fill(input=x, mask=MASK, value=v),
+    lambda x, v: x.clone().masked_fill_(MASK, v),
+    lambda x, v: x.masked_fill(MASK, torch.tensor(v)),
+    lambda x, v: x.index_fill(0, ROWS, v),
+    torch.full_like,
+    lambda x, v: x.new_full((4, 4), v),
+    lambda x, v: torch.full((4, 4), v, dtype=x.dtype),
+    lambda x, v: F.pad(x, (1, 1), value=v),
+    lambda x, v: x.scatter(0, ROWS.expand(4, 2), v),
+    lambda x, v: x.clone().fill_(v),
+    lambda x, v: F.threshold(x, 2.0, v),
+    lambda x, v: put(x.clone(), MASK, v),
+    lambda x, v: put(x.clone(), ROWS, torch.tensor(v)),
+]
+BOUNDS: list[Callable[[Tensor, float], Tensor]] = [
+    lambda x, v: x.clamp(min=v, max=-v),
+    lambda x, v: x.clone().clamp_(v, -v),
+    lambda x, v: x.clip(v, -v),
+    torch.clamp_min,
+    lambda x, v: F.hardtanh(x, v, -v),
+]
+
+
+@pytest.mark.parametrize("half", HALVES)
+class TestWrites:
+    @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+    def test_a_source_takes_the_format_of_what_it_is_written_into(self, half: str) -> None:
+        x, y = torch.rand(4, 4), torch.rand(4, 4)
+        for target, source in ((FP32, HALVES[half]), (HALVES[half], FP32)):
+            for write in WRITES:
+                expected, written = x.to(target, copy=True), x.to(target, copy=True)
+                write(expected, y.to(source).to(target))
+                with amp(half).cast():
+                    write(written, y.to(source))
+                assert same_bits([written], [expected])
+
+    def test_gradients_flow_to_a_source_of_another_format(self, half: str) -> None:
+        source = torch.rand(2, 4).to(HALVES[half]).requires_grad_()
+        with amp(half).cast():
+            torch.zeros(4, 4).index_add_(0, ROWS, source).sum().backward()
+        assert source.grad is not None
+        assert torch.equal(source.grad, torch.ones(2, 4, dtype=HALVES[half]))
+
+    @pytest.mark.parametrize("fill", FILLS)
+    def test_a_number_beyond_the_range_is_held_and_an_infinity_stays_one(
+        self, fill: Callable[[Tensor, float], Tensor], half: str
+    ) -> None:
+        x, end = torch.rand(4, 4).to(HALVES[half]), ENDS[HALVES[half]]
+        with amp(half).cast():
+            low, high = fill(x, LOWEST), fill(x, -LOWEST)
+            assert same_bits([low, high], [fill(x, -end), fill(x, end)])
+            assert fill(x, -math.inf).isinf().any()
+        assert (low.dtype, -low.min(), high.max()) == (HALVES[half], end, end)
+
+    def test_a_bound_beyond_the_range_bounds_nothing(self, half: str) -> None:
+        x = (torch.rand(4, 4) - 0.5).to(HALVES[half])
+        with amp(half).cast():
+            assert same_bits([bound(x, LOWEST) for bound in BOUNDS], [x] * len(BOUNDS))
+
+    def test_under_a_compiler(self, half: str) -> None:
+        precision = amp(half)
+
+        def write(x: Tensor, y: Tensor) -> Tensor:
+            with precision.cast():
+                held = x.masked_fill(MASK, LOWEST)
+                return torch.zeros(4, 4).index_add_(0, ROWS, held[:2]) + torch.inner(x, y)
+
+        x, y = torch.rand(4, 4).to(HALVES[half]), torch.rand(4, 4)
+        compiled = torch.compile(write, backend="eager", fullgraph=True)
+        assert same_bits([compiled(x, y)], [write(x, y)])
+
+
+def test_numbers_that_are_left_alone() -> None:
+    """Those for fp32 and for formats that are asked for, and keys."""
+    x, long = torch.zeros(4, 4), torch.zeros(70_000, dtype=HALF)
+    with amp().cast():
+        assert x.masked_fill(MASK, -1e9).min() == -1e9
+        assert torch.full_like(x.half(), 1e9, dtype=FP32).max() == 1e9
+        long[69_999] = 1e9
+    assert long[69_999] == 65504.0
+
+
+def test_lists_that_name_an_op_of_a_library_move_it() -> None:
+    boxes, image = torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.rand(1, 1, 4, 4)
+    for destination, dtype in (("deny", FP32), ("allow", HALF), ("none", FP32)):
+        with amp(**{"torchvision.roi_align": destination}).cast():
+            assert torchvision.ops.roi_align(image, [boxes], 2).dtype == dtype
