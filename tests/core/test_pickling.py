@@ -30,11 +30,15 @@ def pickled(model: nn.Module) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
 @pytest.mark.parametrize(
-    ("mode", "ops"), [("amp", "default"), ("mixed", "default"), ("mixed", "none")]
+    ("half", "mode", "ops", "again"),
+    [
+        ("float16", "amp", "default", pickled),
+        ("bfloat16", "mixed", "default", copy.deepcopy),
+        ("float16", "mixed", "none", copy.deepcopy),
+        ("bfloat16", "mixed", "none", pickled),
+    ],
 )
-@pytest.mark.parametrize("half", HALVES)
 def test_a_prepared_model(
     half: str, mode: str, ops: str, again: Callable[[nn.Module], Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every scaler, whatever the gradients: 20 drawn cases of 50 streams each."""
+"""What holds for every scaler, whatever the gradients: 20 drawn cases of 100 streams each."""
 
 import io
 import math
@@ -16,7 +16,7 @@ from mpframe.core.errors import CheckpointError
 from mpframe.core.loss_scaling import Backoff, LogMax, Scaler, Static, auto, none
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 
-STREAMS = 50
+STREAMS = 100
 KINDS = (Static, Backoff, LogMax)
 FLOAT32 = torch.finfo(torch.float32)
 ODD_VALUES = torch.tensor(
