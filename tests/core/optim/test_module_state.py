@@ -5,6 +5,7 @@ resumed run goes on with what training changed.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mpframe.run.resume import Resume
 from mpframe.training.memory import recompute
 from mpframe.training.plan import Plan
 
+FIRST = itertools.cycle([True, False])
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 INF = float("inf")
 
@@ -222,8 +224,10 @@ class TestDryRun:
         assert not model.ema.any()
         assert not model.sum.any()
 
-    @pytest.mark.parametrize("replaces", [False, True])
-    @pytest.mark.parametrize(("mode", "half"), MODES)
+    @pytest.mark.parametrize(
+        ("mode", "half", "replaces"),
+        [("fp32", "float16", True), ("amp", "bfloat16", False), ("mixed", "float16", True)],
+    )
     def test_leaves_first_values_to_the_first_batch(
         self, mode: str, half: str, replaces: bool
     ) -> None:
@@ -306,10 +310,17 @@ class TestDryRun:
 
 
 class TestSkippedStep:
-    @pytest.mark.parametrize("first", [False, True])
-    @pytest.mark.parametrize("fused", [False, True])
-    @pytest.mark.parametrize(("mode", "half"), MODES)
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("kind", "mode", "half", "fused", "first"),
+        [
+            *((k, *m, True, False) for k, m in zip(KINDS, itertools.cycle(MODES))),
+            *(
+                (k, *m, True, True)
+                for k, m in zip(("rotary", "growing", "late"), MODES, strict=True)
+            ),
+            *((k, *m, False, f) for k, m, f in zip(KINDS, itertools.cycle(MODES), FIRST)),
+        ],
+    )
     @pytest.mark.usefixtures("waited_for")
     def test_undoes_buffers_and_attributes_together(
         self, kind: str, mode: str, half: str, fused: bool, first: bool
@@ -327,7 +338,7 @@ class TestSkippedStep:
         trainer.train_step(batch(6, 1))
         assert_same(state_of(trainer.model), state_of(after.model))
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["rotary", "codebook", "bank", "late", "batch norm"])
     def test_so_does_a_dropped_micro_batch(self, kind: str) -> None:
         trainer, without = (trainer_of(kind, "mixed") for _ in range(2))
         good, bad, other = batch(3), batch(5, scale=INF), batch(4, 2)
@@ -367,7 +378,7 @@ class TestSkippedStep:
 
 
 class TestRecomputed:
-    @pytest.mark.parametrize("kind", ["rotary", "codebook", "bank", "growing", "late"])
+    @pytest.mark.parametrize("kind", ["rotary", "codebook", "late"])
     def test_a_module_sees_twice_what_it_saw_once(self, kind: str) -> None:
         plain, again = net(kind), net(kind)
         recompute(again, ["1"])
@@ -414,7 +425,7 @@ class TestResume:
         again.train_step(batch(3))
         assert again.state_dict()["extra_state"] == {}
 
-    @pytest.mark.parametrize("kind", ["growing", "growing, not saved", "bank", "late"])
+    @pytest.mark.parametrize("kind", ["growing, not saved", "bank", "late"])
     def test_an_earlier_state_is_put_back(self, kind: str) -> None:
         """As where a checkpoint turns out not to fit after half of it was loaded."""
         trainer = trainer_of(kind)
@@ -423,9 +434,10 @@ class TestResume:
         trainer.load_state_dict(state)
         assert_same(before, state_of(trainer.model))
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
+    def test_nothing_else_is_taken(self) -> None:
+        """A checkpoint may come from anybody."""
+        trainer = trainer_of("bank")
+        for name, value in (
             ("1.other", torch.zeros(3)),
             ("1.rows", 3),
             ("1.next", torch.zeros(3)),
@@ -433,15 +445,11 @@ class TestResume:
             ("1._buffers", None),
             ("1.training", False),
             ("1.forward", 1),
-        ],
-    )
-    def test_nothing_else_is_taken(self, name: str, value: Any) -> None:
-        """A checkpoint may come from anybody."""
-        trainer = trainer_of("bank")
-        state = {**trainer.state_dict(), "extra_state": {name: value}}
-        text = f"extra_state: {name!r} in the checkpoint is no buffer or number of the model"
-        with pytest.raises(CheckpointError, match=text):
-            trainer.load_state_dict(state)
+        ):
+            state = {**trainer.state_dict(), "extra_state": {name: value}}
+            text = f"extra_state: {name!r} in the checkpoint is no buffer or number of the model"
+            with pytest.raises(CheckpointError, match=text):
+                trainer.load_state_dict(state)
 
     @pytest.mark.parametrize("persistent", [True, False])
     def test_a_jagged_buffer_is_refused_when_it_is_saved_or_left_out(
