@@ -63,20 +63,7 @@ def test_it_learns_and_skips_an_overflow_in_the_middle(
     assert all(result.amax <= result.grad_norm for result in results if not result.skipped)
 
 
-def test_in_fp32_it_is_the_plain_loop() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for inputs, targets in data(5):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    ours, _, _ = loop(Precision("fp32"), Static(2.0**12), data(5))
-    assert same_bits(ours.parameters(), model.parameters())
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES[1:4])
+@pytest.mark.parametrize(("mode", "half"), MODES[:4])
 def test_it_is_the_trainers_step(mode: str, half: str) -> None:
     precision, model = Precision(mode, half), net()
     model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -99,18 +86,3 @@ def test_mixed_and_amp_take_the_same_steps(half: str) -> None:
         [p.float() for p in mixed.parameters()],
         [p.to(m.dtype).float() for p, m in zip(amp.parameters(), mixed.parameters(), strict=True)],
     )
-
-
-def test_a_schedule_built_before_goes_on_working() -> None:
-    model = net()
-    plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
-    precision = Precision("mixed")
-    model, optimizer = precision.prepare(model, plain)
-    for inputs, targets in data(2):
-        with precision.cast():
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -6,11 +6,7 @@ import itertools
 import pytest
 import torch
 from small_steps import (
-    FP32,
-    HALF,
-    SGD,
     STEPPING,
-    AdamW,
     gradients,
     parameters,
     set_gradients,
@@ -25,6 +21,9 @@ from vocabulary import same_bits
 from mpframe import MasterWeights, Precision
 from mpframe.core.errors import CheckpointError
 from mpframe.training.callbacks.guards import saturation_warning
+
+FP32, HALF = torch.float32, torch.float16
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 
 class TestState:
