@@ -14,7 +14,6 @@ from vocabulary import same_bits, tensors
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
@@ -42,9 +41,13 @@ def prepared(
     return Precision(mode, half).prepare(model, optimizer)
 
 
-def step(optimizer: Any, model: nn.Module, value: float = 1.0) -> None:
+def fill(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
+
+
+def step(optimizer: Any, model: nn.Module, value: float = 1.0) -> None:
+    fill(model, value)
     optimizer.step()
 
 
@@ -53,16 +56,8 @@ def test_a_schedule_over_it_is_one_over_a_plain_optimizer(
     make: Callable[[Any], Any],
 ) -> None:
     """Built on what `prepare` returned; learning rates and momenta of each group, each step."""
-    model, wrapped = prepared()
-    plain_model = net()
-    plain = torch.optim.SGD(
-        [
-            {"params": plain_model[0].parameters()},
-            {"params": plain_model[2].parameters(), "lr": 0.2},
-        ],
-        lr=0.1,
-        momentum=0.9,
-    )
+    (model, wrapped), (plain_model, prepared_plain) = prepared(), prepared("fp32")
+    plain = prepared_plain.optimizer
     schedules = make(wrapped), make(plain)
     for _ in range(5):
         step(wrapped, model)
@@ -135,42 +130,18 @@ class TestClosures:
     def test_a_step_whose_closure_overflows_is_skipped(self) -> None:
         model, wrapped = prepared()
         before = [p.detach().clone() for p in model.parameters()]
-
-        def closure() -> None:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, torch.inf)
-
-        result = wrapped.step(closure)
+        result = wrapped.step(lambda: fill(model, torch.inf))
         assert bool(result.skipped)
         assert result.loss is None
         assert same_bits(model.parameters(), before)
 
     def test_with_a_scaler_and_clipping(self) -> None:
-        model, wrapped = prepared()
-        plain_model, plain = prepared()
-        scaler = Static(4.0)
-
-        def backward(model: nn.Module) -> None:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 4.0)
-
-        wrapped.step(scaler, max_norm=1.0, closure=lambda: backward(model))
-        backward(plain_model)
-        plain.step(scaler, max_norm=1.0)
+        (model, wrapped), (plain_model, plain) = prepared(), prepared()
+        options = {"scaler": Static(4.0), "max_norm": 1.0}
+        wrapped.step(closure=lambda: fill(model, 4.0), **options)
+        fill(plain_model, 4.0)
+        plain.step(**options)
         assert same_bits(model.parameters(), plain_model.parameters())
-
-    def test_of_several_optimizers(self) -> None:
-        model, precision = net(), Precision("mixed")
-        parts = {
-            name: precision.prepare(model, torch.optim.SGD(model[at].parameters(), lr=0.1))[1]
-            for name, at in (("one", 0), ("two", 2))
-        }
-        optimizer = MultiOptimizer(parts)
-        before = model[0].weight.detach().clone()
-        loss = optimizer.step(closure_over(model, optimizer, precision)).loss
-        assert loss is not None
-        assert loss.isfinite()
-        assert not torch.equal(model[0].weight, before)
 
 
 def deep(pair: Any) -> Any:
