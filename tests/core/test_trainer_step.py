@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from vocabulary import differing
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.core.callback import Batch
+from mpframe.core.callback import Algorithm, Batch
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
@@ -304,3 +304,20 @@ def test_bad_data_leaves_the_weights_of_the_step_before() -> None:
     alone.train_step((inputs[:4], targets[:4]))
     alone.progress.batch = 1
     assert differing(trainer.state_dict(), alone.state_dict()) == []
+
+
+class Skips(Algorithm):
+    """Skips the step, or not."""
+
+    def __init__(self, skips: bool) -> None:
+        self._skips = skips
+
+    def before_update(self, trainer: Any, losses: Any) -> Tensor:
+        return torch.tensor(self._skips)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (False, False)])
+def test_any_algorithm_may_skip_a_step(order: tuple[bool, ...]) -> None:
+    trainer = make_trainer()
+    trainer.algorithms = {str(number): Skips(skips) for number, skips in enumerate(order)}
+    assert bool(trainer.train_step(batches(1)[0]).skipped) is any(order)
