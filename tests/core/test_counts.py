@@ -78,14 +78,7 @@ def trainer_of(
     scaler = None if mode == "fp32" else Recorder(2.0**10)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
     return Trainer(
-        model,
-        optimizer,
-        objective,
-        precision,
-        scaler,
-        plan=plan,
-        comm=comm,
-        evaluator=Evaluator(),
+        model, optimizer, objective, precision, scaler, plan=plan, comm=comm, evaluator=Evaluator()
     )
 
 

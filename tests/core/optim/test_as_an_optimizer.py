@@ -52,9 +52,7 @@ def step(optimizer: Any, model: nn.Module, value: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_over_it_is_one_over_a_plain_optimizer(
-    make: Callable[[Any], Any],
-) -> None:
+def test_a_schedule_over_it_is_one_over_a_plain_optimizer(make: Callable[[Any], Any]) -> None:
     """Built on what `prepare` returned; learning rates and momenta of each group, each step."""
     (model, wrapped), (plain_model, prepared_plain) = prepared(), prepared("fp32")
     plain = prepared_plain.optimizer

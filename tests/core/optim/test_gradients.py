@@ -4,12 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_steps import (
-    gradients,
-    parameters,
-    set_gradients,
-    sparse,
-)
+from small_steps import gradients, parameters, set_gradients, sparse
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from vocabulary import same_bits

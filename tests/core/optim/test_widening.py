@@ -287,7 +287,7 @@ class TestTeachers:
             ": frozen, and written outside of the step: stored in float32 from now on"
         )
 
-    @pytest.mark.parametrize(("name", "grouped"), [("BYOL", True), ("DINO", False), ("MoCo", True)])
+    @pytest.mark.parametrize(("name", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
     def test_as_on_an_accelerator(
         self, name: str, grouped: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
