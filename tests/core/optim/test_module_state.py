@@ -113,7 +113,12 @@ class TestDryRun:
 
     @pytest.mark.parametrize(
         ("mode", "half", "replaces"),
-        [("fp32", "float16", True), ("amp", "bfloat16", False), ("mixed", "float16", True)],
+        [
+            ("fp32", "float16", True),
+            ("amp", "bfloat16", True),
+            ("mixed", "float16", False),
+            ("mixed", "float16", True),
+        ],
     )
     def test_leaves_first_values_to_the_first_batch(
         self, mode: str, half: str, replaces: bool
