@@ -48,76 +48,41 @@ def loop(
     return model, losses, results
 
 
-@pytest.mark.parametrize("make_scaler", SCALERS)
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_it_learns(mode: str, half: str, make_scaler: Callable[[], Any]) -> None:
-    scaler = make_scaler()
-    _, losses, results = loop(Precision(mode, half), scaler, data(60))
+@pytest.mark.parametrize(
+    ("mode", "half", "make_scaler"),
+    [(*mode, make) for mode, make in zip(MODES, [*SCALERS, *SCALERS[:2]], strict=True)],
+)
+def test_it_learns_and_skips_an_overflow_in_the_middle(
+    mode: str, half: str, make_scaler: Callable[[], Any]
+) -> None:
+    batches = data(40)
+    batches[10] = (batches[10][0] * torch.inf, batches[10][1])
+    _, losses, results = loop(Precision(mode, half), make_scaler(), batches)
     assert losses[-1] < losses[0] / 3
-    assert not any(result.skipped for result in results)
-    assert all(result.amax <= result.grad_norm for result in results)
+    assert [step for step, result in enumerate(results) if result.skipped] == [10]
+    assert all(result.amax <= result.grad_norm for result in results if not result.skipped)
 
 
-def test_in_fp32_it_is_the_plain_loop() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for inputs, targets in data(20):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    ours, _, _ = loop(Precision("fp32"), Static(2.0**12), data(20))
-    assert same_bits(ours.parameters(), model.parameters())
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize(("mode", "half"), MODES[:4])
 def test_it_is_the_trainers_step(mode: str, half: str) -> None:
     precision, model = Precision(mode, half), net()
     model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     loss, plan = supervised(nn.CrossEntropyLoss()), Plan(clip_norm=1.0)
     trainer = Trainer(model, masters, loss, precision=precision, scaler=Backoff(), plan=plan)
-    for batch in data(10):
+    for batch in data(5):
         trainer.train_step(batch)
-    ours, _, _ = loop(Precision(mode, half), Backoff(), data(10))
+    ours, _, _ = loop(Precision(mode, half), Backoff(), data(5))
     assert same_bits(ours.parameters(), model.parameters())
-
-
-@pytest.mark.parametrize("make_scaler", SCALERS)
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_an_overflow_in_the_middle_is_skipped(
-    mode: str, half: str, make_scaler: Callable[[], Any]
-) -> None:
-    batches = data(30)
-    batches[10] = (batches[10][0] * torch.inf, batches[10][1])
-    _, losses, results = loop(Precision(mode, half), make_scaler(), batches)
-    assert [bool(result.skipped) for result in results] == [step == 10 for step in range(30)]
-    assert torch.isfinite(losses[-1])
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_mixed_and_amp_take_the_same_steps(half: str) -> None:
     """Masters and fp32 weights see the same gradients here: no weight is used twice."""
     (mixed, _, _), (amp, _, _) = (
-        loop(Precision(mode, half, compute="emulated"), Static(2.0**8), data(10))
+        loop(Precision(mode, half, compute="emulated"), Static(2.0**8), data(5))
         for mode in ("mixed", "amp")
     )
     assert same_bits(
         [p.float() for p in mixed.parameters()],
         [p.to(m.dtype).float() for p, m in zip(amp.parameters(), mixed.parameters(), strict=True)],
     )
-
-
-def test_a_schedule_built_before_goes_on_working() -> None:
-    model = net()
-    plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
-    precision = Precision("mixed")
-    model, optimizer = precision.prepare(model, plain)
-    for inputs, targets in data(2):
-        with precision.cast():
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -1,4 +1,4 @@
-"""A prepared model is pickled and copied with its hooks, and goes on following the casts."""
+"""Pickled and copied: a prepared model goes on following the casts, without optimizer in fp32."""
 
 import copy
 import pickle
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import OpLists, Precision
+from mpframe.training.optimizers.split_master import SplitMaster
 
 
 class Net(nn.Module):
@@ -30,11 +31,15 @@ def pickled(model: nn.Module) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
 @pytest.mark.parametrize(
-    ("mode", "ops"), [("amp", "default"), ("mixed", "default"), ("mixed", "none")]
+    ("half", "mode", "ops", "again"),
+    [
+        ("float16", "amp", "default", pickled),
+        ("bfloat16", "mixed", "default", copy.deepcopy),
+        ("float16", "mixed", "none", copy.deepcopy),
+        ("bfloat16", "mixed", "none", pickled),
+    ],
 )
-@pytest.mark.parametrize("half", HALVES)
 def test_a_prepared_model(
     half: str, mode: str, ops: str, again: Callable[[nn.Module], Any]
 ) -> None:
@@ -55,3 +60,39 @@ def test_a_prepared_model(
 
 def _parts(ops: OpLists) -> tuple[Any, ...]:
     return ops.allow, ops.deny, ops.infer, dict(ops.modules)
+
+
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+class TestCopies:
+    """A copy without its optimizer is fp32, one with it is as it was."""
+
+    @pytest.mark.parametrize(("turned", "kept"), [(False, True), (True, True), (True, SplitMaster)])
+    def test_a_pair_in_any_order_stays_half(self, turned: bool, kept: Any) -> None:
+        model, optimizer = Precision("mixed", "bfloat16", master_weights=kept).prepare(*pair())
+        given: Any = (optimizer, model) if turned else (model, optimizer)
+        copied = copy.deepcopy(given)
+        other, twin = reversed(copied) if turned else copied
+        assert same_bits(model.parameters(), other.parameters())
+        assert same_bits(
+            [optimizer.master_of(p) for p in model.parameters()],
+            [twin.master_of(p) for p in other.parameters()],
+        )
+
+    def test_a_part_of_a_model_and_a_copy_of_a_copy(self) -> None:
+        model, _ = Precision("mixed").prepare(
+            nn.Sequential(*[pair()[0]]), torch.optim.AdamW([torch.ones(1)])
+        )
+        part = copy.deepcopy(model[0])
+        assert {p.dtype for p in part.parameters()} == {torch.float32}
+        assert same_bits(copy.deepcopy(part).parameters(), part.parameters())
+        shallow = copy.deepcopy(vars(model[0]))
+        assert shallow["_parameters"]["weight"].dtype == torch.float16
+
+    def test_a_pickled_model_holds_nothing_of_mpframe(self) -> None:
+        model, _ = Precision("mixed").prepare(*pair())
+        assert b"mpframe" not in pickle.dumps(model)
+        assert {p.dtype for p in pickle.loads(pickle.dumps(model)).parameters()} == {torch.float16}

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -40,13 +39,8 @@ def inputs(model: nn.Module, task: Task) -> Any:
 
 def test_the_inputs_are_what_the_objective_calls_the_model_with() -> None:
     task = Task(PAIRS, PAIRS, loss=nn.CrossEntropyLoss())  # type: ignore[arg-type]
-    shape = [None, 3, 4]
-    assert inputs(nn.Sequential(nn.Linear(4, 2)), task) == [
-        {"name": "input", "shape": shape, "dtype": "float32"}
-    ]
-
-
-def test_keywords_keep_their_names() -> None:
+    expected = [{"name": "input", "shape": [None, 3, 4], "dtype": "float32"}]
+    assert inputs(nn.Sequential(nn.Linear(4, 2)), task) == expected
     task = Task(TEXTS, TEXTS, model_loss)  # type: ignore[arg-type]
     assert inputs(Words(), task) == [
         {"name": "input_ids", "shape": [None, 5], "dtype": "int64"},
@@ -62,18 +56,15 @@ def noisy(model: nn.Module, batch: Any) -> StepOutput:
     return StepOutput(model(torch.rand(1, 4) + torch.rand(())).sum())
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
+def test_inputs_that_cannot_be_known_are_null() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    for task in (
         Task(PAIRS, PAIRS, unread),  # type: ignore[arg-type]
         Task([(1, 2)], [("no", "tensor")], unread),  # type: ignore[arg-type]
         Task(PAIRS, PAIRS, {"a": noisy, "b": noisy}),  # type: ignore[arg-type]
-    ],
-)
-def test_inputs_that_cannot_be_known_are_null(task: Task) -> None:
-    model = nn.Sequential(nn.Linear(4, 2))
-    known = trainer(model, Task(PAIRS, PAIRS, noisy))  # type: ignore[arg-type]
-    assert usage_of(task, known)["inputs"] is None
+    ):
+        known = trainer(model, Task(PAIRS, PAIRS, noisy))  # type: ignore[arg-type]
+        assert usage_of(task, known)["inputs"] is None
 
 
 def test_no_random_number_is_taken_from_the_run() -> None:

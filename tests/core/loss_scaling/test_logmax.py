@@ -1,4 +1,4 @@
-"""The seven properties of LogMax. The published algorithm is the negative control of each.
+"""The properties of LogMax, also where its model is wrong. The published algorithm is the control.
 
 `replay` runs a scaler over a table of gradients, steps x streams: `update` is element-wise, so one
 scaler fed a row per step is as many independent scalers as there are columns. Whether a step
@@ -15,7 +15,7 @@ import torch
 from published_logmax import PublishedLogMax
 from torch import Tensor
 
-from mpframe.core.loss_scaling import Backoff, LogMax
+from mpframe.core.loss_scaling import Backoff, LogMax, logmax
 
 LIMIT = torch.finfo(torch.float16).max
 WIDE = {"min_scale": 2.0**-40, "max_scale": 2.0**60}  # so far out that no clamp takes part
@@ -59,7 +59,7 @@ def octaves_between(scale: Tensor, other: Tensor) -> Tensor:
 
 def constant_gradients_fit(make: Make) -> None:
     """1: after a first clean step no overflow; from the 50th on limit/4 < s a <= limit."""
-    amax = torch.linspace(-12, 12, 500).exp2().expand(1000, -1)
+    amax = torch.linspace(-12, 12, 500).exp2().expand(400, -1)
     scale, overflow = replay(make(**WIDE), amax)
     clean_before = torch.cumsum(~overflow, 0) - (~overflow).long()
     assert not (overflow & (clean_before >= 1)).any()
@@ -67,32 +67,37 @@ def constant_gradients_fit(make: Make) -> None:
     assert ((scaled > LIMIT / 4) & (scaled <= LIMIT)).all()
 
 
-def keeps_its_promise(make: Make) -> None:
+def keeps_its_promise(make: Make, steps: int = 20_000) -> None:
     """2: log-normal: share of overflows <= 2 p, median unused room <= 3.1 std + 1.5 octaves."""
     std = torch.tensor([0.5, 1.0, 2.0]).repeat_interleave(24)
     mean = torch.linspace(-6, 6, 24).repeat(3)
-    amax = log_normal(20_100, mean, std)
+    amax = log_normal(steps + 100, mean, std)
     scale, overflow = (table[100:] for table in replay(make(**WIDE), amax))
-    assert (overflow.double().mean(0) <= 2 * PROBABILITY).all()
     room = math.log2(LIMIT) - (amax[100:] * scale).log2()
+    if steps < 20_000:  # One stream may have more by chance: those of a spread are judged together.
+        room, overflow = (
+            own.view(-1, 3, 24).transpose(1, 2).reshape(-1, 3) for own in (room, overflow)
+        )
+        std = std[::24]
+    assert (overflow.double().mean(0) <= 2 * PROBABILITY).all()
     assert (room.median(0).values <= 3.1 * std + 1.5).all()
 
 
 def forgives_one_overflow(
     make: Make,
     bad: float = torch.nan,
-    std: float = 0.5,
-    after_steps: tuple[int, ...] = (10, 30, 100, 1000),
+    std: tuple[float, ...] = (0.0, 0.5),
+    after_steps: tuple[int, ...] = (10, 30, 100),
 ) -> None:
     """3: one nan or inf halves the scale at once; within 50 clean steps it is back, or nearly."""
-    mean = torch.linspace(-6, 6, 200)
+    mean, spread = torch.linspace(-6, 6, 100).repeat(2), torch.tensor(std).repeat_interleave(100)
     for steps in after_steps:
         scaler = make(**WIDE)
-        replay(scaler, log_normal(steps, mean, std))
+        replay(scaler, log_normal(steps, mean, spread))
         before = scaler.scale
         scaler.update(torch.full_like(mean, bad))
         assert (scaler.scale <= before / 2).all()
-        after = replay(scaler, log_normal(50, mean, std, seed=1)).scale
+        after = replay(scaler, log_normal(50, mean, spread, seed=1)).scale
         assert (after.amax(0) >= before / 2).all()
 
 
@@ -112,11 +117,12 @@ def ignores_zero(make: Make) -> None:
             assert 1 <= scaler.scale <= 2.0**24
 
 
-def follows_a_jump(make: Make, std: float = 0.5) -> None:
+def follows_a_jump(make: Make) -> None:
     """5: 2^8 up costs at most 10 skips; 2^8 down is within a factor 4 of rest in 500 steps."""
-    mean = torch.linspace(-4, 0, 100)
+    mean = torch.linspace(-4, 0, 100).repeat(4)
+    std = torch.tensor([0.0, 0.5, 1.0, 2.0]).repeat_interleave(100)
     scaler = make(**WIDE)
-    replay(scaler, log_normal(2000, mean, std))
+    replay(scaler, log_normal(1000, mean, std))
     up = replay(copy.deepcopy(scaler), log_normal(500, mean + 8, std, seed=1))
     # Up to 4 of 500 steps overflow by chance alone: 0.5 are expected.
     assert (up.overflow.sum(0) <= 10).all()
@@ -127,13 +133,17 @@ def follows_a_jump(make: Make, std: float = 0.5) -> None:
 
 
 def is_equivariant(make: Make) -> None:
-    """6: gradients and start shifted by 2^k shift every scale by 2^-k; all are powers of two."""
-    amax = log_normal(400, torch.linspace(-3, 3, 64), 1.5)
+    """6: gradients and start shifted by 2^k shift every scale by 2^-k; all are powers of two.
+
+    From the first gradient on no trace of the start is left, so that the shift needs none there.
+    """
+    amax = log_normal(300, torch.linspace(-3, 3, 64), 1.5)
     amax[torch.rand(amax.shape, generator=torch.Generator().manual_seed(3)) < 0.03] = torch.inf
+    amax[0] = 1.0
     plain = _scales(make(init_scale=2.0**16, **WIDE), amax)
     assert (torch.frexp(plain).mantissa == 0.5).all()
-    for k in range(-10, 11):
-        shifted = _scales(make(init_scale=2.0 ** (16 - k), **WIDE), amax * 2.0**k)
+    for k, start in ((-10, 2.0**26), (3, 2.0**13), (10, 2.0**16)):
+        shifted = _scales(make(init_scale=start, **WIDE), amax * 2.0**k)
         assert torch.equal(shifted, plain * 2.0**-k)
 
 
@@ -159,7 +169,8 @@ def _scales(scaler: Scaler, amax: Tensor) -> Tensor:
 
 PROPERTIES = (
     constant_gradients_fit,
-    keeps_its_promise,
+    pytest.param(lambda make: keeps_its_promise(make, 1500), id="keeps_its_promise_for_short"),
+    pytest.param(keeps_its_promise, marks=pytest.mark.slow),
     forgives_one_overflow,
     ignores_zero,
     follows_a_jump,
@@ -168,12 +179,12 @@ PROPERTIES = (
 )
 
 
-@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("holds", PROPERTIES)
 def test_logmax_has_the_property(holds: Callable[[Make], None]) -> None:
     holds(LogMax)
 
 
-@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("holds", PROPERTIES)
 def test_the_published_algorithm_lacks_it(holds: Callable[[Make], None]) -> None:
     with pytest.raises(AssertionError):
         holds(PublishedLogMax)
@@ -185,34 +196,66 @@ def test_halving_alone_starts_too_slowly() -> None:
     assert replay(Backoff(min_scale=2.0**-24), amax).overflow.sum() > 6
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("std", [0.0, 0.5])
-def test_one_overflow_is_forgiven_whatever_it_was(bad: float, std: float) -> None:
-    forgives_one_overflow(LogMax, bad=bad, std=std)
+def test_one_overflow_is_forgiven_whatever_it_was() -> None:
+    forgives_one_overflow(LogMax, bad=torch.inf)
 
 
-@pytest.mark.parametrize("std", [1.0, 2.0])
-def test_one_overflow_is_forgiven_at_a_wide_spread_once_it_is_learnt(std: float) -> None:
-    forgives_one_overflow(LogMax, std=std, after_steps=(100, 300, 1000))
+def test_one_overflow_is_forgiven_at_a_wide_spread_once_it_is_learnt() -> None:
+    forgives_one_overflow(LogMax, std=(1.0, 2.0), after_steps=(100, 300))
 
 
-@pytest.mark.parametrize("std", [0.0, 1.0, 2.0])
-def test_a_jump_is_followed_at_any_spread(std: float) -> None:
-    follows_a_jump(LogMax, std=std)
+# Where the model is wrong. Each overflow that is judged adds 1 - p to the margin m and each other
+# step takes p at most, so in N steps at most p N + m of them overflow, and m <= M. Up to the J-th
+# observation none is judged: the retreats leave no more than one overflow to a clean step there,
+# after three at the start. Together: share <= p + (M + 2 J) / N. The control is LogMax without a
+# margin, which breaks the bound in every stream.
 
 
-def test_the_published_scale_stays_at_the_floor_for_thousands_of_steps() -> None:
-    """The flaw behind most of the failures above, from its source: 2^16 among octaves."""
-    scaler = PublishedLogMax(min_scale=1.0)
-    replay(scaler, torch.ones(100, 1))
-    scaler.update(torch.full((1,), torch.nan))
-    after = replay(scaler, torch.ones(11_000, 1)).scale
-    assert (after == 1.0).all()
+def hidden_limit(steps: int) -> tuple[Tensor, Tensor]:
+    """Something in the backward pass is 2^k times as large as a, k = 1 to 6."""
+    amax = log_normal(steps, torch.linspace(-4, 0, 4).repeat(6), 0.5)
+    octaves = torch.arange(1.0, 7.0).repeat_interleave(4)
+    return amax, LIMIT / octaves.exp2()
 
 
-def test_without_a_shifted_start_the_scales_still_shift_from_the_first_gradient_on() -> None:
-    """6 again: no trace of the initial scale is left once a gradient was seen."""
-    amax = log_normal(200, torch.linspace(-3, -1, 32), 1.5)
-    plain = _scales(LogMax(**WIDE), amax)
-    for k in range(-10, 11):
-        assert torch.equal(_scales(LogMax(**WIDE), amax * 2.0**k), plain * 2.0**-k)
+def spikes(steps: int) -> tuple[Tensor, Tensor]:
+    """One step in a hundred is 2^8 times as large as the others."""
+    amax = log_normal(steps, torch.linspace(-4, 0, 8), 0.3, seed=1)
+    spike = torch.rand(amax.shape, generator=torch.Generator().manual_seed(1)) < 0.01
+    return torch.where(spike, amax * 2.0**8, amax), torch.full((8,), LIMIT)
+
+
+def heavy_tail(steps: int) -> tuple[Tensor, Tensor]:
+    """log2 a falls off exponentially: 0.6 % of it lie where a normal one has 0.1 %."""
+    noise = torch.rand(2, steps, 8, generator=torch.Generator().manual_seed(2)).log()
+    return (2**0.5 * (noise[0] - noise[1])).exp2(), torch.full((8,), LIMIT)
+
+
+def one_with_spikes(steps: int) -> tuple[Tensor, Tensor]:
+    """A single stream is computed with floats, and fast."""
+    amax, limit = spikes(steps)
+    return amax[:, 0], limit[0]
+
+
+def all_of_them(steps: int) -> tuple[Tensor, Tensor]:
+    made = [case(steps) for case in (hidden_limit, spikes, heavy_tail)]
+    return torch.cat([amax for amax, _ in made], 1), torch.cat([limit for _, limit in made])
+
+
+WRONG = [(one_with_spikes, 6000), pytest.param(all_of_them, 20_000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("case", "steps"), WRONG)
+@pytest.mark.parametrize("has_margin", [True, False])
+def test_a_margin_keeps_overflows_as_rare_as_promised(
+    case: Callable[[int], tuple[Tensor, Tensor]],
+    steps: int,
+    has_margin: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = PROBABILITY + (logmax.MAX_MARGIN + 2 * logmax.JUDGED_AFTER) / steps
+    if not has_margin:
+        monkeypatch.setattr(logmax, "MAX_MARGIN", 0.0)
+    amax, limit = case(steps)
+    kept = replay(LogMax(**WIDE), amax, limit).overflow.double().mean(0) <= bound
+    assert kept.all() if has_margin else not kept.any()

@@ -1,12 +1,18 @@
 """A user's loss scaler is one class and its `_target_`: in all modes, saved, resumed, refused."""
 
 from pathlib import Path
+from typing import Any
 
+import own_scalers
 import pytest
+import torch
 from in_process import StartRun, scalars
 from sameness import assert_same_run, cut
+from torch import nn
 
+from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import supervised
 
 SHORT = [
     *("model=mlp", "model.hidden=8", "trainer.max_steps=8", "trainer.checkpoint_every=4"),
@@ -16,8 +22,7 @@ DRIFTING = ["loss_scaling._target_=own_scalers.Drifting", "loss_scaling.every=2"
 MODULE = ["loss_scaling._target_=own_scalers.Module"]
 
 
-@pytest.mark.parametrize("own", [DRIFTING, MODULE], ids=["derived", "module"])
-@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
+@pytest.mark.parametrize(("dtype", "own"), [("mixed", DRIFTING), ("fp32", MODULE)])
 def test_it_scales_and_resumes_bit_for_bit(
     start_run: StartRun, tmp_path: Path, dtype: str, own: list[str]
 ) -> None:
@@ -64,27 +69,16 @@ def test_an_argument_it_does_not_take_is_refused(start_run: StartRun, tmp_path: 
     )
 
 
-@pytest.mark.parametrize(
-    ("then", "line"),
-    [
-        (
-            DRIFTING,
-            "loss_scaling=Drifting cannot continue the saved state of Backoff: use "
-            "loss_scaling=Backoff, or start a new run from the saved weights",
-        ),
-        (
-            MODULE,
-            "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in "
-            "loading state_dict for Module: Unexpected key(s) in state_dict: ",
-        ),
-    ],
-    ids=["derived", "module"],
-)
-def test_another_scalers_state_is_refused(
-    start_run: StartRun, tmp_path: Path, then: list[str], line: str
-) -> None:
-    start_run(tmp_path / "first", *SHORT, "loss_scaling=Backoff")
+def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
+    def trainer(scaler: Any) -> Trainer:
+        model = nn.Linear(2, 2)
+        model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters()))
+        return Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=scaler)
+
     with pytest.raises(CheckpointError) as refused:
-        start_run(tmp_path / "then", *SHORT, *then, f"resume={tmp_path / 'first'}")
-    assert line in str(refused.value)
+        trainer(own_scalers.Module()).load_state_dict(trainer(Backoff()).state_dict())
+    assert str(refused.value).startswith(
+        "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
+        "state_dict for Module: Unexpected key(s) in state_dict: "
+    )
     assert "\n" not in str(refused.value)

@@ -1,18 +1,117 @@
-"""The probe before step 1: it finds the scale the first steps can bear, and leaves no trace."""
+"""The start scale from a probe: exact powers of two, and a backward pass without a trace."""
 
 import copy
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from vocabulary import HALVES
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
+from mpframe.core.loss_scaling.scaler import exponent_of, power_of_two
 from mpframe.core.objective import supervised
 from mpframe.training.objectives import model_loss
-from mpframe.training.probe import probe_amax
+from mpframe.training.probe import probe_amax, safe_scale
 
-MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]
+MODES = [("mixed", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+ADAPTIVE = pytest.mark.parametrize("kind", [Backoff, LogMax])
+WIDE = {"min_scale": 2.0**-60, "max_scale": 2.0**100}
+
+
+def probed(kind: Any, amax: float, **options: Any) -> float:
+    scaler = kind(init_scale="probe", **options)
+    scaler.start_from(torch.tensor(amax, dtype=torch.float32))
+    return float(scaler.scale)
+
+
+@ADAPTIVE
+@pytest.mark.parametrize("half", HALVES.values())
+def test_it_is_the_largest_power_of_two_that_is_safe(kind: Any, half: torch.dtype) -> None:
+    limit = torch.finfo(half).max / 2
+    for log2_amax, mantissa in itertools.product(range(-40, 40, 13), (1.0, 1.3, 1.999, 1.9995)):
+        amax = torch.tensor(mantissa * 2.0**log2_amax).item()
+        scale = probed(kind, amax, half=half, **WIDE)
+        assert scale * amax <= limit
+        assert 2 * scale * amax > limit or scale == WIDE["max_scale"]
+        assert math.frexp(scale)[0] == 0.5
+
+
+@ADAPTIVE
+@pytest.mark.parametrize(
+    ("amax", "scale"),
+    [(2.0**-149, 2.0**24), (2.0**20, 1.0), (1.0, 2.0**14), (32752.0, 1.0), (32752.01, 0.5)],
+)
+def test_the_limit_itself_fits_and_both_ends_clamp(kind: Any, amax: float, scale: float) -> None:
+    assert probed(kind, amax, min_scale=0.5 if scale == 0.5 else 1.0) == scale
+
+
+@ADAPTIVE
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_a_probe_that_says_nothing_leaves_the_default(kind: Any, amax: float) -> None:
+    for options, default in (({}, 2.0**16), ({"max_scale": 2.0**10}, 2.0**10)):
+        assert kind(init_scale="probe", **options).scale == default
+        assert probed(kind, amax, **options) == default
+
+
+@ADAPTIVE
+def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts(kind: Any) -> None:
+    assert not kind().wants_probe
+    for start in (kind.start_from, kind.update):
+        scaler = kind(init_scale="probe")
+        assert scaler.wants_probe
+        start(scaler, torch.tensor(1.0))
+        assert not scaler.wants_probe
+
+
+@ADAPTIVE
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_resumed_run_probes_only_if_it_had_not(kind: Any, waiting: bool) -> None:
+    saved, loaded = kind(init_scale="probe"), kind(init_scale="probe" if not waiting else 1.0)
+    if not waiting:
+        saved.start_from(torch.tensor(1.0))
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.wants_probe is waiting
+
+
+@ADAPTIVE
+def test_a_probe_starts_anew(kind: Any) -> None:
+    used, fresh = kind(), kind()
+    for amax in (1.0, 4.0, math.inf, 2.0):
+        used.update(torch.tensor(amax))
+    for scaler in (used, fresh):
+        scaler.start_from(torch.tensor(0.25))
+    for name, value in fresh.state_dict().items():
+        assert used.state_dict()[name] == value
+
+
+def test_powers_of_two_are_exact_over_all_of_float32() -> None:
+    exponents = torch.arange(-126, 128)
+    powers = power_of_two(exponents)
+    assert powers.tolist() == [2.0**e for e in range(-126, 128)]
+    assert torch.equal(exponent_of(powers), exponents.int())
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+def test_a_safe_scale_leaves_the_octaves_free_and_no_more(half: torch.dtype) -> None:
+    """A gradient at the edge still fits, and the next number does not."""
+    for free, exponent in ((0, -140), (1, -24), (3, 0), (1, 15)):
+        edge = math.ldexp(torch.finfo(half).max, exponent - free)  # Moved exactly.
+        assert safe_scale(edge, half, free) == math.ldexp(1.0, -exponent)
+        beyond = math.nextafter(edge, math.inf)
+        assert safe_scale(beyond, half, free) == math.ldexp(1.0, -exponent - 1)
+    limit = torch.finfo(half).max / 2
+    for amax in (2.0**-149, 1e-9, 0.3, 3e38):
+        scale = safe_scale(amax, half)
+        assert scale is not None
+        assert scale * amax <= limit < 2 * scale * amax
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_what_tells_nothing_has_no_safe_scale(amax: float) -> None:
+    assert safe_scale(amax, torch.float16) is None
 
 
 def make_trainer(mode: str, half: str, scaler: Any) -> Trainer:
@@ -33,8 +132,9 @@ def batch(factor: float = 1.0) -> Any:
     return inputs * factor, torch.randint(0, 10, (8,), generator=generator)
 
 
-@pytest.mark.parametrize("make", [Backoff, LogMax])
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "half", "make"), [(*MODES[0], Backoff), (*MODES[1], LogMax), (*MODES[2], LogMax)]
+)
 def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(
     mode: str, half: str, make: Any
 ) -> None:
@@ -96,8 +196,7 @@ def test_a_probe_leaves_no_trace(mode: str, half: str) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("ops", ["none", "default"])
+@pytest.mark.parametrize(("ops", "half"), [("none", "float16"), ("default", "bfloat16")])
 def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops: str, half: str) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """`MasterWeights` where a `torch.optim.Optimizer` is wanted: schedules, hooks, copies."""
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
-from vocabulary import HALVES, same_bits, tensors
+from vocabulary import same_bits, tensors
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
-    "ConstantLR": lr_scheduler.ConstantLR,
-    "LinearLR": lr_scheduler.LinearLR,
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [2]
     ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)]
-    ),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
@@ -55,39 +41,23 @@ def prepared(
     return Precision(mode, half).prepare(model, optimizer)
 
 
-def step(optimizer: Any, model: nn.Module, value: float = 1.0) -> None:
+def fill(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
+
+
+def step(optimizer: Any, model: nn.Module, value: float = 1.0) -> None:
+    fill(model, value)
     optimizer.step()
 
 
-def test_every_schedule_of_torch_is_here() -> None:
-    classes = {
-        name
-        for name, cls in vars(lr_scheduler).items()
-        if inspect.isclass(cls) and issubclass(cls, lr_scheduler.LRScheduler)
-    }
-    assert classes - {"LRScheduler", "_LRScheduler"} <= SCHEDULES.keys()
-
-
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_over_it_is_one_over_a_plain_optimizer(
-    make: Callable[[Any], Any], mode: str
-) -> None:
+def test_a_schedule_over_it_is_one_over_a_plain_optimizer(make: Callable[[Any], Any]) -> None:
     """Built on what `prepare` returned; learning rates and momenta of each group, each step."""
-    model, wrapped = prepared(mode)
-    plain_model = net()
-    plain = torch.optim.SGD(
-        [
-            {"params": plain_model[0].parameters()},
-            {"params": plain_model[2].parameters(), "lr": 0.2},
-        ],
-        lr=0.1,
-        momentum=0.9,
-    )
+    (model, wrapped), (plain_model, prepared_plain) = prepared(), prepared("fp32")
+    plain = prepared_plain.optimizer
     schedules = make(wrapped), make(plain)
-    for _ in range(6):
+    for _ in range(5):
         step(wrapped, model)
         step(plain, plain_model)
         for schedule in schedules:
@@ -98,22 +68,6 @@ def test_a_schedule_over_it_is_one_over_a_plain_optimizer(
         ):
             for name in ("lr", "momentum"):
                 assert own[name] == inner[name] == other[name]
-    state = schedules[0].state_dict()
-    assert state.keys() == schedules[1].state_dict().keys()
-
-
-def test_a_schedule_of_timm() -> None:
-    scheduler = pytest.importorskip("timm.scheduler")
-    model, wrapped = prepared()
-    schedule = scheduler.CosineLRScheduler(wrapped, t_initial=4, warmup_t=2, warmup_lr_init=0.01)
-    rates = []
-    for number in range(4):
-        schedule.step(number)
-        rates.append([group["lr"] for group in wrapped.param_groups])
-        step(wrapped, model)
-    assert [group["lr"] for group in wrapped.optimizer.param_groups] == rates[-1]
-    assert rates[0] == [0.01, 0.01]
-    assert rates[1] == pytest.approx([0.055, 0.105])
 
 
 def test_skipped_steps_give_no_warning_about_their_order() -> None:
@@ -121,12 +75,6 @@ def test_skipped_steps_give_no_warning_about_their_order() -> None:
     schedule = lr_scheduler.StepLR(wrapped, 1)
     step(wrapped, model, float("inf"))
     schedule.step()
-
-
-def test_it_is_an_optimizer() -> None:
-    _, wrapped = prepared()
-    assert isinstance(wrapped, Optimizer)
-    assert repr(wrapped).startswith("MasterWeights (\nParameter Group 0\n")
 
 
 def test_hooks_see_the_steps_that_are_taken() -> None:
@@ -138,6 +86,7 @@ def test_hooks_see_the_steps_that_are_taken() -> None:
     step(wrapped, model, float("inf"))
     wrapped.state_dict()
     assert seen == [wrapped.optimizer] * 2
+    assert isinstance(wrapped, Optimizer)
 
 
 def closure_over(model: nn.Module, optimizer: Any, precision: Precision) -> Callable[[], Any]:
@@ -154,9 +103,10 @@ def closure_over(model: nn.Module, optimizer: Any, precision: Precision) -> Call
 class TestClosures:
     """Lightning and torch's users call `step(closure)`; the closure computes the gradients."""
 
-    @pytest.mark.parametrize("by_position", [True, False])
-    @pytest.mark.parametrize("half", HALVES)
-    @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+    @pytest.mark.parametrize(
+        ("mode", "half", "by_position"),
+        [("fp32", "float16", True), ("amp", "bfloat16", False), ("mixed", "float16", False)],
+    )
     def test_a_closure_is_called_once_before_the_step(
         self, mode: str, half: str, by_position: bool
     ) -> None:
@@ -178,42 +128,18 @@ class TestClosures:
     def test_a_step_whose_closure_overflows_is_skipped(self) -> None:
         model, wrapped = prepared()
         before = [p.detach().clone() for p in model.parameters()]
-
-        def closure() -> None:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, torch.inf)
-
-        result = wrapped.step(closure)
+        result = wrapped.step(lambda: fill(model, torch.inf))
         assert bool(result.skipped)
         assert result.loss is None
         assert same_bits(model.parameters(), before)
 
     def test_with_a_scaler_and_clipping(self) -> None:
-        model, wrapped = prepared()
-        plain_model, plain = prepared()
-        scaler = Static(4.0)
-
-        def backward(model: nn.Module) -> None:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 4.0)
-
-        wrapped.step(scaler, max_norm=1.0, closure=lambda: backward(model))
-        backward(plain_model)
-        plain.step(scaler, max_norm=1.0)
+        (model, wrapped), (plain_model, plain) = prepared(), prepared()
+        options = {"scaler": Static(4.0), "max_norm": 1.0}
+        wrapped.step(closure=lambda: fill(model, 4.0), **options)
+        fill(plain_model, 4.0)
+        plain.step(**options)
         assert same_bits(model.parameters(), plain_model.parameters())
-
-    def test_of_several_optimizers(self) -> None:
-        model, precision = net(), Precision("mixed")
-        parts = {
-            name: precision.prepare(model, torch.optim.SGD(model[at].parameters(), lr=0.1))[1]
-            for name, at in (("one", 0), ("two", 2))
-        }
-        optimizer = MultiOptimizer(parts)
-        before = model[0].weight.detach().clone()
-        loss = optimizer.step(closure_over(model, optimizer, precision)).loss
-        assert loss is not None
-        assert loss.isfinite()
-        assert not torch.equal(model[0].weight, before)
 
 
 def deep(pair: Any) -> Any:
@@ -227,9 +153,10 @@ def pickled(pair: Any) -> Any:
 class TestCopies:
     """A copy of model and optimizer trains as they do, and apart from them."""
 
-    @pytest.mark.parametrize("scheduled", [False, True])
-    @pytest.mark.parametrize("copied", [deep, pickled])
-    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize(
+        ("half", "copied", "scheduled"),
+        [("float16", deep, True), ("bfloat16", pickled, True), ("float16", pickled, False)],
+    )
     def test_a_copy_goes_on_by_itself(
         self, half: str, copied: Callable[[Any], Any], scheduled: bool
     ) -> None:
@@ -265,8 +192,9 @@ class TestCopies:
 class TestSparse:
     """An optimizer that does not take a sparse gradient says so before anything has moved."""
 
-    @pytest.mark.parametrize("way", ["step", "accumulate"])
-    @pytest.mark.parametrize("dtype", [torch.float32, *HALVES.values()])
+    @pytest.mark.parametrize(
+        ("dtype", "way"), [(torch.float32, "step"), (torch.float16, "accumulate")]
+    )
     def test_it_is_refused(self, dtype: torch.dtype, way: str) -> None:
         dense, table = (nn.Parameter(torch.ones(3, 2, dtype=dtype)) for _ in range(2))
         groups = [{"params": [dense]}, {"params": [table]}]

@@ -1,5 +1,7 @@
-"""LogMax, mechanism by mechanism. Its seven properties are in test_logmax.py."""
+"""LogMax, mechanism by mechanism. Its properties are in test_logmax.py."""
 
+import copy
+import functools
 import math
 
 import pytest
@@ -34,13 +36,18 @@ def margin(scaler: LogMax) -> float:
     return scaler.state_dict()["margin"].item()
 
 
-def settled(std: float = 0.0) -> LogMax:
-    """A scaler that has seen 1000 gradients around 1."""
+@functools.cache
+def seen(std: float) -> LogMax:
     noise = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * std
     return feed(LogMax(**WIDE), *noise.tolist())
 
 
-@pytest.mark.parametrize("octave", [-9.0, 0.0, 3.0])
+def settled(std: float = 0.0) -> LogMax:
+    """A scaler that has seen 1000 gradients around 1."""
+    return copy.deepcopy(seen(std))
+
+
+@pytest.mark.parametrize("octave", [-9.0, 3.0])
 def test_the_first_gradient_alone_decides_with_the_prior_spread(octave: float) -> None:
     scaler = feed(LogMax(**WIDE), octave)
     assert log2_scale(scaler) == math.floor(TOP - octave - QUANTILE * PRIOR_STD)
@@ -74,15 +81,13 @@ def test_the_moments_approach_the_truth() -> None:
 
 
 def test_retreats_are_1_2_4_8_octaves_before_anything_was_seen() -> None:
-    scaler, seen = LogMax(**WIDE), []
-    for _ in range(5):
-        seen.append(log2_scale(overflow(scaler)))
-    assert seen == [15, 13, 9, 1, -15]
+    scaler = LogMax(**WIDE)
+    assert [log2_scale(overflow(scaler)) for _ in range(5)] == [15, 13, 9, 1, -15]
     assert scaler.log2_std == PRIOR_STD  # overflows alone teach nothing
 
 
 def test_the_first_retreat_is_one_octave_however_the_quantile_rounds() -> None:
-    for probability in torch.linspace(1e-4, 0.49, 500).tolist():
+    for probability in torch.linspace(1e-4, 0.49, 100).tolist():
         assert log2_scale(overflow(LogMax(overflow_probability=probability))) == 15
 
 
@@ -107,14 +112,12 @@ def test_an_overflow_teaches_the_averages_nothing() -> None:
     assert torch.equal(scaler.log2_std, before[1])
 
 
-@pytest.mark.parametrize("spike", [2.0, math.inf])
-def test_a_gradient_beyond_the_room_costs_one_octave(spike: float) -> None:
-    scaler, unhurt = settled(), settled()
-    feed(scaler, spike)
-    assert margin(scaler) == 1 - 0.001
-    if spike == math.inf:  # which leaves the averages alone: the margin is all that differs
-        behind = [log2_scale(feed(unhurt, 0.0)) - log2_scale(feed(scaler, 0.0)) for _ in range(3)]
-        assert behind == [1, 1, 1]
+def test_a_gradient_beyond_the_room_costs_one_octave() -> None:
+    assert margin(feed(settled(), 2.0)) == 1 - 0.001
+    scaler, unhurt = overflow(settled()), settled()
+    # An overflow leaves the averages alone: the margin is all that differs.
+    behind = [log2_scale(feed(unhurt, 0.0)) - log2_scale(feed(scaler, 0.0)) for _ in range(3)]
+    assert behind == [1, 1, 1]
 
 
 def test_a_gradient_within_the_room_costs_nothing() -> None:
@@ -223,29 +226,19 @@ def test_the_formats_own_maximum_counts(half: torch.dtype, octave: float) -> Non
     assert limit / 4 < scaler.scale.item() * 2.0**octave <= limit
 
 
-@pytest.mark.parametrize("probability", [1e-6, 1e-3, 0.1])
+@pytest.mark.parametrize("probability", [1e-6, 0.1])
 def test_a_smaller_probability_leaves_more_room(probability: float) -> None:
     quantile = -torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
     scaler = feed(LogMax(overflow_probability=probability, **WIDE), 0.0)
     assert log2_scale(scaler) == math.floor(TOP - quantile * PRIOR_STD)
 
 
-def test_the_moments_do_not_drift_on_a_constant() -> None:
-    scaler = feed(LogMax(**WIDE), *[-17.3] * 5000)
-    seen = torch.tensor(2.0**-17.3, dtype=torch.float32).double().log2()
-    assert scaler.log2_mean.item() == pytest.approx(seen.item(), abs=1e-12)
-    # Without errors the prior alone is left: 4/(n+4) while the gain is 1/(n+4) >= 0.001, which is
-    # up to n = 996, and 0.999 a step from there.
-    fading = PRIOR_WEIGHT / (996 + PRIOR_WEIGHT) * 0.999 ** (5000 - 997)
-    assert scaler.log2_std.item() == pytest.approx(PRIOR_STD * math.sqrt(fading), rel=1e-9)
-
-
 def test_floats_of_the_host_and_tensors_of_a_device_have_the_same_bits() -> None:
     """On a CPU it computes with floats; several scalers in one tensor take the way of a device."""
     generator = torch.Generator().manual_seed(0)
-    octaves = 3 * torch.randn(3000, generator=generator) - 10.0 * (torch.arange(3000) > 1500)
+    octaves = 3 * torch.randn(600, generator=generator) - 10.0 * (torch.arange(600) > 300)
     amaxes = torch.exp2(octaves)
-    amaxes[::70], amaxes[5::90], amaxes[1000:1010] = math.inf, 0.0, math.nan
+    amaxes[::70], amaxes[5::90], amaxes[400:410] = math.inf, 0.0, math.nan
     alone, of_device = LogMax(**WIDE), LogMax(**WIDE)
     of_device.state = {name: own.reshape(1) for name, own in of_device.state.items()}
     for amax in amaxes:

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from mpframe.core.loss_scaling import Backoff
 
 CLEAN, OVERFLOW = torch.tensor(1.0), torch.tensor(math.inf)
 NO_CLAMPS = {"min_scale": 2.0**-126, "max_scale": 2.0**127}
-repeatable = settings(max_examples=100, derandomize=True, deadline=None, database=None)
+repeatable = settings(max_examples=15, derandomize=True, deadline=None, database=None)
 
 
 def scales(scaler: Backoff, steps: str) -> list[float]:
@@ -24,7 +23,7 @@ def scales(scaler: Backoff, steps: str) -> list[float]:
     return seen
 
 
-def random_overflows(seed: int, steps: int = 40, streams: int = 100) -> Tensor:
+def random_overflows(seed: int, steps: int = 40, streams: int = 20) -> Tensor:
     """(steps, streams) bool, each stream with its own share of overflows."""
     chance = torch.Generator().manual_seed(seed)
     return torch.rand(steps, streams, generator=chance) < torch.rand(streams, generator=chance)
@@ -38,14 +37,10 @@ def replay(scaler: Backoff, overflows: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def test_growth_shows_on_the_last_clean_step_of_the_interval() -> None:
+def test_the_interval_ends_in_growth_and_an_overflow_halves_and_starts_the_count_anew() -> None:
     scaler = Backoff(init_scale=16.0, growth_interval=3)
     assert scales(scaler, ".......") == [16, 16, 32, 32, 32, 64, 64]
-
-
-def test_an_overflow_halves_and_starts_the_count_anew() -> None:
-    scaler = Backoff(init_scale=16.0, growth_interval=3)
-    assert scales(scaler, "..x..." + "xx.") == [16, 16, 8, 8, 8, 16, 8, 4, 4]
+    assert scales(scaler, ".x..." + "xx.") == [64, 32, 32, 32, 64, 32, 16, 16]
 
 
 def test_nan_is_an_overflow_and_zero_is_not() -> None:
@@ -60,13 +55,6 @@ def test_nan_is_an_overflow_and_zero_is_not() -> None:
 def test_the_scale_is_clamped_at_both_ends() -> None:
     scaler = Backoff(init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=10.0)
     assert scales(scaler, "..xxx..") == [8, 10, 5, 3, 3, 6, 10]
-
-
-def test_the_floor_is_never_zero() -> None:
-    assert scales(Backoff(), "x" * 200)[-1] == 1.0
-
-
-def test_the_scale_stays_finite_at_the_ceiling_of_float32() -> None:
     highest = torch.finfo(torch.float32).max
     scaler = Backoff(init_scale=2.0**126, growth_interval=1, max_scale=highest)
     assert scales(scaler, "....") == [2.0**127, highest, highest, highest]
@@ -96,22 +84,6 @@ def test_equals_the_kernel_of_grad_scaler(seed: int, interval: int) -> None:
             torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval)
             theirs.append(scale.clone())
         assert torch.equal(ours[:, stream], torch.stack(theirs))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_equals_grad_scaler_itself(seed: int) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
-    ours = Backoff(growth_interval=3, **NO_CLAMPS)
-    for overflow in random_overflows(seed, steps=100, streams=1):
-        loss = theirs.scale((parameter * (math.inf if overflow else 1.0)).sum())
-        optimizer.zero_grad()
-        loss.backward()
-        theirs.step(optimizer)
-        theirs.update()
-        ours.update(torch.where(overflow, OVERFLOW, CLEAN).squeeze())
-        assert ours.scale.item() == theirs.get_scale()
 
 
 class Megatron:
@@ -149,10 +121,7 @@ def test_hysteresis_equals_megatrons(seed: int, interval: int, hysteresis: int) 
 
 def test_more_clean_steps_than_a_shorter_interval_grow_at_once() -> None:
     """A run is resumed with a smaller growth_interval than its count has reached."""
-    scaler, resumed = (
-        Backoff(init_scale=2.0**8, growth_interval=100),
-        Backoff(growth_interval=10),
-    )
+    scaler, resumed = Backoff(2.0**8, growth_interval=100), Backoff(growth_interval=10)
     scales(scaler, "." * 50)
     resumed.load_state_dict(scaler.state_dict())
     assert scales(resumed, "..") == [2.0**9, 2.0**9]
