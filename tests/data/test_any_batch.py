@@ -19,8 +19,7 @@ OWN = [
 SHORT = ["trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.keep_last=100"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dtype", "workers"), [("mixed", 2), ("amp", 0)])
 def test_a_resumed_run_equals_the_undisturbed_one(
     start_run: StartRun, tmp_path: Path, dtype: str, workers: int
 ) -> None:
@@ -34,8 +33,9 @@ def test_a_resumed_run_equals_the_undisturbed_one(
 
 
 def test_objects_give_the_numbers_that_dicts_give(start_run: StartRun, tmp_path: Path) -> None:
-    first = start_run(tmp_path / "dicts", *OWN, *SHORT)
-    second = start_run(tmp_path / "objects", *OWN, *SHORT, "+dataset.as_object=true")
+    two = [*OWN, "trainer.max_steps=2"]
+    first = start_run(tmp_path / "dicts", *two)
+    second = start_run(tmp_path / "objects", *two, "+dataset.as_object=true")
     assert (first.train_loss, first.val_loss) == (second.train_loss, second.val_loss)
 
 
@@ -64,22 +64,16 @@ def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
 
 BOXES = [
     "model=own", "model._target_=boxes.detector", "dataset=own", "dataset._target_=boxes.task",
-    "dataset.batch_size=3", "device=cpu", "trainer.epochs=2",
+    "dataset.batch_size=3", "device=cpu", "trainer.epochs=1",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
-def test_lists_of_pictures_of_different_sizes(
-    start_run: StartRun, tmp_path: Path, dtype: str
-) -> None:
-    done = start_run(tmp_path, *BOXES, f"dtype={dtype}")
-    assert (done.status, done.steps, done.samples) == ("finished", 10, 30)
+def test_lists_of_pictures_of_different_sizes(start_run: StartRun, tmp_path: Path) -> None:
+    done = start_run(tmp_path / "run", *BOXES, "dtype=mixed")
+    assert (done.status, done.steps, done.samples) == ("finished", 5, 15)
     # The mean over the samples, not over the batches: the last one of validation has one picture.
     assert done.val_metric is not None
     # Each loss is a mean in fp32 of 12 squared differences: 3 + 12 roundings of at most 2^-24.
     assert done.val_loss == pytest.approx(done.val_metric**2, rel=15 * 2.0**-24)
-
-
-def test_a_bad_box_is_named(start_run: StartRun, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sample 11 holds NaN or inf in its targets\.boxes"):
-        start_run(tmp_path, *BOXES, "+dataset.bad=11")
+        start_run(tmp_path / "bad", *BOXES, "+dataset.bad=11")
