@@ -16,19 +16,14 @@ OWN = [
     "model=own", "model._target_=texts.Reader", "dataset=own", "dataset._target_=texts.task",
     "dataset.batch_size=8", "device=cpu",
 ]  # fmt: skip
-SHORT = ["trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.keep_last=100"]
 
 
-@pytest.mark.parametrize(("dtype", "workers"), [("mixed", 2), ("amp", 0)])
-def test_a_resumed_run_equals_the_undisturbed_one(
-    start_run: StartRun, tmp_path: Path, dtype: str, workers: int
-) -> None:
+def test_a_resumed_run_equals_the_undisturbed_one(start_run: StartRun, tmp_path: Path) -> None:
     """Twelve steps are an epoch of seven and five more; the cut is in the first one."""
-    options = [*OWN, *SHORT, f"dtype={dtype}"]
-    done = start_run(tmp_path / "whole", *options)
-    assert (done.status, done.metric) == ("finished", "accuracy")
+    options = [*OWN, "trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.keep_last=100"]
+    start_run(tmp_path / "whole", *options)
     resumed = cut(tmp_path / "whole", tmp_path / "resumed")
-    start_run(resumed, *options, f"dataset.workers={workers}", "resume=auto")
+    start_run(resumed, *options, "dataset.workers=2", "resume=auto")
     assert_same_run(tmp_path / "whole", resumed)
 
 

@@ -1,7 +1,6 @@
 """Fashion-MNIST from small idx files made here, and every way such a file can be wrong."""
 
 import gzip
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -148,13 +147,3 @@ def test_labels_must_fit_the_images(tmp_path: Path) -> None:
     path.write_bytes(idx_bytes(labels))
     with pytest.raises(DataError, match=f"^{path}: labels reach from 0 to 10, allowed is 0 to 9;"):
         fashion_mnist(str(tmp_path))
-
-
-@pytest.mark.skipif("MPFRAME_DATA" not in os.environ, reason="MPFRAME_DATA names no data folder")
-def test_the_real_files() -> None:
-    try:
-        task: Any = fashion_mnist(os.environ["MPFRAME_DATA"])
-    except DataError as error:
-        pytest.skip(f"MPFRAME_DATA holds no Fashion-MNIST: {error}")
-    for part, count in ((task.train, 5500), (task.val, 500), (task.test, 1000)):
-        assert part.targets.bincount().tolist() == [count] * 10

@@ -2,9 +2,8 @@
 
 import math
 import random
-from collections import UserDict, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from mpframe.core.errors import DataError
-from mpframe.core.tree import named_tensors, tensors_in
+from mpframe.core.tree import tensors_in
 from mpframe.data import Loader, digits
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
@@ -120,30 +119,6 @@ def test_tuples_keep_their_form_and_class() -> None:
     assert torch.equal(first_of(torch.tensor), torch.arange(2))
 
 
-@forks
-def test_pictures_of_different_sizes_by_a_collate() -> None:
-    loader = Loader(Samples(picture), 4, shuffle=False, workers=2, collate=listed)
-    pictures, targets = list(loader.epoch(0))[1]
-    assert [image.shape for image in pictures] == [(3, 4 + index, 5) for index in (4, 5, 6, 7)]
-    assert [len(target["boxes"]) for target in targets] == [1, 2, 0, 1]
-    assert [target["name"] for target in targets] == ["4.png", "5.png", "6.png", "7.png"]
-
-
-@dataclass
-class Holder:
-    labels: Tensor
-
-
-@pytest.mark.parametrize("make", [UserDict, lambda **items: Holder(**items)])
-def test_a_collate_may_return_any_container(make: Any) -> None:
-    def collate(samples: list[Any]) -> Any:
-        return make(labels=torch.tensor([sample["labels"] for sample in samples]))
-
-    batch = first_of(text, collate=collate)
-    assert type(batch) is type(make(labels=torch.zeros(1)))
-    assert [(name, t.tolist()) for name, t in named_tensors(batch)] == [("labels", [0, 1])]
-
-
 class Rows(TensorDataset):
     """Of a class of its own, it is asked row by row."""
 
@@ -165,12 +140,6 @@ def test_a_collate_gets_the_single_rows() -> None:
     rows = TensorDataset(torch.arange(4.0))
     batch = first_of(rows, collate=lambda got: torch.stack([row[0] for row in got]))
     assert torch.equal(batch, torch.tensor([0.0, 1.0]))
-
-
-def test_a_batch_of_a_collate_leaves_its_graph_behind() -> None:
-    batch = first_of(text, collate=lambda _: {"x": torch.ones(2, requires_grad=True) * 2})
-    assert batch["x"].requires_grad
-    assert batch["x"].grad_fn is None
 
 
 # The same whatever the way

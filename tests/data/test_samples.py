@@ -47,32 +47,6 @@ def test_state_folds_the_words_and_draws_follow_it(words: tuple[int, ...]) -> No
     assert np.array_equal(draw_uniforms(2, *words), draw_uniforms(6, *words)[:, :2])
 
 
-def test_a_row_depends_on_its_key_alone() -> None:
-    together = draw_uniforms(4, 1, 2, list(range(100)))
-    for index in (0, 17, 99):
-        assert np.array_equal(draw_uniforms(4, 1, 2, [50, index, 3])[1], together[index])
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_uniform_along_every_word_of_the_key(axis: int) -> None:
-    n, bins = 20_000, 64
-    words: list[Any] = [1, 2, 3]
-    words[axis] = np.arange(n)
-    values = draw_uniforms(1, *words).ravel()
-    assert 0.0 <= values.min() < values.max() < 1.0
-    counts = np.bincount((values * bins).astype(int), minlength=bins)
-    chi2 = ((counts - n / bins) ** 2 / (n / bins)).sum()
-    # 63 degrees of freedom: mean 63, deviation sqrt(126) = 11.2; five deviations either side.
-    assert abs(chi2 - 63) < 5 * 11.2
-    # Neighbours are uncorrelated: r of n pairs has deviation 1/sqrt(n) = 0.0071; five of them.
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / np.sqrt(n)
-
-
-def test_seed_and_epoch_do_not_trade_places() -> None:
-    square = [hash_key(seed, epoch).tolist()[0] for seed in range(50) for epoch in range(50)]
-    assert len(set(square)) == 2500
-
-
 # Samples that are held out
 
 # The split of 100 samples in four classes: pinned, for a changed split would move every result.

@@ -39,7 +39,10 @@ def signal_oneself(*signals: signal.Signals) -> None:
 
 
 def forbid_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    os.close(free := os.dup(0))  # The lowest number that is free.
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
 SPRUNG: dict[str, Callable[[], Any]] = {

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader, Task
-from mpframe.workloads.text.language_model import GPT, next_token, token_loss
+from mpframe.workloads.text.language_model import GPT, next_token
 
 # The text
 
@@ -80,15 +80,6 @@ def test_windows_are_a_function_of_seed_epoch_and_index(numbered: Path) -> None:
     assert others[0] != others[1]
 
 
-def test_every_place_of_a_stretch_begins_a_window(numbered: Path) -> None:
-    train, firsts = task_of(numbered).train, set()
-    for epoch in range(60):
-        train.set_epoch(0, epoch)
-        firsts |= set((train.fetch_batch(range(624))[0][:, 0] % LENGTH).tolist())
-    # 52 places in each of 90 stretches and 60 * 624 windows: one is missed with e^-8.
-    assert firsts == set(range(LENGTH - 8))
-
-
 def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     text = bytes(range(256)) * 8
     (tmp_path / "one.txt").write_bytes(text)
@@ -120,14 +111,6 @@ def test_metrics_know_the_bytes_of_a_token(numbered: Path) -> None:
     metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
     metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
     assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
-
-
-def test_the_loss_is_the_mean_over_tokens() -> None:
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
-    expected = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
-    # The same sum of six in another order.
-    torch.testing.assert_close(token_loss(logits, targets), expected, rtol=2**-22, atol=0)
 
 
 def test_an_unknown_token_is_refused(numbered: Path) -> None:
@@ -249,14 +232,6 @@ def test_the_initialisation_is_that_of_gpt2() -> None:
             # Of n normal numbers the deviation is off by about std / sqrt(2 n): five times that.
             off = 5 * std / math.sqrt(2 * weight.numel())
             assert weight.std().item() == pytest.approx(std, abs=off), name
-
-
-def test_dropout_acts_in_training_only() -> None:
-    net, tokens = made(dropout=0.5), torch.arange(8).view(1, 8)
-    assert not torch.equal(net(tokens), net(tokens))
-    net.eval()
-    assert torch.equal(net(tokens), net(tokens))
-    assert {m.p for m in made().modules() if isinstance(m, nn.Dropout)} == {0.0}
 
 
 def test_shorter_windows_are_taken_and_longer_ones_refused() -> None:

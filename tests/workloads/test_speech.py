@@ -169,15 +169,6 @@ def test_a_label_has_one_spectrum_and_labels_differ() -> None:
     assert all(len(own) == 1 for own in shapes.values())
 
 
-def test_the_noise_has_its_deviation() -> None:
-    plain, noisy = (phonemes(**SMALL, noise=noise).train for noise in (0.0, 0.5))
-    noise = torch.cat([noisy[index][0] - plain[index][0] for index in range(20)])
-    # Of n even numbers the deviation is off by about sigma / sqrt(5 n / 2); allow ten times that.
-    off = 0.5 * 10 / (2.5 * noise.numel()) ** 0.5
-    assert abs(noise.std().item() - 0.5) < off
-    assert abs(noise.mean().item()) < 10 * 0.5 / noise.numel() ** 0.5
-
-
 def test_sequences_are_a_function_of_data_seed_part_and_index() -> None:
     """A longer part begins with the shorter one."""
     first, other = (phonemes(**SMALL, data_seed=seed) for seed in (0, 1))

@@ -1,13 +1,12 @@
 """torchvision's detection models and its box functions train and run under `cast()`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torchvision import ops
 from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -82,27 +81,3 @@ def test_torchvisions_detectors_are_chosen_by_name(name: str) -> None:
     assert options.weights_backbone is None
     with torch.device("meta"):  # Their weights would take seconds to draw.
         assert isinstance(instantiate(options), nn.Module)
-
-
-FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
-    lambda boxes: ops.box_iou(boxes, boxes),
-    ops.box_area,
-    lambda boxes: ops.complete_box_iou(boxes, boxes),
-    lambda boxes: ops.generalized_box_iou_loss(boxes, boxes.float()),
-    lambda boxes: ops.sigmoid_focal_loss(boxes / 8 - 2, (boxes > 9).float()),
-    lambda boxes: ops.box_convert(boxes, "xyxy", "cxcywh"),
-    lambda boxes: ops.batched_nms(boxes, boxes[:, 2], torch.tensor([0, 1]), 0.5),
-    lambda boxes: ops.nms(boxes, boxes[:, 2].float(), 0.5),
-    lambda boxes: ops.clip_boxes_to_image(boxes, (16, 16)),
-]
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_functions_of_boxes(half: torch.dtype) -> None:
-    """The whole numbers in BOXES are exact in half; a result rounded a few times is near."""
-    # At most eight roundings of half, each half a unit in the last place.
-    eps = 4 * torch.finfo(half).eps
-    for function in FUNCTIONS:
-        with Precision("amp", str(half).removeprefix("torch.")).cast():
-            result = function(BOXES.to(half)).float()
-        torch.testing.assert_close(result, function(BOXES).float(), rtol=eps, atol=eps)

@@ -15,7 +15,6 @@ from mpframe.workloads.text.tweets import (
     WordJaccard,
     best_spans,
     jaccard,
-    make_tweets,
     read_tweets,
     tweet_spans,
 )
@@ -59,20 +58,6 @@ def test_tables_that_are_wrong_are_refused(tmp_path: Path) -> None:
         read_tweets(table(path, head=HEAD[:3]))
     with pytest.raises(DataError, match=r"^dataset.root=.*none: cannot be read \(No such file"):
         read_tweets(tmp_path / "none")
-
-
-def test_made_texts_are_always_the_same() -> None:
-    tweets = make_tweets(60)
-    assert tweets == make_tweets(60) == make_tweets()[:60]
-    for tweet in tweets:
-        assert tweet.text.count(tweet.selected) == 1
-        assert (tweet.selected == tweet.text) == (tweet.sentiment == "neutral")
-    counts = {of: sum(t.sentiment == of for t in tweets) for of in ("positive", "negative")}
-    assert counts == {"positive": 20, "negative": 20}
-    # The answer is in the first clause as often as in the second: its place alone tells nothing.
-    asked = [t for t in make_tweets() if t.sentiment != "neutral"]
-    first = sum(t.selected in t.text.partition(" and ")[0] for t in asked) / len(asked)
-    assert first == pytest.approx(0.5, abs=0.05)
 
 
 # Samples and batches

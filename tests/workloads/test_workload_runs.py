@@ -27,7 +27,7 @@ STEPS = [
 ]  # fmt: skip
 OWN = {
     "bikes": "model.hidden=[8] trainer.eval_every=3",
-    "photographs_unet_small": "dataset.crops_per_image=12",
+    "photographs_unet_small": "dataset.crops_per_image=24",
     "gpt_small": "model.width=16",
     "bert_classifier_small": "dataset.max_tokens=16 dataset.pad_to=16 model.config.hidden_size=16",
     "bert_spans_small": "dataset.max_tokens=40 dataset.pad_to=40 model.config.hidden_size=16",
