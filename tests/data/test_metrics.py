@@ -47,7 +47,8 @@ def test_counts_are_whole_numbers_beyond_what_float32_holds() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_over_uneven_batches(dtype: torch.dtype) -> None:
     # 300² = 90,000 is above float16's largest number, 65,504: they are squared in float64.
-    outputs, targets = torch.tensor([[300.0], [2.0], [4.0]], dtype=dtype), torch.zeros(3, 1)
+    outputs = torch.tensor([[300.0], [2.0], [4.0]], dtype=dtype)
+    targets = torch.zeros(3, 1, dtype=dtype)
     own = measured(RMSE(), (outputs[:1], targets[:1]), (outputs[1:], targets[1:]))
     assert own == math.sqrt((outputs[0].double().item() ** 2 + 20) / 3)
     # Half too much, half and a quarter too little.

@@ -313,7 +313,7 @@ made_in_half = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcept
 
 def test_a_worker_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """It hands its batches over in files."""
-    assert message(trapped("no files")) == RECEIVED + FEWER
+    assert message(trapped("no files", worker_timeout=5)) == RECEIVED + FEWER
     assert "Traceback" not in capfd.readouterr().err
 
 

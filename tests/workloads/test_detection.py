@@ -63,6 +63,11 @@ def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
+    places = torch.tensor(
+        [[10.0, 10.0, 20.0, 20.0], [10.0, 8.0, 20.0, 16.0], [10.0, 4.0, 20.0, 8.0]]
+    )
+    labels, _ = match(places, torch.tensor([[0.0, 0.0, 20.0, 20.0]]), torch.tensor([3]))
+    assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
 
 
 def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
