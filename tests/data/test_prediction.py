@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mpframe.core.errors import ConfigError
 from mpframe.files import table
@@ -51,17 +50,11 @@ def test_raw_outputs_are_a_flattened_tree(outputs: Any, names: list[str]) -> Non
     assert all(len(column) == 2 for column in made.values())
 
 
-@pytest.mark.parametrize(
-    ("outputs", "targets", "kind"),
-    [
-        (LOGITS, torch.tensor([1, 2]), "class"),
-        (LOGITS, torch.zeros(2, 3), "output_0"),
-        (torch.zeros(2, 1), torch.tensor([1, 0]), "output"),
-        ({"a": LOGITS, "b": LOGITS}, torch.tensor([1, 0]), "a_0"),
-    ],
-)
-def test_what_fits_is_chosen(outputs: Any, targets: Tensor, kind: str) -> None:
-    assert kind in columns(outputs, targets)
+def test_what_fits_is_chosen() -> None:
+    assert "class" in columns(LOGITS, torch.tensor([1, 2]))
+    assert "output_0" in columns(LOGITS, torch.zeros(2, 3))
+    assert "output" in columns(torch.zeros(2, 1), torch.tensor([1, 0]))
+    assert "a_0" in columns({"a": LOGITS, "b": LOGITS}, torch.tensor([1, 0]))
 
 
 def test_samples_are_numbered_over_batches_or_named() -> None:
@@ -79,7 +72,6 @@ def test_samples_are_numbered_over_batches_or_named() -> None:
         (torch.zeros(2), "class", "outputs=class: needs one number for each of several classes, and the model gives a tensor (2,); use outputs=raw"),
         ({"a": LOGITS, "b": LOGITS}, "probabilities", "outputs=probabilities: needs one number for each of several classes, and the model gives a (2, 3), b (2, 3); use outputs=raw"),
         (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each sample; let the objective return such outputs"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "raw", "outputs: the model gives a (2,), b (3,), which is not a row for each sample; let the objective return such outputs"),
         (torch.zeros(2, 101, 100), "raw", "outputs=raw: 10100 numbers a sample, and a table has at most 10000 columns; let the objective return fewer"),
     ],
 )  # fmt: skip
@@ -141,16 +133,12 @@ def test_batches_of_different_lengths_make_no_table() -> None:
     """Their numbers would stand under the names of the first batch's."""
     predictions = Predictions(lambda _: None, outputs="raw")
     predictions.update(torch.zeros(2, 3), None)
-    with pytest.raises(
-        ConfigError, match=r"outputs: a batch has 5 columns and the one before it 4"
-    ):
+    with pytest.raises(ConfigError, match="a batch has 5 columns and the one before it 4"):
         predictions.update(torch.zeros(2, 4), None)
 
 
 def test_the_boxes_of_detectors_make_no_table() -> None:
     """Two images with five boxes each are not five samples."""
     found = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
-    with pytest.raises(
-        ConfigError, match=r"outputs: the model gives a list of .*, as detectors do"
-    ):
+    with pytest.raises(ConfigError, match=r"the model gives a list of .*, as detectors do"):
         columns(found)

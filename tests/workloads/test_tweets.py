@@ -1,7 +1,8 @@
-"""Spans of tweets: the table, the tokens of an answer, the batch, and the made texts."""
+"""Spans of tweets: the table, the tokens of an answer, the batch, and the words in common."""
 
 import csv
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
-from mpframe.workloads.text.tweets import make_tweets, read_tweets, tweet_spans
+from mpframe.workloads.text.tweets import (
+    WordJaccard,
+    best_spans,
+    jaccard,
+    read_tweets,
+    tweet_spans,
+)
 
 HEAD = ["textID", "text", "selected_text", "sentiment"]
 
@@ -53,20 +60,6 @@ def test_tables_that_are_wrong_are_refused(tmp_path: Path) -> None:
         read_tweets(tmp_path / "none")
 
 
-def test_made_texts_are_always_the_same() -> None:
-    tweets = make_tweets(60)
-    assert tweets == make_tweets(60) == make_tweets()[:60]
-    for tweet in tweets:
-        assert tweet.text.count(tweet.selected) == 1
-        assert (tweet.selected == tweet.text) == (tweet.sentiment == "neutral")
-    counts = {of: sum(t.sentiment == of for t in tweets) for of in ("positive", "negative")}
-    assert counts == {"positive": 20, "negative": 20}
-    # The answer is in the first clause as often as in the second: its place alone tells nothing.
-    asked = [t for t in make_tweets() if t.sentiment != "neutral"]
-    first = sum(t.selected in t.text.partition(" and ")[0] for t in asked) / len(asked)
-    assert first == pytest.approx(0.5, abs=0.05)
-
-
 # Samples and batches
 
 
@@ -76,25 +69,20 @@ def task() -> Any:
     return tweet_spans(vocab_size=512)
 
 
-def test_the_tokens_of_the_answer_are_its_text(task: Any) -> None:
+def test_the_tokens_of_the_answer_are_its_text_and_the_question_comes_before(task: Any) -> None:
+    pieces = task.preprocessing["vocab"].splitlines()
     for number in range(20):
         sample = task.train[number]
         arguments, offsets = sample["arguments"], sample["offsets"]
         first, last = arguments["start_positions"], arguments["end_positions"]
         begin, end = int(offsets[first, 0]), int(offsets[last, 1])
         assert sample["text"][begin:end] == sample["selected"]
-
-
-def test_the_question_comes_before_the_text(task: Any) -> None:
-    pieces = task.preprocessing["vocab"].splitlines()
-    for number in range(6):
-        sample = task.train[number]
-        types, offsets = sample["arguments"]["token_type_ids"], sample["offsets"]
-        words = [pieces[piece] for piece in sample["arguments"]["input_ids"].tolist()]
+        words = [pieces[piece] for piece in arguments["input_ids"].tolist()]
+        question = words.index("[SEP]")
         assert words[0] == "[CLS]"
-        assert words[words.index("[SEP]") - 1] in ("positive", "negative", "neutral")
-        assert (types == 1).nonzero()[0] == words.index("[SEP]") + 1
-        of_text = types == 1
+        assert words[question - 1] in ("positive", "negative", "neutral")
+        of_text = arguments["token_type_ids"] == 1
+        assert of_text.nonzero()[0] == question + 1
         of_text[-1] = False  # the last [SEP]
         assert torch.equal(offsets[:, 0] >= 0, of_text)
 
@@ -109,9 +97,6 @@ def test_a_batch_is_arguments_and_what_the_metric_needs(task: Any) -> None:
     assert targets["offsets"].shape == (*shape, 2)
     assert (targets["offsets"][arguments["attention_mask"] == 0] == -1).all()
     assert len(targets["text"]) == len(targets["selected"]) == 16
-
-
-def test_a_split_of_every_sentiment(task: Any) -> None:
     assert [len(part) for part in (task.train, task.val, task.test)] == [2400, 300, 300]
 
 
@@ -138,3 +123,48 @@ def test_texts_that_are_too_long_or_empty_are_refused(tmp_path: Path) -> None:
     rows = [("fine", "fine", "neutral"), ("\u0007", "\u0007", "neutral")] * 5
     with pytest.raises(DataError, match=r"^dataset: '\\x07' has no token; remove the row"):
         tweet_spans(str(table(tmp_path / "train.csv", *rows)), vocab_size=60)
+
+
+# Words in common
+
+
+@pytest.mark.parametrize(
+    ("found", "true", "value"),
+    [
+        ("Good  DAY", "good day", 1.0),
+        ("a good day", "good", 1 / 3),
+        ("no no no", "no way", 1 / 2),
+        ("", "two", 0.0),
+        ("", " ", 1.0),
+    ],
+)
+def test_jaccard(found: str, true: str, value: float) -> None:
+    assert jaccard(found, true) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_best_span_begins_before_it_ends(dtype: torch.dtype) -> None:
+    # Apart the best are start 2 and end 1; of the pairs s <= e, 1 to 1 has 3 + 5, 2 to 3 has 4 + 2.
+    start = torch.tensor([[9.0, 3.0, 4.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=dtype)
+    end = torch.tensor([[9.0, 5.0, 0.0, 2.0], [0.0, 0.0, 0.0, 1.0]], dtype=dtype)
+    allowed = torch.tensor([[False, True, True, True], [True, True, True, False]])
+    # In row 2 token 3 is not the text's; 1 to 1 and 1 to 2 are equal, and the first one counts.
+    assert best_spans(start, end, allowed).tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_mean_over_uneven_batches(dtype: torch.dtype) -> None:
+    metric = WordJaccard()
+    assert math.isnan(metric.compute().item())
+    offsets = torch.tensor([[[-1, -1], [0, 1], [2, 6], [7, 10]]]).expand(3, 4, 2)
+    start, end = torch.zeros(3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
+    start[:, 1], end[0, 1], end[1, 2], end[2, 3] = 2.0, 2.0, 2.0, 2.0  # a | a good | a good day
+    texts = ["a good day"] * 3
+    for rows in (slice(0, 1), slice(1, 3)):
+        metric.update(
+            {"start_logits": start[rows], "end_logits": end[rows]},
+            {"offsets": offsets[rows], "text": texts[rows], "selected": texts[rows]},
+        )
+    # The sum of 1/3, 2/3 and 1 in float64.
+    assert metric.compute().item() == pytest.approx(2 / 3, rel=1e-15)
+    assert metric.compute().dtype == torch.float64

@@ -1,0 +1,245 @@
+"""Windows of a text that share no token between parts, and a GPT with GPT-2's numbers."""
+
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpframe.core.errors import ConfigError, DataError
+from mpframe.data import Loader, Task
+from mpframe.workloads.text.language_model import GPT, next_token
+
+# The text
+
+LENGTH = 60  # tokens in each of the 100 stretches of `numbered`
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    """A file of the 16-bit tokens 0, 1, 2, ..., so that a token is its own place."""
+    path = tmp_path / "tokens.bin"
+    np.arange(100 * LENGTH, dtype="<u2").tofile(path)
+    return path
+
+
+def task_of(path: Path, **options: Any) -> Any:
+    own = {"context": 8, "vocab_size": 65536, "token_bytes": 2, "eval_windows": None}
+    return next_token(str(path), **{**own, **options})
+
+
+def batches(task: Task, epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return list(Loader(task.train, 16, seed=0, shuffle=True).epoch(epoch))
+
+
+def test_targets_are_the_next_tokens(numbered: Path) -> None:
+    task = task_of(numbered)
+    for inputs, targets in batches(task):
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+    assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
+
+
+def test_no_token_is_in_two_parts(numbered: Path) -> None:
+    task = task_of(numbered)
+    read = torch.cat([torch.cat(pair).flatten() for e in range(3) for pair in batches(task, e)])
+    val, test = (
+        {int(token) // LENGTH for pair in part for tokens in pair for token in tokens}
+        for part in (task.val, task.test)
+    )
+    assert val == {9, 29, 49, 69, 89}
+    assert test == {19, 39, 59, 79, 99}
+    assert set((read // LENGTH).tolist()) == set(range(100)) - val - test
+
+
+def test_validation_lies_side_by_side(numbered: Path) -> None:
+    task, few = task_of(numbered), task_of(numbered, eval_windows=5)
+    # 59 tokens with one after them: 7 windows of 8 in each of the 5 stretches.
+    firsts = [int(inputs[0]) for inputs, _ in task.val]
+    assert firsts == [stretch * LENGTH + 8 * n for stretch in (9, 29, 49, 69, 89) for n in range(7)]
+    assert [int(inputs[0]) for inputs, _ in few.val] == firsts[::7]
+    assert len(task.train) == len(few.train) == 90 * 7
+
+
+def test_windows_are_a_function_of_seed_epoch_and_index(numbered: Path) -> None:
+    train = task_of(numbered).train
+
+    def firsts(seed: int, epoch: int, indices: list[int]) -> list[int]:
+        train.set_epoch(seed, epoch)
+        return [int(token) for token in train.fetch_batch(indices)[0][:, 0]]
+
+    own = firsts(3, 1, [5, 0, 7])
+    others = [firsts(*key, [5, 0, 7]) for key in ((3, 2), (4, 1))]
+    assert firsts(3, 1, [0, 7]) == own[1:]
+    assert own not in others
+    assert others[0] != others[1]
+
+
+def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
+    text = bytes(range(256)) * 8
+    (tmp_path / "one.txt").write_bytes(text)
+    single = next_token(str(tmp_path / "one.txt"), context=4)
+    assert [int(token) for token in single.val[0][0]] == list(text[180:184])
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.txt").write_bytes(text[:99])
+    (tmp_path / "more" / "b.txt").write_bytes(text[100:])
+    (tmp_path / "more" / "link.txt").symlink_to(tmp_path / "one.txt")
+    (tmp_path / "more" / "other.md").write_bytes(text)
+    folder: Any = next_token(str(tmp_path / "more"), context=4)
+    assert len(folder.train) == len(single.train)  # type: ignore[arg-type]
+    # A line break stands in the place of byte 99.
+    assert [int(token) for token in folder.val[0][0]] == list(text[180:184])
+
+
+def test_the_library_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    for name in ("abc.py", "json/tool.py", "test/test_abc.py", "site-packages/own.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"# {name} ".ljust(3000, "x"))
+    tokens: Any = next_token(context=8).train.stretches.tokens  # type: ignore[attr-defined]
+    assert b"abc.py" in bytes(tokens)
+    assert b"own.py" not in bytes(tokens)
+
+
+def test_metrics_know_the_bytes_of_a_token(numbered: Path) -> None:
+    metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
+    metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
+
+
+def test_an_unknown_token_is_refused(numbered: Path) -> None:
+    # The first window of the validation is 540 to 547, and its last target 548.
+    assert int(task_of(numbered, vocab_size=549).val[0][1][-1]) == 548
+    message = r"^dataset.vocab_size=548: token 548 of the text is 548; set the size to that of the "
+    with pytest.raises(DataError, match=message):
+        task_of(numbered, vocab_size=548).val[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
+        ({"token_bytes": 4}, "dataset.token_bytes=4: allowed are 1 and 2"),
+        ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
+        ({"eval_windows": 0}, "dataset.eval_windows=0: must be a whole number >= 1"),
+    ],
+)
+def test_options_out_of_range(numbered: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        task_of(numbered, **options)
+    assert str(error.value) == message
+
+
+def test_texts_that_cannot_be_read_are_refused(tmp_path: Path, numbered: Path) -> None:
+    odd, empty, folder = tmp_path / "odd.bin", tmp_path / "empty.txt", tmp_path / "folder"
+    odd.write_bytes(b"abc")
+    empty.touch()
+    folder.mkdir()
+    cases = {
+        tmp_path / "none.txt": r"none.txt cannot be read \(No such file or directory\); give ",
+        odd: r"odd.bin: 3 bytes are no row of tokens of 2 each; set dataset.token_bytes",
+        empty: r"empty.txt: 0 bytes are no row of tokens",
+        folder: r"folder: a folder needs \*.txt files .* it has 0 of 0 bytes; join them",
+    }
+    for path, message in cases.items():
+        with pytest.raises(DataError, match=message):
+            task_of(path)
+    with pytest.raises(DataError, match=r"6000 tokens are too few .*use dataset.context=59 or"):
+        task_of(numbered, context=60)
+
+
+# The GPT
+
+SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}
+
+
+def made(**changed: Any) -> Any:
+    torch.manual_seed(0)
+    return GPT(**{**SIZES, **changed})
+
+
+def test_its_numbers_are_those_of_gpt2() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_layer=2, n_head=2, n_embd=16, use_cache=False
+    )
+    reference, own = transformers.GPT2LMHeadModel(config).eval(), made().eval()
+    own.load_state_dict(_renamed(reference.state_dict()))
+    tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(1))
+    # The same sums in another order: a few roundings of numbers of about 1.
+    torch.testing.assert_close(own(tokens), reference(tokens).logits, rtol=0, atol=2e-6)
+
+
+NAMES = {
+    "transformer.wte": "token_embed",
+    "transformer.wpe": "position_embed",
+    "transformer.h": "blocks",
+    "transformer.ln_f": "norm",
+    "lm_head": "head",
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.out",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+
+
+def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """GPT-2's weights under our names; its layers keep their matrices transposed."""
+    renamed = {}
+    for name, weight in state.items():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        layer = ".".join(name.split(".")[-3:-1])
+        turned = layer in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+        renamed[name] = weight.T if turned and weight.dim() == 2 else weight
+    return renamed
+
+
+def test_a_logit_depends_on_no_later_token() -> None:
+    net = made().eval()
+    tokens = torch.arange(8).view(1, 8)
+    changed = tokens.clone()
+    changed[0, 5] = 10
+    before, after = net(tokens), net(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5], after[:, 5])
+
+
+def test_the_head_is_the_embedding() -> None:
+    net = made()
+    assert net.head.weight is net.token_embed.weight
+    assert "head.weight" not in [name for name, _ in net.named_parameters()]
+    with torch.device("meta"):
+        small = GPT(vocab_size=50257, context=1024)
+    assert sum(weight.numel() for weight in small.parameters()) == 124_439_808  # GPT-2 small
+
+
+def test_the_initialisation_is_that_of_gpt2() -> None:
+    net = made(width=256, depth=8)
+    for name, weight in net.named_parameters():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.full_like(weight, not name.endswith("bias"))), name
+        else:
+            std = 0.02 / 4 if name.endswith(("out.weight", "down.weight")) else 0.02
+            # Of n normal numbers the deviation is off by about std / sqrt(2 n): five times that.
+            off = 5 * std / math.sqrt(2 * weight.numel())
+            assert weight.std().item() == pytest.approx(std, abs=off), name
+
+
+def test_shorter_windows_are_taken_and_longer_ones_refused() -> None:
+    net = made()
+    assert net(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
+    with pytest.raises(DataError, match=r"^model: 9 tokens, and model.context is 8; give it 8"):
+        net(torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"^model.width=16: must be a multiple of model.heads=3$"):
+        made(heads=3)
+    with pytest.raises(ConfigError, match=r"^model.depth=0: must be a whole number >= 1$"):
+        made(depth=0)

@@ -1,0 +1,232 @@
+"""Speech: generated sequences, CTC beside PyTorch's own, and the label error rate by hand."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vocabulary import HALVES, Kernels
+
+from mpframe import Precision
+from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.objective import compute
+from mpframe.data import Loader
+from mpframe.tracking.dtype_map import dtype_map
+from mpframe.workloads.speech import (
+    LSTM,
+    LabelErrorRate,
+    collapse,
+    collate,
+    ctc,
+    edit_distance,
+    phonemes,
+)
+
+MODES = [("fp32", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+FEATURES, CLASSES = 6, 5
+SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}
+
+
+def batch_of(*lengths: tuple[int, int]) -> dict[str, Any]:
+    """Random sequences of so many frames and labels."""
+    random = torch.Generator().manual_seed(0)
+    return collate(
+        [
+            (
+                torch.randn(t, FEATURES, generator=random),
+                torch.randint(1, CLASSES, (n,), generator=random),
+            )
+            for t, n in lengths
+        ]
+    )
+
+
+def network(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return LSTM(FEATURES, CLASSES, hidden=8, **options)
+
+
+def prepared(precision: Precision, model: nn.Module) -> Any:
+    return precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+# CTC
+
+
+@pytest.mark.parametrize("blank", [0, CLASSES - 1])
+def test_the_loss_is_torchs_own(blank: int) -> None:
+    model, batch = network(), batch_of((12, 3), (9, 2), (7, 1))
+    batch["targets"] -= int(blank > 0)
+    output = ctc(model, batch, blank=blank)
+    logits = model(batch["inputs"], batch["input_lengths"]).log_softmax(2).transpose(0, 1)
+    lengths = (torch.tensor(batch[f"{of}_lengths"]) for of in ("input", "target"))
+    own = F.ctc_loss(logits, batch["targets"], *lengths, blank=blank)
+    assert torch.equal(output.loss, own)
+    assert output.count == 3
+
+
+def test_two_frames_and_one_label_by_hand() -> None:
+    """P(a) = P(a a) + P(a -) + P(- a) with 1/2 each way at each frame: 3/4."""
+
+    class Even(nn.Module):
+        def forward(self, inputs: Tensor, lengths: Any) -> Tensor:
+            return inputs[..., :2] * 0
+
+    loss = ctc(Even(), collate([(torch.ones(2, 2), torch.tensor([1]))])).loss
+    # log_softmax, two products and a logarithm in fp32, each within 2^-24 of a number below 2.
+    assert loss.item() == pytest.approx(-torch.tensor(0.75).log().item(), abs=8 * 2.0**-23)
+
+
+@pytest.mark.parametrize(
+    ("mode", "half", "bidirectional"), [(*MODES[0], True), (*MODES[1], True), (*MODES[2], False)]
+)
+def test_how_far_a_sequence_is_padded_does_not_matter(
+    mode: str, half: str, bidirectional: bool
+) -> None:
+    precision = Precision(mode, half)
+    model, _ = prepared(precision, network(bidirectional=bidirectional, layers=2))
+    sample, longer = batch_of((7, 2), (15, 3)), batch_of((7, 2))
+    with torch.no_grad(), precision.cast():
+        beside = model(sample["inputs"], sample["input_lengths"])[0, :7]
+        alone = model(longer["inputs"], longer["input_lengths"])[0]
+        sample["inputs"][0, 7:] = 99.0  # what stands behind its end
+        after = model(sample["inputs"], sample["input_lengths"])[0, :7]
+    assert torch.equal(beside, after)
+    # Products of other sizes may be summed in another order: 30 sums of at most 15 terms below 4.
+    atol = 450 * 2.0**-22 + 4 * torch.finfo(alone.dtype).eps
+    assert torch.allclose(beside.float(), alone.float(), atol=atol)
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_the_lstm_computes_in_half_and_ctc_in_fp32(mode: str, half: str) -> None:
+    precision = Precision(mode, half)
+    model, optimizer = prepared(precision, network())
+    states: list[torch.dtype] = []
+    model.head.register_forward_pre_hook(lambda _, given: states.append(given[0].dtype))
+    with Kernels() as kernels, precision.cast():
+        output = compute(ctc, model, batch_of((12, 3), (9, 2)))
+    output.loss.backward()
+    result = optimizer.step()
+    given = {kernel.name: kernel.given for kernel in kernels.ran}
+    assert states == [torch.float32 if mode == "fp32" else HALVES[half]]
+    assert given["_log_softmax"] == given["_ctc_loss"] == {torch.float32}
+    assert output.loss.dtype == output.outputs["logits"].dtype == torch.float32
+    assert result is None or not result.skipped
+    computes = {row.module: row.compute for row in dtype_map(precision, model)}
+    assert computes["lstm"] == computes["head"] == ("float32" if mode == "fp32" else half)
+
+
+def test_a_batch_that_is_no_such_mapping() -> None:
+    with pytest.raises(UserCodeError) as caught:
+        compute(ctc, network(), {"inputs": torch.ones(1, 2, 3)})
+    assert str(caught.value) == (
+        "objective: ctc takes a mapping with inputs, input_lengths, targets, target_lengths, and "
+        "the dataset gave a dict of inputs; let its collate make one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "text"),
+    [
+        (network, {"layers": 0}, "model.layers=0: must be a whole number >= 1"),
+        (network, {"dropout": 1.0}, "model.dropout=1.0: must be >= 0 and < 1"),
+        (phonemes, {"train": 0}, "dataset.train=0: must be a whole number >= 1"),
+        (phonemes, {"classes": 1}, "dataset.classes=1: must be a whole number >= 2"),
+        (phonemes, {"features": 0.5}, "dataset.features=0.5: must be a whole number >= 1"),
+        (phonemes, {"data_seed": -1}, "dataset.data_seed=-1: must be a whole number >= 0"),
+        (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
+    ],
+)
+def test_options_out_of_range(make: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make(**given)
+
+
+# Generated sequences
+
+
+def test_every_label_is_heard_in_its_order_with_silence_between() -> None:
+    task = phonemes(**SMALL, noise=0.0, max_labels=12)
+    for index in range(20):
+        frames, labels = task.train[index]
+        sounds = frames.abs().sum(dim=1) > 0
+        begins = [now and not before for before, now in pairwise([False, *sounds.tolist()])]
+        assert sum(begins) == len(labels)
+        assert 4 * len(labels) <= len(frames) <= 12 * len(labels)
+
+
+def test_a_label_has_one_spectrum_and_labels_differ() -> None:
+    task = phonemes(train=100, val=1, test=1, noise=0.0, max_labels=1)
+    shapes: dict[int, set[tuple[float, ...]]] = {}
+    for frames, labels in map(task.train.__getitem__, range(100)):
+        loudest = frames[frames.sum(dim=1).argmax()]
+        shape = (loudest / loudest.max()).mul(100).round().tolist()
+        shapes.setdefault(int(labels[0]), set()).add(tuple(shape))
+    assert len(shapes) == len(set.union(*shapes.values())) == 16
+    assert all(len(own) == 1 for own in shapes.values())
+
+
+def test_sequences_are_a_function_of_data_seed_part_and_index() -> None:
+    """A longer part begins with the shorter one."""
+    first, other = (phonemes(**SMALL, data_seed=seed) for seed in (0, 1))
+    again = phonemes(**{**SMALL, "train": 40})
+    assert all(map(torch.equal, first.train[19], again.train[19]))
+    assert not torch.equal(first.train[7][0], other.train[7][0])
+    parts: Any = (first.train, first.val, first.test)
+    assert not any(torch.equal(a[2][1], b[2][1]) for a, b in pairwise(parts))
+    assert [len(part) for part in parts] == [20, 5, 6]
+
+
+def test_batches_are_padded_and_the_lengths_stay_on_the_host() -> None:
+    samples = [(torch.ones(2, 3), torch.tensor([4])), (torch.ones(1, 3), torch.tensor([5, 6]))]
+    batch = collate(samples)
+    assert batch["inputs"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
+    assert batch["targets"].tolist() == [[4, 0], [5, 6]]
+    assert (batch["input_lengths"], batch["target_lengths"]) == ([2, 1], [1, 2])
+    task = phonemes(**SMALL)
+    batches = list(Loader(task.train, 8, shuffle=True, collate=task.collate).epoch(0))
+    assert [len(batch["inputs"]) for batch in batches] == [8, 8, 4]
+
+
+# The label error rate
+
+
+@pytest.mark.parametrize(
+    ("classes", "blank", "labels"),
+    [
+        ([0, 0, 0], 0, []),
+        ([1, 0, 1], 0, [1, 1]),
+        ([0, 1, 1, 2, 0, 2, 2, 0], 0, [1, 2, 2]),
+        ([2, 0, 0, 2, 0, 1, 2], 2, [0, 0, 1]),
+    ],
+)
+def test_what_is_read_of_the_frames(classes: list[int], blank: int, labels: list[int]) -> None:
+    assert collapse(classes, blank=blank) == labels
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2), ("abc", "bc", 1)],
+)
+def test_edit_distance(first: str, second: str, distance: int) -> None:
+    numbers = [[ord(letter) for letter in word] for word in (first, second)]
+    assert edit_distance(*numbers) == distance == edit_distance(*numbers[::-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_over_batches(dtype: torch.dtype) -> None:
+    """2 of 3 labels wrong in the first batch, 1 missing of 2 and none of 1 in the second: 3 / 6."""
+    metric = LabelErrorRate()
+    assert math.isnan(metric.compute())
+
+    def add(classes: Any, lengths: Any, labels: Any, targets: Any) -> None:
+        logits = F.one_hot(torch.tensor(classes), 4).to(dtype)
+        wanted = {"labels": torch.tensor(labels), "lengths": targets}
+        metric.update({"logits": logits, "lengths": lengths}, wanted)
+
+    add([[1, 0, 2, 3]], [3], [[2, 2, 3]], [3])
+    add([[1, 1, 1], [0, 3, 1]], [3, 2], [[1, 1], [3, 0]], [2, 1])
+    assert torch.equal(metric.compute(), torch.tensor(3 / 6, dtype=torch.float64))

@@ -1,0 +1,180 @@
+"""The workloads as runs: resumed, evaluated, predicted, exported, and asked about other data."""
+
+import csv
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import train
+from PIL import Image
+from sameness import assert_same_run
+from tiny_experiments import tiny
+
+from mpframe import checkpoint
+from mpframe.cli.commands import export, predict
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.tree import tensors_in
+from mpframe.tracking.summary import Summary
+
+STEPS = [
+    "device=cpu", "dataset.batch_size=8", "trainer.max_steps=3", "trainer.epochs=9",
+    "trainer.checkpoint_every=2", "trainer.keep_last=9", "trainer.log_every=1",
+]  # fmt: skip
+OWN = {
+    "bikes": "model.hidden=[8] trainer.eval_every=3",
+    "photographs_unet_small": "dataset.crops_per_image=24",
+    "gpt_small": "model.width=16",
+    "bert_classifier_small": "dataset.max_tokens=16 dataset.pad_to=16 model.config.hidden_size=16",
+    "bert_spans_small": "dataset.max_tokens=40 dataset.pad_to=40 model.config.hidden_size=16",
+    "speech_lstm_small": "model.hidden=16 dataset.train=16",
+    "detection_ssd_small": "",
+}
+METRIC = dict(
+    zip(OWN, ("rmspe", "dice", "bits_per_byte", "accuracy", "word_jaccard"), strict=False),
+    speech_lstm_small="label_error_rate",
+    detection_ssd_small="map_50",
+)
+
+
+class Trained:
+    """A run of an experiment, in mixed precision, made once."""
+
+    def __init__(self, name: str, data: Path, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.options = [*tiny(name, data), *STEPS, *OWN[name].split(), "dtype=mixed"]
+        if name == "bert_spans_small":
+            self.options.append(f"dataset.root={data}/tweets.csv")
+        train(folder, *self.options)
+
+
+@pytest.fixture(scope="module", params=OWN)
+def run(request: Any, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    words = ("good", "bad", "odd")
+    rows = "".join(f"{n},a {words[n % 3]} day,{words[n % 3]},s{n % 3}\n" for n in range(60))
+    (tiny_data / "tweets.csv").write_text(f"textID,text,selected_text,sentiment\n{rows}")
+    return Trained(request.param, tiny_data, tmp_path_factory.mktemp("run"))
+
+
+def of(*names: str, slow: tuple[str, ...] = ()) -> Any:
+    """The runs of these, and in `./dev all` of more."""
+    rows = [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+    return pytest.mark.parametrize("run", rows, indirect=True)
+
+
+@of(
+    *("photographs_unet_small", "gpt_small", "bert_classifier_small"),
+    slow=("bikes", "bert_spans_small", "speech_lstm_small", "detection_ssd_small"),
+)
+def test_a_resumed_run_equals_the_undisturbed_one_and_its_evaluation(
+    run: Trained, tmp_path: Path
+) -> None:
+    resumed = tmp_path / "resumed"
+    shutil.copytree(run.folder, resumed)
+    shutil.rmtree(checkpoint.all_in(resumed)[-1])
+    (resumed / "summary.json").unlink()
+    train(resumed, *run.options, "resume=auto")
+    assert_same_run(run.folder, resumed)
+    summary = Summary.read(run.folder)
+    measured = evaluate(run.folder, [], split="val" if summary.test_metric is None else "test")
+    assert summary.metric == METRIC[run.name]
+    own = summary.best if summary.test_metric is None else summary.test_metric
+    assert measured.evaluation.metrics[METRIC[run.name]] == own
+
+
+def predicted(run: Trained, out: Path, *words: str) -> list[dict[str, str]]:
+    predict.main([f"checkpoint={run.folder}", f"out={out}", *words])
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@of("bikes")
+def test_a_prediction_is_in_the_targets_unit(run: Trained, tmp_path: Path) -> None:
+    rows = predicted(run, tmp_path / "out.csv", "split=val", "outputs=raw")
+    assert set(rows[0]) == {"index", "target", "output"}
+    outputs, targets = (torch.tensor([float(r[k]) for r in rows]) for k in ("output", "target"))
+    assert targets.min() >= 1  # riders, not their logarithm
+    rmspe = ((outputs.double() - targets) / targets).square().mean().sqrt()
+    measured = evaluate(run.folder, [], split="val").evaluation.metrics["rmspe"]
+    assert rmspe.item() == pytest.approx(measured, rel=1e-6)  # outputs are written as float32
+
+
+COLUMNS = {
+    "photographs_unet_small": "output_0_0_0",  # a logit of each class and pixel
+    "bert_classifier_small": "class_name",
+    "bert_spans_small": "start_logits_39",
+}
+
+
+@of("photographs_unet_small", "bert_classifier_small", slow=("bert_spans_small",))
+def test_training_samples_are_predicted_in_tiles_and_whole(run: Trained, tmp_path: Path) -> None:
+    rows = predicted(run, tmp_path / "out.csv", "split=train")
+    assert COLUMNS[run.name] in rows[0]
+    if run.name == "photographs_unet_small":
+        assert len(rows) == 3 * 4  # A photograph of 40 x 64 in 16 x 16.
+
+
+@of("gpt_small", "bert_classifier_small", slow=("bikes", "photographs_unet_small"))
+def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt2"
+    export.main([f"checkpoint={run.folder}", f"out={out}", "format=torch_export"])
+    graph = torch.export.load(out).module()
+    told = json.loads((tmp_path / "model.pt2.json").read_text())
+    if run.name == "bikes":
+        zeros: Any = {"categorical": torch.ones(3, 7).long(), "continuous": torch.zeros(3, 5)}
+        assert graph(**zeros).shape == (3, 1)
+        return
+    if run.name == "photographs_unet_small":
+        assert graph(torch.zeros(3, 1, 16, 16)).shape[2:] == (16, 16)
+        return
+    if run.name != "gpt_small":
+        vocab = (run.folder / "vocab.txt").read_text()
+        assert told["preprocessing"]["vocab"] == vocab.rstrip("\n")
+    assert all(one["shape"] == [None, None] for one in told["inputs"])
+    for length in (2, 7):  # The runs read texts of 8 or 16 tokens.
+        zeros = {one["name"]: torch.zeros(3, length).long() for one in told["inputs"]}
+        outputs = graph(*zeros.values()) if len(zeros) == 1 else graph(**zeros)
+        assert all(len(tensor) == 3 for tensor in tensors_in(outputs))
+
+
+@of("bikes", "photographs_unet_small")
+def test_other_data_are_not_read_with_other_numbers(
+    run: Trained, tiny_data: Path, tmp_path: Path
+) -> None:
+    if run.name == "bikes":
+        shutil.copytree(tiny_data / "bikes", tmp_path / "bikes")
+        (table,) = (tmp_path / "bikes").iterdir()
+        table.write_text(table.read_text().replace(".1428571", ".9"))
+        with pytest.raises(DataError, match=r"^dataset: continuous, as measured on the training"):
+            evaluate(run.folder, [f"dataset.root={tmp_path}/bikes"])
+        return
+    shutil.copytree(tiny_data / "mask_folder", tmp_path / "dark")
+    for path in tmp_path.glob("dark/*/images/*"):
+        Image.open(path).point(lambda value: value // 2).save(path)
+    dark = f"dataset.root={tmp_path}/dark"
+    with pytest.raises(DataError, match=r"^dataset: its images are normalised by") as refused:
+        evaluate(run.folder, [dark])
+    given = shlex.split(str(refused.value).partition("; give ")[2])
+    assert evaluate(run.folder, [dark, *given]).samples > 0
+
+
+@of("bert_classifier_small")
+def test_other_texts_are_not_read_with_other_numbers(run: Trained, tmp_path: Path) -> None:
+    other = tmp_path / "texts"
+    for topic in ("art", "business", "politics", "sport", "tech"):
+        (other / topic).mkdir(parents=True)
+        for number in range(5):
+            (other / topic / f"{number}.txt").write_text(f"quite {topic} x{number}")
+    own = f"dataset.vocab={run.folder}/vocab.txt"
+    with pytest.raises(DataError, match=rf"vocabulary of its tokenizer is not the run's, .*{own}$"):
+        evaluate(run.folder, [f"dataset.root={other}"])
+    assert evaluate(run.folder, [f"dataset.root={other}", own]).samples == 2
+    changed = tmp_path / "run"
+    shutil.copytree(run.folder, changed)
+    (changed / "vocab.txt").write_text("changed")
+    with pytest.raises(MpframeError, match=r"the vocabulary of its tokenizer is not the run's"):
+        train(changed, *run.options, "trainer.max_steps=4", "resume=auto")
