@@ -21,7 +21,7 @@ from mpframe.lab.product_noise import (
     rows_of,
 )
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import Recipe, list_recipes
+from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
 from mpframe.tracking.metrics_csv import MetricsCsv
 
@@ -102,7 +102,7 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
     torch.testing.assert_close(merge(*rows[1:]), rows[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])
 def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     """Once for each product that is quantised, and nothing after the step."""
     torch.manual_seed(0)

@@ -87,8 +87,12 @@ def slow_mx(x: Tensor, name: str, rule: str) -> Tensor:
     return torch.from_numpy(out).float()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1"])
+# Each format, and each rule, of which e8m0 scales of blocks have four.
+RULED = [("e4m3fn", "floor"), ("e5m2", "ceil"), ("e2m3", "rceil"), ("e3m2", "even"),
+         ("e2m1", "floor"), ("e2m1", "ceil"), ("e2m1", "rceil"), ("e2m1", "even")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rule"), RULED)
 class TestMx:
     def test_equals_the_slow_reference_along_both_axes(self, name: str, rule: str) -> None:
         x = values(8, 64)
@@ -193,21 +197,18 @@ EVERY = [
 
 @pytest.mark.parametrize("how", EVERY, ids=lambda how: f"{how.per} {how.scale} {how.rule}")
 class TestAll:
-    @pytest.mark.parametrize("bad", [math.inf, -math.inf, NAN])
-    def test_what_is_not_finite_stays_visible(self, how: Quantization, bad: float) -> None:
-        x = values(4, 32)
-        x[2, 3] = bad
-        assert not quantize(x, ROWS, how)[2, 3].isfinite()
-        assert not quantize(x, ROWS, how, known_amax=torch.tensor(1.0))[2, 3].isfinite()
+    def test_what_is_not_finite_stays_visible(self, how: Quantization) -> None:
+        for bad, known in product((math.inf, -math.inf, NAN), (None, torch.tensor(1.0))):
+            x = values(4, 32)
+            x[2, 3] = bad
+            assert not quantize(x, ROWS, how, known_amax=known)[2, 3].isfinite()
 
-    def test_zeros_stay_zeros(self, how: Quantization) -> None:
+    def test_zeros_and_the_ends_of_fp32(self, how: Quantization) -> None:
         assert torch.equal(quantize(torch.zeros(4, 32), ROWS, how), torch.zeros(4, 32))
-
-    @pytest.mark.parametrize("exponent", [-149, -130, 126])
-    def test_at_the_ends_of_fp32(self, how: Quantization, exponent: int) -> None:
-        x = values(4, 32) * 2.0**-40
-        x[2, 3] = 2.0**exponent
-        assert quantize(x, ROWS, how).isfinite().all()
+        for exponent in (-149, -130, 126):
+            x = values(4, 32) * 2.0**-40
+            x[2, 3] = 2.0**exponent
+            assert quantize(x, ROWS, how).isfinite().all()
 
     def test_what_is_held_is_held(self, how: Quantization) -> None:
         """A power of two as scale: what it holds it holds again. Others move with the scale."""
@@ -222,7 +223,7 @@ class TestAll:
 
 
 class TestHadamard:
-    @pytest.mark.parametrize("size", [2, 16, 32])
+    @pytest.mark.parametrize("size", [2, 32])
     def test_is_orthogonal_and_has_signs(self, size: int) -> None:
         own = matrix(size, torch.device("cpu"))
         # Sums of `size` products of 1 / size, each with an fp32 error of 2^-24 relative.
@@ -247,9 +248,7 @@ class TestHadamard:
 
 
 HOWS = {
-    "tensor": Quantization(FORMATS["e4m3fn"]),
     "rows": Quantization(FORMATS["e4m3fn"], per="row"),
-    "blocks": mx("e4m3fn"),
     "blocks that saturate": mx("e4m3fn", "floor"),
     "rectangles": replace(mx("e4m3fn"), across=48),
     "squares": replace(NVFP4, across=16),
@@ -292,7 +291,7 @@ def uniform() -> Draw:
     return lambda like: torch.rand(like.shape, generator=generator)
 
 
-@pytest.mark.parametrize("size", [1, 2, 10, 12, 16, 17])
+@pytest.mark.parametrize("size", [1, 12, 16, 17])
 def test_the_largest_of_short_rows(size: int) -> None:
     x = values(4, 3, size)
     expected = x.abs().amax(2, keepdim=True)
