@@ -4,13 +4,11 @@ import csv
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.lab.pictures import draw_noises
 from mpframe.lab.product_noise import (
     COLUMNS,
     NAMES,
@@ -161,10 +159,3 @@ def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
         "step": "5", "layer": "a,b", "operand": "dx.w", "values": "10", "snr_db": "31.5",
         "saturated": "0.1", "lost": "0.2", "scale_spread": "3",
     }  # fmt: skip
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    noises = {(layer, name): Noise(1, np.inf if layer == "a" else 30.0, 0, 0)
-              for layer in ("a", "b" * 50) for name in NAMES[:3]}  # fmt: skip
-    draw_noises(noises, 5, tmp_path / "numerics" / "products.png")
-    assert (tmp_path / "numerics" / "products.png").stat().st_size > 5000

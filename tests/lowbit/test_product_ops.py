@@ -78,10 +78,13 @@ def test_each_operand_by_its_own_entry() -> None:
     assert torch.equal(dx, half(q(dy, "e2m3") @ q(w, "e3m2")))
     assert torch.equal(dw, half(q(dy, "tf32").t() @ q(x, "e2m1")))
     # The weight on the left is the weight, too.
-    leaf = nn.Parameter(w)
+    leaf, inputs = nn.Parameter(w), x.clone().requires_grad_()
     with Precision("amp", half="bfloat16", products=Recipe("mine", products)).cast():
-        y = leaf @ x.t()
+        y = leaf @ inputs.t()
     assert torch.equal(y, (q(w, "e5m2") @ q(x, "e4m3fn").t()).bfloat16())
+    y.backward(dy.t().bfloat16())
+    assert torch.equal(leaf.grad, half(q(dy, "tf32").t() @ q(x, "e2m1")))
+    assert torch.equal(inputs.grad, half(q(dy, "e2m3") @ q(w, "e3m2")))
 
 
 TF32 = Recipe.from_mapping("all", {"every": {"format": "tf32", "scale": "none"}, "attention": True})
