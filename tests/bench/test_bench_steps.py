@@ -14,7 +14,6 @@ from bench.step import on_ranks, one_turn
 from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
-from bench.table import Table
 from ranks import Ranks
 
 TINY = {
@@ -132,15 +131,6 @@ def test_product_rows(asked: list[dict[str, Any]]) -> None:
     assert list(measured.notes) == ([] if torchao else [note])
 
 
-def test_slow_rows_take_part_in_two_rounds(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
-    rows = ("torch fp32", "torch.autocast bfloat16")
-    measured = compare(small(LINEAR, rows={row: LINEAR.rows[row] for row in rows}, memory=()), 3)
-    assert [len(measured.times[row]) for row in rows] == [3, 2]
-
-
 @pytest.mark.parametrize("option", COMPARISONS["options"], ids=lambda option: option.title)
 def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
     words = option.title.partition(",")[0].removesuffix(": ")
@@ -233,17 +223,6 @@ def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.M
 
 def _measured(arguments: dict[str, Any]) -> Any:
     return on_ranks.measure(**arguments)
-
-
-def test_details_are_columns_of_medians() -> None:
-    times = {"a": [0.001], "b": [0.002]}
-    table = Table("T", "S.", "a", times, details={"bytes": {"a": [16.0, 17.0, 19.0], "b": []}})
-    assert table.markdown().splitlines()[4:8] == [
-        "| | ms, median (quartiles) | ratio to a (quartiles) | rounds | bytes |",
-        "|---|---|---|---|---|",
-        "| a | 1.00 (1.00 to 1.00) | 1 | 1 | 17.0 |",
-        "| b | 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 1 | |",
-    ]
 
 
 def test_resnet18_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ def uniform() -> Draw:
     return lambda like: torch.rand(like.shape, generator=generator)
 
 
-@pytest.mark.parametrize("size", [1, 12, 16, 17])
+@pytest.mark.parametrize("size", [1, 10, 16, 17])
 def test_the_largest_of_short_rows(size: int) -> None:
     x = values(4, 3, size)
     expected = x.abs().amax(2, keepdim=True)

@@ -66,6 +66,19 @@ def test_two_ranks_equal_one_process_that_accumulates_their_halves(
     assert not torch.equal(begin["sometimes.weight"], end["sometimes.weight"])
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), [("tied", "fp32"), ("resnet18", "amp"), ("gpt", "mixed")]
+)
+def test_so_do_they_with_real_models(two: Ranks, name: str, mode: str) -> None:
+    """Also one whose two layers share a weight; BatchNorm takes the statistics of a rank's half."""
+    options = {"name": name, "steps": 2}
+    first, second = two(on_ranks, mode, options)
+    assert_same(first["states"], second["states"])
+    alone = trained(mode, SINGLE_PROCESS, {**options, "batch": 4, "accumulate": 2})
+    assert_same(first["weights"], alone["weights"])
+    assert_same_but(first["results"], alone["results"], "dropped")
+
+
 OF_NOW = {
     "every": {"format": "e2m1", "per": "row"},
     "forward": {role: {"per": "block", "block": 4, "scale": "e8m0"} for role in ("x", "w")},

@@ -4,99 +4,19 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from rank_training import CPU, assert_same, parts
+from rank_training import CPU
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpframe import Precision
 from mpframe.core.errors import ConfigError
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import init_comm
-
-SCALE, STEPS = 2.0**10, 4
-
-
-class Tied(nn.Module):
-    """One weight that is used twice, and a layer that the second step leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.sometimes, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.decoder = nn.Linear(4, 8, bias=False)
-        self.decoder.weight = self.first.weight
-        self.step = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs).relu()
-        if self.step != 1:
-            hidden = self.sometimes(hidden).relu()
-        return self.decoder(self.last(hidden))
-
-
-def subject(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    if name == "tied":
-        torch.manual_seed(0)
-        inputs = torch.randn(16, 4)
-        return Tied(), inputs, inputs.repeat(1, 2), nn.MSELoss()
-    model, data, loss = parts(name)
-    if name == "resnet18":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, *data.tensors, loss
-
-
-def loop(name: str, mode: str, is_rank: bool) -> list[Any]:
-    """The masters after a few steps of SGD, each with its names, amaxes and loss."""
-    with init_comm(None, lambda: CPU, 60) if is_rank else nullcontext() as comm:
-        model, inputs, targets, loss_fn = subject(name)
-        precision = Precision(mode)
-        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ranks = comm.in_backward() if comm else None
-        scale = torch.tensor(1.0 if mode == "fp32" else SCALE)
-        names = {parameter: own for own, parameter in model.named_parameters()}
-        seen: list[Any] = []
-        for step in range(STEPS):
-            vars(model)["step"] = step
-            optimizer.zero_grad()
-            if ranks:
-                with precision.cast():
-                    loss = loss_fn(model(comm.part(inputs)), comm.part(targets)).float()
-                count = torch.tensor(float(len(inputs) // 2), dtype=torch.float64)
-                ranks.backward(loss, scale, count, optimizer.parameters)
-                means, amax, before, loss = ranks.means(loss.detach())
-                assert all(own.grad is None for own in model.parameters())
-                seen += [sorted(names[own] for own in means), amax, before, loss]
-                optimizer.set_reduced_grads(means, amax, before)
-            else:
-                for half in range(2):
-                    rows = slice(half * len(inputs) // 2, (half + 1) * len(inputs) // 2)
-                    with precision.cast():
-                        loss = loss_fn(model(inputs[rows]), targets[rows]).float()
-                    loss.backward(scale)
-                    optimizer.accumulate(scale)
-            optimizer.step()
-        return [*seen, *(optimizer.master_of(own).detach().clone() for own in model.parameters())]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [("tied", "mixed"), ("resnet18", "amp"), ("gpt", "fp32"), ("gpt", "mixed")]
-)
-def test_a_hand_written_loop_equals_one_process_that_accumulates(
-    two: Ranks, name: str, mode: str
-) -> None:
-    first, second = two(loop, name, mode, True)
-    assert_same(first[: 4 * STEPS], second[: 4 * STEPS])
-    assert_same(first[4 * STEPS :], loop(name, mode, False))
-    if name == "tied":
-        left_out = set(first[0]) - set(first[4])
-        assert left_out == {"sometimes.weight", "sometimes.bias"}
-        assert first[8] == first[0]
 
 
 class Layers(nn.Module):
