@@ -1,9 +1,7 @@
 """How the benchmark measures, shows and runs; no test looks at how long anything took."""
 
-import itertools
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -12,44 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from bench import groups, machine, program, rivals
+from bench import groups, program, rivals
 from bench.groups import devices, overhead, programs
-from bench.hand_loop import HandLog, hand_loop
-from bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
+from bench.hand_loop import hand_loop
+from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
 from bench.step.parts import Parts
-from bench.table import Claim, Table, as_json, as_markdown
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from bench.table import Claim, Table, as_json
 from torch import Tensor
 
 from mpframe.core.errors import MpframeError
 from mpframe.data import Loader, loading
 from mpframe.lab.ranges import read_ranges
-from mpframe.tracking.tracker import Tracker
-
-
-def ticking(step: float = 1.0) -> Callable[[], float]:
-    """A clock that moves by `step` at every look."""
-    times = count()
-    return lambda: next(times) * step
-
 
 # --- measuring
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([3.0], Spread(3.0, 3.0, 3.0, 1)),
-        ([1.0, 3.0], Spread(1.5, 2.0, 2.5, 2)),
-        ([5.0, 1.0, 4.0, 2.0, 3.0], Spread(2.0, 3.0, 4.0, 5)),
-    ],
-)
-def test_spread_is_median_and_quartiles(values: list[float], expected: Spread) -> None:
-    assert Spread.of(values) == expected
-
-
-def test_a_burst_hardly_moves_the_median() -> None:
-    """Three of nine rounds beside somebody else's work: the mean triples, the median stays."""
+def test_spread_is_median_and_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(2.0, 3.0, 4.0, 5)
+    # Three of nine rounds beside somebody else's work: the mean triples, the median stays.
     assert Spread.of([1.0] * 6 + [7.0] * 3).median == 1.0
 
 
@@ -97,12 +75,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert ratio(times, "b", "a") == Spread(2.0, 2.0, 2.0, 4)
 
 
-@pytest.mark.parametrize("steps", [1, 10])
-def test_a_turn_is_divided_by_its_steps(steps: int) -> None:
+def test_a_turn_is_divided_by_its_steps() -> None:
     done: list[None] = []
-    turn = timed(lambda: done.append(None), steps, clock=ticking(5.0))
-    assert turn() == 5.0 / steps
-    assert len(done) == steps
+    times = count()
+    turn = timed(lambda: done.append(None), 10, clock=lambda: next(times) * 5.0)
+    assert turn() == 0.5
+    assert len(done) == 10
 
 
 def test_the_stopwatch_leaves_out_set_up_tidying_and_the_first_steps() -> None:
@@ -114,28 +92,6 @@ def test_the_stopwatch_leaves_out_set_up_tidying_and_the_first_steps() -> None:
     now[0] += 100.0  # tidying
     assert watch.seconds == 3.0
     assert len(watch) == 6
-
-
-def test_the_stopwatch_starts_anew_with_every_pass() -> None:
-    now = [0.0]
-    watch = Stopwatch([0, 1, 2], clock=lambda: now[0])
-    for pace in (5.0, 2.0):
-        for _ in watch.epoch(0):
-            now[0] += pace
-        assert watch.seconds == pace
-
-
-def test_threads_are_put_back() -> None:
-    before = torch.get_num_threads()
-
-    def fail() -> None:
-        with threads(before + 1):
-            assert torch.get_num_threads() == before + 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert torch.get_num_threads() == before
 
 
 # --- showing
@@ -160,11 +116,10 @@ def test_the_table_in_markdown() -> None:
     )
 
 
-@pytest.mark.parametrize(("limit", "verdict"), [(1.2, "holds"), (1.05, "does not hold")])
-def test_a_claim_says_whether_it_holds(limit: float, verdict: str) -> None:
-    (claim,) = table(limit).claims
-    assert str(claim).endswith(f"at most {limit:.3g}: {verdict}")
-    assert claim.holds == (verdict == "holds")
+def test_a_claim_says_whether_it_holds() -> None:
+    (claim,) = table(1.05).claims
+    assert str(claim).endswith("at most 1.05: does not hold")
+    assert not claim.holds
 
 
 @pytest.mark.parametrize(
@@ -181,22 +136,6 @@ def test_json_holds_every_time_and_the_machine() -> None:
     assert read["times"] == TIMES
     assert read["claims"][0]["holds"] is True
     assert read["ratios"]["ours"]["median"] == pytest.approx(1.1)
-
-
-def test_the_machine_is_described() -> None:
-    described = machine.machine()
-    assert list(described) == [
-        "date",
-        "CPU",
-        "CPU instructions",
-        "GPU",
-        "waiting threads",
-        "versions",
-        "command",
-    ]
-    assert "cores usable, load average" in described["CPU"]
-    assert torch.__version__ in described["versions"]
-    assert as_markdown(described, []).startswith(f"- date: {described['date']}\n- CPU: ")
 
 
 # --- the rows, one round each at their smallest
@@ -282,37 +221,10 @@ def test_all_train_the_same_weights(tmp_path: Path) -> None:
     assert not torch.equal(by_hand["0.weight"], original()[0].state_dict()["0.weight"])
 
 
-def scalars(folder: Path) -> dict[str, list[float]]:
-    """Every logged value by tag, of the one event file below `folder`."""
-    (file,) = folder.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file))
-    events.Reload()
-    return {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
-    data = overhead._data(20)
-    log, trackers = HandLog(tmp_path / "hand"), []
-    hand_loop(*overhead._parts(), data, log)()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overhead, "Tracker", lambda f: trackers.append(Tracker(f)) or trackers[0])
-        overhead.watched_loop(data, tmp_path / "ours")()
-    log._writer.close()
-    trackers[0].close()
-    by_hand, ours = scalars(tmp_path / "hand"), scalars(tmp_path / "ours")
-    assert set(by_hand) == {"loss/train", "optim/lr", "grad/norm", "speed/steps_per_second"}
-    assert len(by_hand["loss/train"]) == 3
-    assert by_hand["loss/train"] == ours["loss/train"]
-    assert by_hand["optim/lr"] == ours["optim/lr"]
-    # The same sum of 26122 squares in another order: at most as many roundings of 2^-24 each.
-    assert by_hand["grad/norm"] == pytest.approx(ours["grad/norm"], rel=26122 * 2.0**-24)
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_the_checked_loop_leaves_a_bad_step_out(bad: float) -> None:
+def test_the_checked_loop_leaves_a_bad_step_out() -> None:
     model, optimizer = overhead._parts()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    batch = (torch.full((64, 64), bad), torch.zeros(64, dtype=torch.int64))
+    batch = (torch.full((64, 64), torch.nan), torch.zeros(64, dtype=torch.int64))
     hand_loop(model, optimizer, [batch], None, checked=True)()
     assert all(torch.equal(weight, before[n]) for n, weight in model.state_dict().items())
 
@@ -338,11 +250,6 @@ def test_ranges_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_ranges(tmp_path / "ResNet-18")) == 2  # one warm-up round and one that counts
 
 
-def test_a_report_is_spread_over_the_steps_between_two() -> None:
-    spread = overhead._spread_out({overhead.PLAIN: [1.0, 2.0], overhead.REPORT: [11.0, 22.0]})
-    assert (spread.median, spread.count) == (1.1, 2)
-
-
 class Clockwork:
     """A clock, a dataset and a trainer; time passes only where they say so."""
 
@@ -366,7 +273,7 @@ class Clockwork:
         """It waits for no device."""
 
 
-@pytest.mark.parametrize(("load", "share"), [(0.0, 0.0), (0.25, 0.2), (9.0, 0.9)])
+@pytest.mark.parametrize(("load", "share"), [(0.0, 0.0), (0.25, 0.2)])
 def test_a_slow_dataset_is_a_large_share_of_the_step(
     load: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,14 +283,6 @@ def test_a_slow_dataset_is_a_large_share_of_the_step(
     turn = programs.Turn(slow, programs._endless(own), own, 4, slow)
     assert [turn(), turn()] == [1.0 + load] * 2
     assert turn.shares == [share] * 2
-
-
-def test_batches_that_were_ready_before_the_turn_do_not_count() -> None:
-    slow: Any = Clockwork(0.0)
-    batches = (slow[0] for _ in itertools.count())
-    turn = programs.Turn(slow, itertools.chain([0] * programs.SKIPPED, batches), None, 2, slow)
-    slow.load = 1.0
-    assert turn() == 2.0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -399,20 +298,14 @@ def test_input_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [(f"the input's share of a step, workers={n}", 1, True, 0.05) for n in (0, 1)]
 
 
-@pytest.mark.parametrize("name", programs.INPUTS)
-def test_the_workloads_of_the_input_are_shipped_ones(name: str, tmp_path: Path) -> None:
-    assert programs._config(programs.INPUTS[name], tmp_path).data.workers == 0
+def test_the_workloads_of_the_input_are_shipped_ones(tmp_path: Path) -> None:
+    for options in programs.INPUTS.values():
+        assert programs._config(options, tmp_path).data.workers == 0
 
 
 @pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
     assert programs._competitor(name, tmp_path).turn() > 0
-
-
-def test_startup_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_COMMANDS", {programs.IMPORT_TORCH: (["-c", ""], 0)})
-    (measured,) = programs.startup_tables(2, tmp_path, names=[programs.IMPORT_TORCH])
-    assert [len(seconds) for seconds in measured.times.values()] == [2]
 
 
 def test_startup_claims() -> None:
@@ -481,8 +374,7 @@ def test_all_groups_run_and_are_written(
 
 
 def test_groups_and_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = ["cuda", "repeats=7", f"out={tmp_path}"]
-    assert run(monkeypatch, *chosen) == [("cuda", 7)]
+    assert run(monkeypatch, "cuda", "repeats=7", f"out={tmp_path}") == [("cuda", 7)]
     assert not (tmp_path / "tiny.md").exists()
 
 
@@ -491,7 +383,6 @@ def test_groups_and_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("tinny", "tinny: no such option; nearest: tiny"),
         ("--repeats", "--repeats: no such option; nearest: repeats"),
-        ("repeats=0", "repeats=0: must be a whole number >= 1"),
         ("repeats=x", "repeats=x: must be a whole number >= 1"),
     ],
 )

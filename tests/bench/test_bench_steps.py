@@ -1,6 +1,5 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
-import inspect
 import json
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ from bench.step import on_ranks, one_turn
 from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
-from bench.table import Table
 from ranks import Ranks
 
 TINY = {
@@ -49,10 +47,9 @@ def test_laps_add_up_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_step_of_everybody_has_three_laps(workload: str, name: str) -> None:
+def test_a_step_of_everybody_has_three_laps(name: str) -> None:
     laps = Laps()
-    STEPS[name](made(workload), laps)()
+    STEPS[name](made("linear"), laps)()
     assert all(seconds > 0 for seconds in laps.seconds.values())
 
 
@@ -82,12 +79,6 @@ def test_a_turn_tells_seconds_laps_and_memory(monkeypatch: pytest.MonkeyPatch) -
     assert turn.seconds >= sum(turn.laps.values()) > 0
 
 
-def test_without_a_proc_folder_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_turn, "_STATUS", Path("/no/such/file"))
-    turn = one_turn.measure("linear", TINY["linear"], "torch fp32", threads=1, steps=1)
-    assert turn.bytes_per_parameter is None
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Lets turns run in this process, and notes their arguments."""
@@ -113,11 +104,7 @@ LINEAR = COMPARISONS["large"][0]
 
 def test_large_rows(asked: list[dict[str, Any]]) -> None:
     measured = compare(small(LINEAR), 1)
-    kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
-    assert len(kept) == len(LINEAR.rows) == 11
-    assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
-    assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
-    assert "torch.autocast bfloat16, True" in kept
+    assert len(asked) == len(LINEAR.rows) == 11
     assert measured.title == "Linear layers, 40 parameters"
     assert measured.setting == (
         "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
@@ -126,8 +113,6 @@ def test_large_rows(asked: list[dict[str, Any]]) -> None:
     assert measured.baseline == "torch fp32"
     assert list(measured.times) == list(LINEAR.rows)
     assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", BYTES]
-    assert "| forward, ms | backward, ms | step, ms |" in measured.markdown()
-    assert len(measured.claims) >= 2
 
 
 def test_product_rows(asked: list[dict[str, Any]]) -> None:
@@ -142,37 +127,15 @@ def test_product_rows(asked: list[dict[str, Any]]) -> None:
     assert list(measured.notes) == ([] if torchao else [note])
 
 
-def test_the_marks_of_products() -> None:
-    times = {name: [4.0, 4.0] for name in ("mpframe mixed float16", "torchao mxfp8")}
-    comparison = steps._products("linear", "torchao mxfp8")
-    claims = claims_of(comparison, {**times, "mpframe mxfp8": [8.0, 8.0]})
-    assert [str(claim) for claim in claims] == [
-        "mpframe mxfp8 / mpframe mixed float16: 2.00 (2.00 to 2.00), at most 2: holds",
-        "mpframe mxfp8 / torchao mxfp8: 2.00 (2.00 to 2.00), at most 1: does not hold",
-    ]
-
-
-def test_slow_rows_take_part_in_two_rounds(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
-    rows = ("torch fp32", "torch.autocast bfloat16")
-    measured = compare(small(LINEAR, rows={row: LINEAR.rows[row] for row in rows}, memory=()), 3)
-    assert [len(measured.times[row]) for row in rows] == [3, 2]
-
-
 @pytest.mark.parametrize("option", COMPARISONS["options"], ids=lambda option: option.title)
 def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
     words = option.title.partition(",")[0].removesuffix(": ")
     rows = ["amp bfloat16", f"amp bfloat16, {words}"]
     measured = compare(small(option, rows={row: option.rows[row] for row in rows}), 1)
-    assert measured.title.startswith(option.title)
     assert list(measured.times) == rows
     plain, chosen = sorted(asked, key=len)
     assert chosen == {**plain, **option.rows[rows[1]]}
     assert len(set(chosen) - set(plain)) == 1
-    assert set(chosen) - set(plain) <= {"channels_last", "recompute"}
-    assert set(option.sizes) <= set(TINY[option.workload])
 
 
 def test_a_turn_is_a_process_of_its_own() -> None:
@@ -237,12 +200,6 @@ def test_the_slope_is_the_power_that_time_grows_with() -> None:
     assert found.median == pytest.approx(1.5)
 
 
-def test_growths_name_arguments_of_their_workloads() -> None:
-    for growth in COMPARISONS["growth"]:
-        arguments = inspect.signature(WORKLOADS[growth.workload]).parameters
-        assert all(set(row["sizes"]) <= set(arguments) for row in growth.rows.values())
-
-
 def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
@@ -264,46 +221,11 @@ def _measured(arguments: dict[str, Any]) -> Any:
     return on_ranks.measure(**arguments)
 
 
-def test_scaling_efficiency_is_the_time_of_one_process_over_that_of_two() -> None:
-    times = {"a, one process": [1.0], "a": [1.25]}
-    assert devices.efficiencies(times) == [
-        "scaling efficiency, a: 0.80 (0.80 to 0.80)",
-    ]
-    assert devices.claims_of(times) == []
-
-
-def test_details_are_columns_of_medians() -> None:
-    times = {"a": [0.001], "b": [0.002]}
-    table = Table("T", "S.", "a", times, details={"bytes": {"a": [16.0, 17.0, 19.0], "b": []}})
-    assert table.markdown().splitlines()[4:8] == [
-        "| | ms, median (quartiles) | ratio to a (quartiles) | rounds | bytes |",
-        "|---|---|---|---|---|",
-        "| a | 1.00 (1.00 to 1.00) | 1 | 1 | 17.0 |",
-        "| b | 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 1 | |",
-    ]
-
-
-def test_resnet18_rows() -> None:
+def test_resnet18_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
     measured = compare(replace(steps._resnet18(3, width=4), threads=1), 1)
     assert measured.title == "ResNet-18, 3 images"
-    modes = [f"mpframe {mode} {half}" for mode, half in MODES]
-    plain = ["torch fp32", "torch.autocast bfloat16", "mpframe fp32"]
-    assert list(measured.times) == [*plain, *modes, "torch.autocast float16"]
     limits = {claim.text: claim.limit for claim in measured.claims}
     assert limits["mpframe mixed float16 / torch fp32"] == 1.4
     assert limits["mpframe amp float16 / torch.autocast float16"] == 1 / 20
-
-
-MODES = [(mode, half) for mode in ("mixed", "amp") for half in ("float16", "bfloat16")]
-
-
-@pytest.mark.parametrize(("native", "claims"), [(True, 6), (False, 4)])
-def test_bfloat16_is_claimed_where_the_cpu_has_it(
-    native: bool, claims: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: native)
-    names = [f"mpframe {mode} {half}" for mode, half in MODES]
-    times = {name: [1.0] for name in [*names, "torch fp32", "torch.autocast float16"]}
-    made = claims_of(steps._resnet18(128), times)
-    assert len(made) == claims
-    assert any("bfloat16" in claim.text for claim in made) == native
+    assert not any("bfloat16" in text for text in limits)  # Claimed where the CPU has it.

@@ -10,6 +10,7 @@ CONTEXT.set_forkserver_preload(
     [
         *("mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data"),
         *("mpframe.parallel.process_group", "pytest"),
+        *("torch._dynamo", "torch.distributed.fsdp"),  # With the first step, of whatever model.
     ]
 )
 

@@ -1,12 +1,16 @@
 """What a rank does in the tests of several: runs, and callbacks that put one rank into trouble."""
 
 import errno
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkout import HELPERS, ROOT
 from in_process import train
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,6 +21,40 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import MpframeError
 from mpframe.data import classification
 from mpframe.data.task import Task
+
+OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
+       "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
+       "trainer.max_steps=4"]  # fmt: skip
+NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
+NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
+         "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
+
+
+def trouble(rank: int, step: int, name: str) -> list[str]:
+    """The options by which a rank gets a signal."""
+    values = {"_target_": "ranked.Trouble", "rank": rank, "step": step, "name": name}
+    return [f"+callbacks.trouble.{key}={value}" for key, value in values.items()]
+
+
+def summary_in(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
+    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
+    flags = [word for word in words if word.startswith("--")]
+    options = [word for word in words if not word.startswith("--")]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
+    return subprocess.run(
+        [*start, str(ROOT / "scripts" / "train.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=within,
+        cwd=HELPERS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
 
 
 def run(folder: Path, *options: str) -> Any:

@@ -4,13 +4,11 @@ import csv
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.lab.pictures import draw_noises
 from mpframe.lab.product_noise import (
     COLUMNS,
     NAMES,
@@ -21,7 +19,7 @@ from mpframe.lab.product_noise import (
     rows_of,
 )
 from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import Recipe, list_recipes
+from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
 from mpframe.tracking.metrics_csv import MetricsCsv
 
@@ -102,7 +100,7 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
     torch.testing.assert_close(merge(*rows[1:]), rows[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])
 def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     """Once for each product that is quantised, and nothing after the step."""
     torch.manual_seed(0)
@@ -161,10 +159,3 @@ def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
         "step": "5", "layer": "a,b", "operand": "dx.w", "values": "10", "snr_db": "31.5",
         "saturated": "0.1", "lost": "0.2", "scale_spread": "3",
     }  # fmt: skip
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    noises = {(layer, name): Noise(1, np.inf if layer == "a" else 30.0, 0, 0)
-              for layer in ("a", "b" * 50) for name in NAMES[:3]}  # fmt: skip
-    draw_noises(noises, 5, tmp_path / "numerics" / "products.png")
-    assert (tmp_path / "numerics" / "products.png").stat().st_size > 5000

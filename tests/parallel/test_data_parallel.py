@@ -1,296 +1,216 @@
-"""The averages of DDP's buckets in a hand-written loop: two ranks equal one process.
+"""Ranks that train together take the step that one process takes on all their samples.
 
-The trainer's steps are in test_distributed_step.py and test_distributed_models.py.
+Two ranks with half a batch each equal one process that accumulates the two halves: bit for bit,
+because both add two fp32 numbers and halve the sum.
 """
 
-import gc
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from rank_training import (
+    CPU,
+    assert_same,
+    assert_same_but,
+    bad_input,
+    on_ranks,
+    trained,
+)
 from ranks import Ranks
-from test_distributed_models import parts
-from test_distributed_step import CPU, MODES, assert_same
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mpframe import Precision
+from mpframe import MasterWeights
+from mpframe.core.comm import SINGLE_PROCESS
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import init_comm
-
-SCALE = 2.0**10
-STEPS = 4
-
-
-class Tied(nn.Module):
-    """One weight that is used twice, and a layer that the second step leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.sometimes, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.decoder = nn.Linear(4, 8, bias=False)
-        self.decoder.weight = self.first.weight
-        self.step = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs).relu()
-        if self.step != 1:
-            hidden = self.sometimes(hidden).relu()
-        return self.decoder(self.last(hidden))
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
 
 
-def setup(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    if name == "tied":
-        torch.manual_seed(0)
-        inputs = torch.randn(16, 4)
-        return Tied(), inputs, inputs.repeat(1, 2), nn.MSELoss()
-    model, data, loss = parts(name)
-    if name == "resnet18":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, *data.tensors, loss
+def fit_and_halves(two: Ranks, mode: str, options: dict[str, Any]) -> Any:
+    """What two ranks leave, which is what one process leaves that accumulates their halves."""
+    first, second = two(on_ranks, mode, options)
+    halves = {**options, "batch": options.get("batch", 16) // 2, "accumulate": 2}
+    alone = trained(mode, SINGLE_PROCESS, halves)
+    assert_same_but(first["states"], second["states"], "progress")
+    # One process counts twice as many batches.
+    assert_same_but(first["states"], alone["states"], "progress")
+    return first, second, alone
 
 
-def trained(name: str, mode: str, on_ranks: bool) -> list[Any]:
-    """The masters after a few steps of SGD, each with its names, amaxes and loss."""
-    with init_comm(None, lambda: CPU, 60) if on_ranks else nothing() as comm:
-        model, inputs, targets, loss_fn = setup(name)
-        precision = Precision(mode)
-        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ranks = comm.in_backward() if comm else None
-        scale = torch.tensor(1.0 if mode == "fp32" else SCALE)
-        names = {parameter: own for own, parameter in model.named_parameters()}
-        seen: list[Any] = []
-        for step in range(STEPS):
-            vars(model)["step"] = step
-            optimizer.zero_grad()
-            if ranks:
-                with precision.cast():
-                    loss = loss_fn(model(comm.part(inputs)), comm.part(targets)).float()
-                count = torch.tensor(float(len(inputs) // 2), dtype=torch.float64)
-                ranks.backward(loss, scale, count, optimizer.parameters)
-                means, amax, before, loss = ranks.means(loss.detach())
-                assert all(own.grad is None for own in model.parameters())
-                seen += [sorted(names[own] for own in means), amax, before, loss]
-                optimizer.set_reduced_grads(means, amax, before)
-            else:
-                for half in range(2):
-                    rows = slice(half * len(inputs) // 2, (half + 1) * len(inputs) // 2)
-                    with precision.cast():
-                        loss = loss_fn(model(inputs[rows]), targets[rows]).float()
-                    loss.backward(scale)
-                    optimizer.accumulate(scale)
-            optimizer.step()
-        return [*seen, *(optimizer.master_of(own).detach().clone() for own in model.parameters())]
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["tied", "resnet18", "gpt"])
-def test_a_hand_written_loop_equals_one_process_that_accumulates(
-    two: Ranks, name: str, mode: str
+@pytest.mark.parametrize(
+    ("mode", "reduce"),
+    [
+        ("fp32", "in_backward"),
+        ("amp", "after_backward"),
+        ("mixed", "in_backward"),
+        ("split", "after_backward"),
+    ],
+)
+def test_two_ranks_equal_one_process_that_accumulates_their_halves(
+    two: Ranks, mode: str, reduce: str
 ) -> None:
-    first, second = two(trained, name, mode, True)
-    alone = trained(name, mode, False)
-    assert_same(first[: 4 * STEPS], second[: 4 * STEPS])
-    assert_same(first[4 * STEPS :], alone)
-    if name == "tied":
-        left_out = set(first[0]) - set(first[4])
-        assert left_out == {"sometimes.weight", "sometimes.bias"}
-        assert first[8] == first[0]
+    """Also where a layer is used on one rank alone, or on none: it is left as it was."""
+    first, second, alone = fit_and_halves(two, mode, {"reduce": reduce})
+    assert_same(first, second)
+    assert_same(first["weights"], alone["weights"])
+    assert_same_but(first["results"], alone["results"], "dropped")
+    assert first["metrics"] == alone["metrics"]
+    # At most 67 fp32 losses are added in another order.
+    assert first["loss"] == pytest.approx(alone["loss"], rel=67 * 2**-24)
+    begin, end = (first["states"][step]["weights"] for step in (0, -1))
+    assert torch.equal(begin["never.weight"], end["never.weight"])
+    assert not torch.equal(begin["sometimes.weight"], end["sometimes.weight"])
 
 
-class Layers(nn.Module):
-    """Three layers, of which a call uses those that it names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-
-    def forward(self, *numbers: int) -> Tensor:
-        return torch.stack([self.each[number](torch.ones(2)).sum() for number in numbers]).sum()
-
-    def averaged(self, ranks: DataParallel, *numbers: int, loss: Tensor | None = None) -> list[int]:
-        """The numbers of the layers that have means in a step; what another rank used is halved."""
-        parameters = [own for own in self.parameters() if own.requires_grad]
-        loss = self(*numbers) if loss is None else loss
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), parameters)
-        means, *_ = ranks.means(loss.detach())
-        assert all(own.grad is None for own in self.parameters())
-        return [n for n, layer in enumerate(self.each) if layer.weight in means]
+@pytest.mark.parametrize(
+    ("name", "mode"), [("tied", "fp32"), ("resnet18", "amp"), ("gpt", "mixed")]
+)
+def test_so_do_they_with_real_models(two: Ranks, name: str, mode: str) -> None:
+    """Also one whose two layers share a weight; BatchNorm takes the statistics of a rank's half."""
+    options = {"name": name, "steps": 2}
+    first, second = two(on_ranks, mode, options)
+    assert_same(first["states"], second["states"])
+    alone = trained(mode, SINGLE_PROCESS, {**options, "batch": 4, "accumulate": 2})
+    assert_same(first["weights"], alone["weights"])
+    assert_same_but(first["results"], alone["results"], "dropped")
 
 
-def with_layers(do: Callable[[Layers, DataParallel, int], Any]) -> Any:
-    with init_comm(None, lambda: CPU, 60) as comm:
-        return do(Layers(), comm.in_backward(), comm.rank)
+OF_NOW = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {role: {"per": "block", "block": 4, "scale": "e8m0"} for role in ("x", "w")},
+    "dw": {"x": {"per": "tensor"}, "dy": {"per": "tensor"}},
+}
+DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
 
 
-def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
-    found = [model.averaged(ranks, 0, 1)]
-    model(0, 1, 2).backward()  # As a probe, an autopsy or a callback of a user's.
-    model.zero_grad()
-    found.append(model.averaged(ranks, 0, 1))
-    torch.autograd.grad(model(2), model.each[2].weight)
-    found.append(model.averaged(ranks, 1))
-    return [*found, model.averaged(ranks, 0, 1, 2)]
+@pytest.mark.parametrize("recipe", [OF_NOW, DELAYED], ids=["now", "delayed"])
+def test_products_below_16_bits_on_two_ranks(two: Ranks, recipe: dict[str, Any]) -> None:
+    """Each micro-batch is quantised by itself, but delayed scales are of the samples of all ranks:
+    also of a layer that one rank alone uses in a step."""
+    # The second rank uses that layer first, alone.
+    first, _, _ = fit_and_halves(two, "mixed", {"recipe": recipe, "batch": 32})
+    if recipe is DELAYED:
+        histories = first["states"][-1]["products"]["amax"]
+        names = ("first.weight", "sometimes.weight", "last.weight")
+        assert set(histories) == {f"{name} {role}" for name in names for role in ("x", "w", "dy")}
 
 
-def test_a_backward_pass_beside_the_step_leaves_no_trace(two: Ranks) -> None:
-    assert two(with_layers, beside) == [[[0, 1], [0, 1], [1], [0, 1, 2]]] * 2
+def bad_gradient(trainer: Trainer, batches: Any) -> None:
+    weight = trainer.model.get_parameter("last.weight")
+    handle = weight.register_hook(lambda own: (handle.remove(), own * torch.nan)[1])
 
 
-def on_one_rank(model: Layers, ranks: DataParallel, rank: int) -> Any:
-    unrelated = torch.ones((), requires_grad=True)
-    found = [model.averaged(ranks, 0, loss=unrelated * 1 if rank == 0 else None)]
-    hooked: list[Tensor] = []
-    model.each[2].weight.register_hook(hooked.append)  # type: ignore[no-untyped-call]
-    found.append(model.averaged(ranks, *((0,) if rank else (0, 2))))
-    return found, len(hooked)
+def bad_sum(trainer: Trainer, batches: Any) -> None:
+    """inf on this rank alone, in what the ranks have already summed."""
+    patch, sum_, receive = pytest.MonkeyPatch(), trainer.comm.sum_, DataParallel._receive
+
+    def spoilt(tensors: Any) -> None:
+        sum_(tensors)
+        tensors[0].view(-1)[0] = torch.inf
+        patch.undo()
+
+    def spoilt_early(ranks: DataParallel, reduction: Any) -> Tensor:
+        means = receive(ranks, reduction)
+        means[0] = torch.inf
+        patch.undo()
+        return means
+
+    patch.setattr(trainer.comm, "sum_", spoilt)
+    patch.setattr(DataParallel, "_receive", spoilt_early)
 
 
-def test_a_rank_may_use_none_of_the_parameters(two: Ranks) -> None:
-    """And hooks of a parameter that a rank does not use are not called there."""
-    assert two(with_layers, on_one_rank) == [([[0], [0, 2]], 1), ([[0], [0, 2]], 0)]
+@pytest.mark.parametrize(
+    ("mode", "reduce"),
+    [("fp32", "in_backward"), ("amp", "after_backward"), ("mixed", "in_backward")],
+)
+def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, reduce: str) -> None:
+    faults = {1: bad_input, 2: bad_gradient, 3: bad_sum}
+    first, second = two(on_ranks, mode, {"faults": faults, "norm": True, "reduce": reduce})
+    assert_same(first["states"], second["states"])
+    skipped = [own["skipped"] for own in first["results"]]
+    assert skipped == [own["skipped"] for own in second["results"]]
+    assert skipped == [step in faults for step in range(len(skipped))]
+    for step in faults:  # Buffers, masters, the optimizer's state and the average, too.
+        before, after = ([first["states"][n]] for n in (step, step + 1))
+        assert_same_but(before, after, "progress", "scaler")
 
 
-def frozen_and_back(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
-    found, weight = [model.averaged(ranks, 0, 1, 2)], model.each[1].weight
-    weight.requires_grad_(False)
-    found.append(model.averaged(ranks, 0, 1, 2))
-    weight.requires_grad_(True)
-    found.append(model.averaged(ranks, 0, 1, 2))
-    if rank:  # The node that accumulates its gradient is another one now.
-        weight.data = weight.data.double()
-        weight.data = weight.data.float()
-    return [*found, model.averaged(ranks, 0, 1, 2), model.averaged(ranks, 0, 1)]
+def test_a_micro_batch_that_overflows_on_one_rank_is_dropped_on_all(two: Ranks) -> None:
+    options = {"faults": {1: bad_input}, "norm": True, "accumulate": 2, "batch": 8, "steps": 3}
+    first, second = two(on_ranks, "mixed", options)
+    assert_same(first, second)
+    told = [(own["skipped"], own["dropped"]) for own in first["results"]]
+    assert told == [(False, 0), (False, 1), (False, 0)]
 
 
-def test_parameters_may_be_frozen_or_converted_for_a_while(two: Ranks) -> None:
-    """Converted even on one rank only: buckets are laid out alike at any time."""
-    everything = [0, 1, 2]
-    expected = [everything, [0, 2], everything, everything, [0, 1]]
-    assert two(with_layers, frozen_and_back) == [expected, expected]
+FAULTS = {1: bad_input, 3: bad_gradient}
 
 
-def laid_out(model: Layers, ranks: DataParallel, rank: int) -> list[list[list[int]]]:
-    """The layers of each bucket, in the order in which they are sent, in three steps."""
-    orders = []
-    weights = [layer.weight for layer in model.each]
-    for numbers in ((2, 0, 1), (0, 1), (1, 2)):
-        loss = model(*numbers)
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), weights)
-        sent: Any = ranks._reductions
-        orders.append([[n for n, w in enumerate(weights) if w in slots] for _, slots, _ in sent])
-        ranks.means(loss.detach())
-    return orders
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        ("fp32", {"faults": FAULTS, "whole": True}),
+        ("mixed", {"accumulate": 2, "whole": True}),  # Averaged after the last backward pass.
+        ("amp", {"faults": FAULTS, "sync": True}),  # One rank may use a layer, or none.
+        ("split", {"faults": FAULTS, "sync": True, "large": 100}),
+    ],
+)
+def test_averaged_in_the_backward_pass_it_is_the_same_step(
+    two: Ranks, mode: str, changes: dict[str, Any]
+) -> None:
+    """Weights, masters, optimizer and scaler, which is told what a rank's gradients alone reach."""
+    options = {"norm": True, **changes}
+    first, second = two(on_ranks, mode, {**options, "reduce": "in_backward"})
+    after, _ = two(on_ranks, mode, {**options, "reduce": "after_backward"})
+    assert_same(first["states"], second["states"])
+    assert_same(first["states"], after["states"])
+    assert_same(first["weights"], after["weights"])
 
 
-def small_buckets(do: Callable[[Layers, DataParallel, int], Any]) -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(data_parallel, "_BUCKET_MB", 1e-6)
-        return with_layers(do)
+def sent_before_the_first_layer(large: int) -> int:
+    """How many pieces were under way when the backward pass came to the first of three layers."""
+    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), comm=comm)
+        started, start, counts = [], comm.start, list[int]()
+        patched.setattr(comm, "start", lambda *a, **k: (started.append(1), start(*a, **k))[1])
+
+        def look(_: Any, __: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: counts.append(len(started)))
+
+        model[0].register_forward_hook(look)
+        trainer.train_step((torch.ones(4, 4), torch.zeros(4, 4)))
+        return counts[0]
 
 
-def test_buckets_are_the_same_in_every_step_and_after_a_restart(two: Ranks) -> None:
-    """With three ranks and more the order in which values are summed depends on their place."""
-    for use, buckets in ((with_layers, [[0, 1, 2]]), (small_buckets, [[2], [1], [0]])):
-        assert two(use, laid_out) == [[buckets] * 3] * 2
+@pytest.mark.parametrize(("large", "pieces_sent"), [(1, 5), (2**22, 1)])
+def test_gradients_are_sent_while_the_backward_pass_runs(
+    two: Ranks, large: int, pieces_sent: int
+) -> None:
+    """Weight and bias of the two later layers, each alone; or all at the end, as one piece.
+
+    Before them goes the count, by which the ranks weigh.
+    """
+    assert two(sent_before_the_first_layer, large) == [pieces_sent, pieces_sent]
 
 
-def strided(rank: int) -> list[nn.Parameter]:
-    """Parameters that do not lie in rows, or have holes, or nothing in them."""
-    values = torch.arange(48.0) + rank
-    columns, holes = values[:6].view(2, 3).t(), values.view(6, 8)[::2, ::2].t()
-    image = values.view(1, 3, 4, 4).to(memory_format=torch.channels_last)
-    return [nn.Parameter(own) for own in (columns, holes, image, values[:0], values.sum())]
+def sparse_step() -> str:
+    with init_comm(None, lambda: CPU, 120) as comm:
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        plan, objective = Plan(reduce="in_backward"), supervised(nn.MSELoss())
+        trainer = Trainer(model, optimizer, objective, plan=plan, comm=comm)
+        with pytest.raises(ConfigError) as refused:
+            trainer.train_step((torch.arange(4), torch.zeros(4, 2)))
+        return str(refused.value)
 
 
-def averaged_layouts(used: tuple[int, ...]) -> list[Tensor | None]:
-    """The second rank uses all, the first one those with these numbers; d/dw w^2/2 is w."""
-    with init_comm(None, lambda: CPU, 60) as comm:
-        parameters = strided(comm.rank)
-        numbers = range(5) if comm.rank else used
-        loss = torch.stack([parameters[n].square().sum() / 2 for n in numbers]).sum()
-        ranks: Any = comm.in_backward()
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), parameters)
-        means, *_ = ranks.means(loss.detach())
-        return [means[own] for own in parameters]
-
-
-@pytest.mark.parametrize("used", [(0, 1, 2, 3, 4), (4,)])
-def test_gradients_lie_where_they_belong(two: Ranks, used: tuple[int, ...]) -> None:
-    ours, theirs = strided(0), strided(1)
-    for means in two(averaged_layouts, used):
-        for n, mean in enumerate(means):
-            assert torch.equal(mean, (ours[n].detach() * (n in used) + theirs[n].detach()) / 2)
-
-
-def warned(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for numbers in ((0, 1, 2), (0, 1, 2), (0,)):
-            model.averaged(ranks, *numbers)
-    return [str(own.message) for own in said]
-
-
-def test_ddp_says_nothing(two: Ranks) -> None:
-    assert two(with_layers, warned) == [[], []]
-
-
-def dropped() -> bool:
-    with init_comm(None, lambda: CPU, 60) as comm:
-        model, ranks = Layers(), comm.in_backward()
-        model.averaged(ranks, 0, 1, 2)
-        gone = weakref.ref(ranks)
-        del ranks
-        gc.collect()
-        return gone() is None
-
-
-def test_it_goes_with_its_trainer(two: Ranks) -> None:
-    assert two(dropped) == [True, True]
-
-
-def recomputed(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
-    """What is said of one, and of two recomputations of a layer in passes of their own."""
-    said = []
-    for times in (1, 2, 1):
-        hidden = torch.ones(2, requires_grad=True)
-        for _ in range(times):
-            hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
-        try:
-            said.append(str(model.averaged(ranks, loss=hidden.sum() + model(1))))
-        except data_parallel.ConfigError as error:
-            said.append(str(error))
-        model.zero_grad()
-    return said
-
-
-def test_a_layer_may_be_recomputed_once_in_a_pass_of_its_own(two: Ranks) -> None:
-    said, again = two(with_layers, recomputed)
-    assert said == again
-    assert said[0] == said[2] == "[0, 1]"
-    assert said[1].startswith("trainer.reduce=in_backward: a weight got a second gradient")
-
-
-def failing(model: Layers, ranks: DataParallel, rank: int) -> list[Any]:
-    model.averaged(ranks, 0, 1, 2)
-    weight = model.each[0].weight
-    handle = weight.register_hook(lambda _: 1 / 0)  # type: ignore[no-untyped-call]
-    with pytest.raises(ZeroDivisionError):
-        model.averaged(ranks, 0, 1, 2)
-    handle.remove()
-    model.zero_grad()
-    return model.averaged(ranks, 0, 1)
-
-
-def test_a_step_may_follow_one_that_failed(two: Ranks) -> None:
-    assert two(with_layers, failing) == [[0, 1], [0, 1]]
+def test_a_sparse_gradient_is_refused_by_name(two: Ranks) -> None:
+    said = "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the layer"
+    assert all(own.startswith(said) for own in two(sparse_step))

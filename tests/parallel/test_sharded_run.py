@@ -67,10 +67,8 @@ def test_a_signal_stops_all_and_the_run_goes_on_exactly(
     two: Ranks, undisturbed: Path, tmp_path: Path
 ) -> None:
     """With the modules run again in the backward pass, for which they are gathered once more."""
-    stop = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
-            "+callbacks.trouble.step=5", "+callbacks.trouble.name=SIGTERM"]  # fmt: skip
     options = [*NET, FSDP, "trainer.recompute=['*']"]
-    ends = two(ranked.run, tmp_path / "run", *options, *stop)
+    ends = two(ranked.run, tmp_path / "run", *options, *ranked.trouble(1, 5, "SIGTERM"))
     assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"], ends
     two(ranked.run, tmp_path / "run", *options, "resume=auto")
     assert differing(state_of(undisturbed), state_of(tmp_path / "run")) == []
@@ -96,14 +94,6 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
     for name, weight in then.items():  # A step moves a weight below 1 by about lr, or its last bit.
         same = bool(((weight - now[name]).abs() < 2**-23).all())
         assert same == (not name.startswith("head")), name
-
-
-def test_a_model_that_begins_otherwise_on_each_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
-    own = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
-           "model._target_=ranked.seeded_otherwise", FSDP]  # fmt: skip
-    ends = two(ranked.run, tmp_path / "run", *own)
-    said = "weight is not the same on rank 1 as on rank 0 before the first"
-    assert all(kind == "UserCodeError" and said in text for kind, text in ends), ends
 
 
 def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path) -> None:

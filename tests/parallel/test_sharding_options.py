@@ -1,6 +1,11 @@
 """What `trainer.parallel=fsdp` does not go with is refused, with the way out."""
 
+import copy
+from typing import Any
+
 import pytest
+import yaml
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from mpframe.config.command_line import check_config, compose_named, without_hydra
@@ -28,36 +33,43 @@ def objective(model: object, batch: object) -> StepOutput:
     return StepOutput(Tensor())
 
 
-def refuse(*options: str) -> None:
-    _, composed = compose_named([*options, "trainer.parallel=fsdp"])
+@pytest.fixture(scope="module")
+def composed() -> Any:
+    return without_hydra(compose_named(["loss_scaling=LogMax", "trainer.parallel=fsdp"])[1])
+
+
+def refuse(node: Any) -> None:
     task = Task(train=[], val=[], objective=objective)  # type: ignore[arg-type]
-    refuse_beside_sharding(check_config(without_hydra(composed)), task)
+    refuse_beside_sharding(check_config(node), task)
 
 
 @pytest.mark.parametrize(("option", "way_out"), USE.items())
-def test_an_option_that_needs_whole_weights_is_refused(option: str, way_out: str) -> None:
+def test_an_option_that_needs_whole_weights_is_refused(
+    composed: Any, option: str, way_out: str
+) -> None:
+    key, _, value = option.partition("=")
+    node = copy.deepcopy(composed)
+    OmegaConf.update(node, key, yaml.safe_load(value))
     with pytest.raises(ConfigError) as refused:
-        refuse("loss_scaling=LogMax", option)
+        refuse(node)
     assert str(refused.value) == f"{option}: {GOES_NOT}; {way_out}, or trainer.parallel=ddp"
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
     {
-        "callbacks=larc": f"callbacks.larc: {GOES_NOT}; use callbacks.larc=null, or",
         "callbacks=freeze": f"callbacks.freeze: {GOES_NOT}; use callbacks.freeze=null, or",
         "optimizer=muon_adamw": f"several optimizers or losses: {GOES_NOT}; use one of each, or",
     }.items(),
 )
 def test_so_is_a_part_that_does(option: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse(option)
+        refuse(without_hydra(compose_named([option, "trainer.parallel=fsdp"])[1]))
     assert str(refused.value) == f"{said} trainer.parallel=ddp"
 
 
-@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
-def test_the_defaults_go_with_it(mode: str) -> None:
-    refuse(f"dtype={mode}")
+def test_the_defaults_go_with_it(composed: Any) -> None:
+    refuse(composed)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -1,7 +1,6 @@
 """What products carry from step to step: histories of amax, and a generator of random numbers."""
 
 import io
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -60,32 +59,17 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 class TestResume:
-    def resumed(self, forget: Callable[[dict[str, Any]], Any]) -> dict[str, Tensor]:
+    def test_bit_for_bit(self) -> None:
         run = trainer()
         train(run, 0, 1, 2, 3)
         file = io.BytesIO()
         torch.save(run.state_dict(), file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
-        forget(state["products"])
         other = trainer()
         torch.manual_seed(77)
         other.load_state_dict(state)
-        return train(other, 4, 5, 6)
-
-    def test_bit_for_bit(self) -> None:
-        assert same(self.resumed(lambda state: None), train(trainer(), *range(7)))
-
-    @pytest.mark.parametrize("part", ["generators", "amax"])
-    def test_needs_both(self, part: str) -> None:
-        without = self.resumed(lambda state: state[part].clear())
-        assert not same(without, train(trainer(), *range(7)))
-
-    def test_of_a_checkpoint_from_before_products(self) -> None:
-        run = trainer(Precision("mixed", half="bfloat16"))
-        state = run.state_dict()
-        del state["products"]
-        run.load_state_dict(state)
+        assert same(train(other, 4, 5, 6), train(trainer(), *range(7)))
 
     def test_a_rank_that_was_not_there_draws_numbers_of_its_own(self) -> None:
         """A checkpoint of fewer ranks: histories are of all ranks, a generator is rank 0's."""
@@ -164,17 +148,14 @@ class TestHistory:
         assert seen == batch(0)[0].bfloat16().abs().max().float()
 
     def test_of_a_model_that_was_not_prepared(self) -> None:
-        layer = nn.Linear(32, 32)
+        layer, x = nn.Linear(32, 32), batch(0)[0].requires_grad_()
+        said = r"dtype.products=fp8_delayed: keeps a history .*one of \[32, 32\]"
         with Precision("amp", products="fp8_delayed").cast():
-            with pytest.raises(
-                ConfigError,
-                match=r"dtype.products=fp8_delayed: keeps a history .*one of \[32, 32\]",
-            ):
-                layer(batch(0)[0])
+            with pytest.raises(ConfigError, match=said):
+                layer(x)
             with torch.no_grad():
-                layer(batch(0)[0])
+                layer(x)
             # Two activations have no history: they are scaled by themselves.
-            x = batch(0)[0].requires_grad_()
             assert (x @ x.t()).isfinite().all()
 
 

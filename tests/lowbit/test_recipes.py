@@ -37,21 +37,18 @@ class TestShipped:
             *("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "tf32"),
         ]
 
-    @pytest.mark.parametrize("name", list_recipes())
-    def test_a_file_chooses_and_holds_what_it_is_named_after(self, name: str) -> None:
-        text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
-        node = yaml.safe_load(text)
-        assert text.startswith("# @package dtype\n# ")
-        assert (node["products"], [*node["recipes"]]) == (name, [name])
+    def test_a_file_chooses_and_holds_what_it_is_named_after(self) -> None:
+        for name in list_recipes():
+            text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
+            node = yaml.safe_load(text)
+            assert text.startswith("# @package dtype\n# ")
+            assert (node["products"], [*node["recipes"]]) == (name, [name])
 
     def test_as_a_group_and_as_an_option(self) -> None:
         by_group, by_option = of("dtype/products=mxfp8"), of("dtype.products=mxfp8")
         assert by_group.policy == by_option.policy
         assert by_group.policy == Precision("mixed", "bfloat16", products="mxfp8").policy
         assert str(by_group) == "mixed(bfloat16, mxfp8)"
-
-    def test_none_is_the_default(self) -> None:
-        assert of().policy.products == "none"
         assert str(of()) == "mixed(bfloat16)"
 
     def test_mxfp8(self) -> None:
@@ -63,24 +60,17 @@ class TestShipped:
     def test_nvfp4(self) -> None:
         """arXiv 2509.25149: random rounding of gradients alone, the transform in dw alone, weights
         in squares."""
-        hows = {
-            (p, o): how
-            for p, pair in Recipe.named("nvfp4").products.items()
-            for o, how in pair.items()
-        }
+        recipe = Recipe.named("nvfp4").products
+        hows = {(p, o): how for p, pair in recipe.items() for o, how in pair.items()}
+
+        def those(**values: Any) -> set[tuple[str, str]]:
+            ((name, value),) = values.items()
+            return {key for key, how in hows.items() if getattr(how, name) == value}
+
         assert {how.format.name for how in hows.values()} == {"e2m1"}
-        assert {key for key, how in hows.items() if how.rounding == "stochastic"} == {
-            ("dx", "dy"),
-            ("dw", "dy"),
-        }
-        assert {key for key, how in hows.items() if how.hadamard == 16} == {
-            ("dw", "x"),
-            ("dw", "dy"),
-        }
-        assert {key for key, how in hows.items() if how.across == 16} == {
-            ("forward", "w"),
-            ("dx", "w"),
-        }
+        assert those(rounding="stochastic") == {("dx", "dy"), ("dw", "dy")}
+        assert those(hadamard=16) == {("dw", "x"), ("dw", "dy")}
+        assert those(across=16) == {("forward", "w"), ("dx", "w")}
 
     def test_fp8_gradients_are_e5m2(self) -> None:
         for name in ("fp8_tensorwise", "fp8_delayed"):
@@ -89,33 +79,23 @@ class TestShipped:
                     assert how.format.name == ("e5m2" if operand == "dy" else "e4m3fn")
         assert Recipe.named("fp8_delayed").history == 1024
         assert Recipe.named("fp8_tensorwise").history == 0
-
-    def test_mxfp4_is_half_forward(self) -> None:
-        assert set(Recipe.named("mxfp4").products) == {"dx", "dw"}
+        assert set(Recipe.named("mxfp4").products) == {"dx", "dw"}  # Half forward.
 
 
 class TestOwn:
     def test_a_value_changed_on_the_command_line(self) -> None:
-        recipe = of("dtype/products=mxfp8", "dtype.recipes.mxfp8.every.rule=floor").policy.recipes[
-            "mxfp8"
-        ]
-        assert recipe.products["dx"]["w"].rule == "floor"
+        policy = of("dtype/products=mxfp8", "dtype.recipes.mxfp8.every.rule=floor").policy
+        assert policy.recipes["mxfp8"].products["dx"]["w"].rule == "floor"
 
     def test_a_recipe_with_a_format_of_its_own(self) -> None:
         words = "{every:{format:{exponent_bits:3,mantissa_bits:4},per:row},dx:null,attention:true}"
-        policy = of(
-            "dtype.products=mine", f"+dtype.recipes.mine={words}", "ops.modules={a:mine}"
-        ).policy
-        recipe = policy.recipes["mine"]
+        own = [f"+dtype.recipes.mine={words}", "ops.modules={a:mine}"]
+        recipe = of("dtype.products=mine", *own).policy.recipes["mine"]
         assert set(recipe.products) == {"forward", "dw"}
         assert recipe.attention
         how = recipe.products["forward"]["x"]
-        assert (how.format.exponent_bits, how.format.mantissa_bits, how.format.name, how.per) == (
-            3,
-            4,
-            "e3m4",
-            "row",
-        )
+        assert (how.format.exponent_bits, how.format.mantissa_bits) == (3, 4)
+        assert (how.format.name, how.per) == ("e3m4", "row")
 
     def test_fp32_has_no_products_unless_asked(self) -> None:
         config = config_of("dtype=mixed", "dtype/products=mxfp8")
@@ -124,33 +104,50 @@ class TestOwn:
         assert str(Precision("fp32", products="tf32")) == "fp32(tf32)"
 
 
+BLOCKS = {"per": "block", "block": 24}
+X = "dtype.recipes.mine.forward.x."
+
+
+@pytest.mark.parametrize(
+    ("every", "says"),
+    [
+        ({}, f"{X}format=None: give a format's name, or its bits"),
+        ({"format": "e4m3"}, "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
+        ({"format": {"exponent_bits": 4}}, "format e4m0: mantissa_bits=0: choose 1 to 10"),
+        ({"blok": 3}, f"{X}blok: no such option; choose format, per, block"),
+        ({"per": "column"}, f"{X}per=column: choose tensor, row, block"),
+        ({"block": 0}, f"{X}block=0: must be a whole number >= 1"),
+        ({"hadamard": 12}, f"{X}hadamard=12: must be 0 or a power of two"),
+        ({"across": 16}, f"{X}across=16: does nothing with per=tensor"),
+        ({"history": 4, "per": "row"}, f"{X}history=4: only works with per=tensor"),
+        ({"hadamard": 16, **BLOCKS}, f"{X}hadamard=16: block=24 must be a multiple of it"),
+    ],
+)
+def test_an_entry_is_refused(every: dict[str, Any], says: str) -> None:
+    refused({"every": {"format": "e2m1", **every} if every else {}}, says)
+
+
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ({"evry": {}}, "dtype.recipes.mine.evry: no such option; choose every, forward, dx, dw, half, attention; nearest: every"),
-        ({"every": {}}, "dtype.recipes.mine.forward.x.format=None: give a format's name, or its bits"),
-        ({"every": {"format": "e4m3"}}, "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
-        ({"every": {"format": "e2m1", "blok": 3}}, "dtype.recipes.mine.forward.x.blok: no such option; choose format, per, block"),
-        ({"every": {"format": "e2m1", "per": "column"}}, "dtype.recipes.mine.forward.x.per=column: choose tensor, row, block"),
-        ({"every": {"format": "e2m1", "block": 0}}, "dtype.recipes.mine.forward.x.block=0: must be a whole number >= 1"),
-        ({"every": {"format": "e2m1", "hadamard": 12}}, "dtype.recipes.mine.forward.x.hadamard=12: must be 0 or a power of two"),
-        ({"every": {"format": "e2m1", "across": 16}}, "dtype.recipes.mine.forward.x.across=16: does nothing with per=tensor"),
-        ({"every": {"format": "e2m1", "history": 4, "per": "row"}}, "dtype.recipes.mine.forward.x.history=4: only works with per=tensor"),
-        ({"every": {"format": "e2m1", "hadamard": 16, "per": "block", "block": 24}}, "dtype.recipes.mine.forward.x.hadamard=16: block=24 must be a multiple of it"),
-        ({"every": {"format": "e2m1"}, "dw": {"x": {"hadamard": 16}}}, "dtype.recipes.mine.dw: hadamard=0 and 16: give both operands the same"),
-        ({"every": {"format": "e2m1"}, "dw": {"w": {}}}, "dtype.recipes.mine.dw.w: no such option; choose x, dy"),
-        ({"every": {"format": "e2m1"}, "forward": "half"}, "dtype.recipes.mine.forward=half: must be a mapping"),
-        ({"every": {"format": {"exponent_bits": 4}}}, "format e4m0: mantissa_bits=0: choose 1 to 10"),
+        ({"evry": {}}, "evry: no such option; choose every, forward, dx, dw, half, attention; "),
+        ({"dw": {"x": {"hadamard": 16}}}, "dw: hadamard=0 and 16: give both operands the same"),
+        ({"dw": {"w": {}}}, "dw.w: no such option; choose x, dy"),
+        ({"forward": "half"}, "forward=half: must be a mapping"),
     ],
-)  # fmt: skip
-def test_refused(node: dict[str, Any], says: str) -> None:
+)
+def test_a_recipe_is_refused(node: dict[str, Any], says: str) -> None:
+    refused({"every": {"format": "e2m1"}, **node}, "dtype.recipes.mine." + says)
+
+
+def refused(node: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:
         Recipe.from_mapping("mine", node)
     assert str(error.value).startswith(says)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["fp32", "half", "none"])
+@pytest.mark.parametrize("name", ["fp32", "none"])
 def test_a_recipe_has_a_name_of_its_own(name: str) -> None:
     recipe = Recipe.from_mapping(name, {"every": {"format": "e2m1"}})
     with pytest.raises(
@@ -187,7 +184,8 @@ class TestMap:
             "whole": "nvfp4",
             "classes": "mxfp8; dx in half: 10 is no multiple of 32",
             "images": "mxfp8; forward in half: 3 is no multiple of 32",
-            "grouped": "mxfp8; forward in half: 16 is no multiple of 32; dx in half: 16 is no multiple of 32",
+            "grouped": "mxfp8; forward in half: 16 is no multiple of 32; dx in half: 16 is no "
+            "multiple of 32",
             "norm": "-",
             "cells": "mxfp8; forward of weight_ih_l0 in half: 40 is no multiple of 32",
             "slopes": "-",
@@ -208,11 +206,8 @@ class TestMap:
     def test_a_pin_to_a_recipe_leaves_formats_as_they_are(self) -> None:
         pinned, plain = self.rows(norm="nvfp4", head="none"), self.rows()
         for name in ("norm", "head"):
-            assert (pinned[name].storage, pinned[name].compute) == (
-                plain[name].storage,
-                plain[name].compute,
-            )
-            assert pinned[name].why == plain[name].why
+            formats = [(own.storage, own.compute, own.why) for own in (pinned[name], plain[name])]
+            assert formats[0] == formats[1]
 
     def test_a_tied_weight_by_where_it_is_read(self) -> None:
         """An embedding that the head multiplies with: the head's pin decides."""

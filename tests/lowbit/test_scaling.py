@@ -87,42 +87,39 @@ def slow_mx(x: Tensor, name: str, rule: str) -> Tensor:
     return torch.from_numpy(out).float()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1"])
-class TestMx:
-    def test_equals_the_slow_reference_along_both_axes(self, name: str, rule: str) -> None:
-        x = values(8, 64)
-        assert torch.equal(quantize(x, ROWS, mx(name, rule)), slow_mx(x, name, rule))
-        assert torch.equal(quantize(x.t(), COLUMNS, mx(name, rule)), slow_mx(x, name, rule).t())
+# Each format, and each rule, of which e8m0 scales of blocks have four.
+RULED = [("e4m3fn", "floor"), ("e5m2", "ceil"), ("e2m3", "rceil"), ("e3m2", "even"),
+         ("e2m1", "floor"), ("e2m1", "ceil"), ("e2m1", "rceil"), ("e2m1", "even")]  # fmt: skip
 
-    def test_equals_torchao(self, name: str, rule: str) -> None:
-        mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-        theirs = {
-            "e4m3fn": torch.float8_e4m3fn,
-            "e5m2": torch.float8_e5m2,
-            "e2m1": torch.float4_e2m1fn_x2,
-        }
+
+@pytest.mark.parametrize(("name", "rule"), RULED)
+def test_mx_equals_the_slow_reference_along_both_axes(name: str, rule: str) -> None:
+    x = values(8, 64)
+    assert torch.equal(quantize(x, ROWS, mx(name, rule)), slow_mx(x, name, rule))
+    assert torch.equal(quantize(x.t(), COLUMNS, mx(name, rule)), slow_mx(x, name, rule).t())
+
+
+def test_mx_and_nvfp4_equal_torchao() -> None:
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    theirs = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    theirs["e2m1"] = torch.float4_e2m1fn_x2
+    x = values(64, 128, seed=1)
+    x[5, 40] = NAN
+    for name, rule in RULED:
         element = theirs.get(name, f"fp6_{name}")
-        x = values(64, 128, seed=1)
-        x[5, 40] = NAN
         mode = mx_tensor.ScaleCalculationMode[rule.upper()]
         scale, data = mx_tensor.to_mx(x, element, 32, mode)
         expected = mx_tensor.to_dtype(data, scale, element, 32, torch.float32)
         ours = quantize(x, ROWS, mx(name, rule))
         assert torch.equal(ours.isnan(), expected.isnan())
-        assert ours.isnan().sum() == 32
         assert torch.equal(ours.nan_to_num(0.0), expected.nan_to_num(0.0))
-
-
-def test_nvfp4_equals_torchao() -> None:
-    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = values(32, 64, seed=2)
     whole = nvfp4.per_tensor_amax_to_scale(x.abs().max())
     scale, packed = nvfp4.nvfp4_quantize(x, 16, whole)
     elements = nvfp4.f4_unpacked_to_f32(nvfp4.unpack_uint4(packed)).view(32, 4, 16)
     expected = (elements * (scale.float() * whole).unsqueeze(-1)).view(32, 64)
     assert torch.equal(quantize(x, ROWS, NVFP4), expected)
-    assert torch.equal(scales(x, ROWS, NVFP4), scale.float() * whole)
 
 
 def test_nvfp4_by_its_words() -> None:
@@ -147,38 +144,34 @@ def test_squares_are_the_same_for_a_weight_and_its_transpose() -> None:
     assert scales(x, COLUMNS, NVFP4).shape == (2, 48)
 
 
+FP32 = Quantization(FORMATS["e4m3fn"])
+
+
 class TestFp32Scales:
     def test_of_the_tensor(self) -> None:
         x = values(4, 8)
-        scale = scales(x, ROWS, Quantization(FORMATS["e4m3fn"]))
+        scale = scales(x, ROWS, FP32)
         assert scale == x.abs().max() * (1 / 448)
         expected = torch.from_numpy(nearest((x * (1 / scale)).numpy(), "e4m3fn")).float() * scale
-        assert torch.equal(quantize(x, ROWS, Quantization(FORMATS["e4m3fn"])), expected)
+        assert torch.equal(quantize(x, ROWS, FP32), expected)
 
-    def test_of_rows_and_columns(self) -> None:
-        x, per_row = values(4, 8), Quantization(FORMATS["e4m3fn"], per="row")
-        assert torch.equal(
-            scales(x, ROWS, per_row), (x.abs().amax(1) * (1 / 448)).clamp(min=2**-126)
-        )
-        assert torch.equal(
-            scales(x, COLUMNS, per_row), (x.abs().amax(0) * (1 / 448)).clamp(min=2**-126)
-        )
+    def test_of_rows_columns_and_rectangles(self) -> None:
+        x, row = values(4, 8), replace(FP32, per="row")
+        block = replace(FP32, per="block", block=4, across=2)
+        for axes, how, amax in (
+            (ROWS, row, x.abs().amax(1)),
+            (COLUMNS, row, x.abs().amax(0)),
+            (ROWS, block, x.view(2, 2, 2, 4).abs().amax((1, 3))),
+        ):
+            assert torch.equal(scales(x, axes, how), (amax * (1 / 448)).clamp(min=2**-126))
 
-    def test_of_rectangles(self) -> None:
-        how = Quantization(FORMATS["e4m3fn"], per="block", block=4, across=2)
-        x = values(4, 8)
-        expected = x.view(2, 2, 2, 4).abs().amax((1, 3)) * (1 / 448)
-        assert torch.equal(scales(x, ROWS, how), expected.clamp(min=2**-126))
-
-    def test_a_known_amax_saturates_what_lies_beyond(self) -> None:
-        x = torch.tensor([[1.0, 2.0, 3.0, -100.0]])
-        kept = quantize(x, ROWS, Quantization(FORMATS["e4m3fn"]), known_amax=torch.tensor(7.0))
-        assert torch.equal(kept, torch.tensor([[1.0, 2.0, 3.0, -7.0]]))
-
-    def test_a_margin_leaves_octaves(self) -> None:
-        how = Quantization(FORMATS["e4m3fn"], history=4, margin=1)
-        kept = quantize(torch.tensor([[7.0, -100.0]]), ROWS, how, known_amax=torch.tensor(7.0))
-        assert torch.equal(kept, torch.tensor([[7.0, -14.0]]))
+    def test_of_a_known_amax_with_a_margin_in_octaves(self) -> None:
+        """What lies beyond is saturated."""
+        x, known = torch.tensor([[1.0, 2.0, 7.0, -100.0]]), torch.tensor(7.0)
+        for margin, largest in ((0, 7.0), (1, 14.0)):
+            how = replace(FP32, history=4, margin=margin)
+            kept = quantize(x, ROWS, how, known_amax=known)
+            assert torch.equal(kept, torch.tensor([[1.0, 2.0, 7.0, -largest]]))
 
 
 EVERY = [
@@ -193,21 +186,18 @@ EVERY = [
 
 @pytest.mark.parametrize("how", EVERY, ids=lambda how: f"{how.per} {how.scale} {how.rule}")
 class TestAll:
-    @pytest.mark.parametrize("bad", [math.inf, -math.inf, NAN])
-    def test_what_is_not_finite_stays_visible(self, how: Quantization, bad: float) -> None:
-        x = values(4, 32)
-        x[2, 3] = bad
-        assert not quantize(x, ROWS, how)[2, 3].isfinite()
-        assert not quantize(x, ROWS, how, known_amax=torch.tensor(1.0))[2, 3].isfinite()
+    def test_what_is_not_finite_stays_visible(self, how: Quantization) -> None:
+        for bad, known in product((math.inf, -math.inf, NAN), (None, torch.tensor(1.0))):
+            x = values(4, 32)
+            x[2, 3] = bad
+            assert not quantize(x, ROWS, how, known_amax=known)[2, 3].isfinite()
 
-    def test_zeros_stay_zeros(self, how: Quantization) -> None:
+    def test_zeros_and_the_ends_of_fp32(self, how: Quantization) -> None:
         assert torch.equal(quantize(torch.zeros(4, 32), ROWS, how), torch.zeros(4, 32))
-
-    @pytest.mark.parametrize("exponent", [-149, -130, 126])
-    def test_at_the_ends_of_fp32(self, how: Quantization, exponent: int) -> None:
-        x = values(4, 32) * 2.0**-40
-        x[2, 3] = 2.0**exponent
-        assert quantize(x, ROWS, how).isfinite().all()
+        for exponent in (-149, -130, 126):
+            x = values(4, 32) * 2.0**-40
+            x[2, 3] = 2.0**exponent
+            assert quantize(x, ROWS, how).isfinite().all()
 
     def test_what_is_held_is_held(self, how: Quantization) -> None:
         """A power of two as scale: what it holds it holds again. Others move with the scale."""
@@ -222,7 +212,7 @@ class TestAll:
 
 
 class TestHadamard:
-    @pytest.mark.parametrize("size", [2, 16, 32])
+    @pytest.mark.parametrize("size", [2, 32])
     def test_is_orthogonal_and_has_signs(self, size: int) -> None:
         own = matrix(size, torch.device("cpu"))
         # Sums of `size` products of 1 / size, each with an fp32 error of 2^-24 relative.
@@ -247,9 +237,7 @@ class TestHadamard:
 
 
 HOWS = {
-    "tensor": Quantization(FORMATS["e4m3fn"]),
     "rows": Quantization(FORMATS["e4m3fn"], per="row"),
-    "blocks": mx("e4m3fn"),
     "blocks that saturate": mx("e4m3fn", "floor"),
     "rectangles": replace(mx("e4m3fn"), across=48),
     "squares": replace(NVFP4, across=16),
@@ -292,7 +280,7 @@ def uniform() -> Draw:
     return lambda like: torch.rand(like.shape, generator=generator)
 
 
-@pytest.mark.parametrize("size", [1, 2, 10, 12, 16, 17])
+@pytest.mark.parametrize("size", [1, 10, 16, 17])
 def test_the_largest_of_short_rows(size: int) -> None:
     x = values(4, 3, size)
     expected = x.abs().amax(2, keepdim=True)

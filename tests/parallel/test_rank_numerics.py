@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from rank_training import CPU, assert_same, setup
 from ranks import Ranks
-from test_distributed_step import CPU, assert_same, setup
 from torch import nn
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
@@ -34,8 +34,10 @@ def counted_on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
         return counted(mode, comm, options)
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": True, "reduce": "in_backward"}], ids=str)
-@pytest.mark.parametrize("mode", ["amp", "mixed"])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"})],
+)
 def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
     """Also where a layer is used on one rank alone."""
     first, second = two(counted_on_ranks, mode, options)

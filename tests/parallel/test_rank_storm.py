@@ -1,6 +1,6 @@
 """Storms of ranks: killed at random moments, saves included, and started again.
 
-The short ones run with all other tests; `pytest -m storm` runs the long ones.
+`./dev all` runs the short ones, `pytest -m storm` the long ones.
 """
 
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import ranked
 from processes import saving, wait_until
+from ranked import NOISY, OWN, torchrun, trouble
 from ranks import Ranks, ranks
 from sameness import differing, results
-from test_distributed_run import OWN, torchrun
 
 from mpframe import checkpoint
 from mpframe.tracking.summary import Status
@@ -95,6 +95,7 @@ def _written(folder: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_short_storm_over_four_and_two_ranks(whole: Path, tmp_path: Path) -> None:
     Storm(whole, seed=1).pass_over(tmp_path / "run", [(4, "fsdp"), (2, "ddp"), (1, "none")])
 
@@ -118,8 +119,29 @@ def test_two_ranks_come_through_a_storm_to_the_same(whole: Path, tmp_path: Path)
     assert storm.hits > STRIKES // 2
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(RUNS, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(
+    "runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(RUNS, marks=pytest.mark.storm)]
+)
 def test_runs_in_a_row_end_with_exit_code_0(tmp_path: Path, runs: int) -> None:
     for number in range(runs):
         done = torchrun(*OWN, f"hydra.run.dir={tmp_path}/{number}")
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(
+    "options", [NOISY, [*NOISY[:-1], "trainer.parallel=fsdp"]], ids=["ddp", "fsdp"]
+)
+def test_torchrun_starts_killed_ranks_again_and_the_run_comes_to_the_same(
+    two: Ranks, tmp_path: Path, options: list[str]
+) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    two(ranked.run, undisturbed, *options)
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        kill = [*trouble(rank, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={folder}"]
+        done = torchrun("--max-restarts=1", *options, *kill)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
+        found = differing(results(undisturbed), results(folder))
+        assert [path for path in found if not path.startswith("/state/usage")] == []

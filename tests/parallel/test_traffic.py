@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
 from checkout import ROOT
+from rank_training import CPU, setup
 from ranks import Ranks
-from test_distributed_step import CPU, setup
-from test_sharded_step import setup as sharded_setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe.core.comm import SINGLE_PROCESS
 from mpframe.core.tree import HALF, tensors_in
-from mpframe.data import Loader
 from mpframe.parallel.launch import init_comm
 
 KINDS = {
@@ -47,13 +45,11 @@ def counted(mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
     with init_comm(None, lambda: CPU, 120) as comm:
-        if parallel == "fsdp":
-            trainer, samples = sharded_setup("mlp", mode, comm, True, {})
-            train = Loader(samples, 8, shuffle=True, comm=comm)
-            stored = sharded_setup("mlp", mode, SINGLE_PROCESS, False, {})[0].model
-        else:
-            trainer, train, _ = setup(mode, comm, {**NET, "reduce": parallel})
-            stored = trainer.model
+        options = {"name": "mlp", "fsdp": True, "clip_norm": None}
+        if parallel != "fsdp":
+            options = {**NET, "reduce": parallel}
+        trainer, train, _ = setup(mode, comm, options)
+        stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
         *others, last = list(train.epoch(0))[:3]
         for batch in others:
             trainer.train_step(batch)
@@ -63,14 +59,22 @@ def counted(mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], 
         return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize(
+    ("mode", "parallel", "size"),
+    [
+        ("fp32", "after_backward", 2),
+        ("mixed", "in_backward", 2),
+        ("mixed", "fsdp", 2),
+        *(pytest.param("mixed", own, 4, marks=pytest.mark.slow) for own in PARALLEL),
+        pytest.param("fp32", "fsdp", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_tells_the_traffic_of_a_step(
-    two: Ranks, four: Ranks, mode: str, parallel: str
+    request: pytest.FixtureRequest, mode: str, parallel: str, size: int
 ) -> None:
-    for size, ranks in ((2, two), (4, four)):
-        for handed, weights, buffers in ranks(counted, mode, parallel):
-            assert handed == payload(weights, parallel, size, buffers, scaled=mode != "fp32")
+    ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
+    for handed, weights, buffers in ranks(counted, mode, parallel):
+        assert handed == payload(weights, parallel, size, buffers, scaled=mode != "fp32")
 
 
 def test_a_ring_sends_twice_what_is_summed_but_for_a_share() -> None:

@@ -1,7 +1,7 @@
 """Ranks that divide the weights (FSDP) take the steps of ranks that each have all of them.
 
-Each test runs the same training with `ddp` and with `fsdp` on two ranks. Without clipping and
-accumulation both add the same two fp32 numbers for each gradient, so all is equal bit for bit.
+Without clipping and accumulation both add the same two fp32 numbers for each gradient, so all is
+equal bit for bit.
 """
 
 import copy
@@ -11,161 +11,83 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks, ranks
-from test_distributed_models import parts
-from test_distributed_step import CPU, MODES, assert_same, bad_input
+from rank_training import (
+    CPU,
+    assert_same,
+    assert_same_but,
+    bad_input,
+    on_ranks,
+    parts,
+    setup,
+    whole_of,
+)
+from ranks import Ranks
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
 
-from mpframe import LogMax, Precision
+from mpframe import Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
-from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.tree import map_tensors
-from mpframe.data import Loader
+from mpframe.core.objective import StepOutput
 from mpframe.parallel.launch import init_comm
 from mpframe.run.trainer import shard
-from mpframe.training.callbacks.ema import AverageWeights, Ema
-from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
 
-def mlp() -> tuple[nn.Module, TensorDataset, Any]:
-    """With a layer of one row, of which the second rank holds none, and one of 5 rows."""
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1), nn.Linear(1, 5)]
-    model = nn.Sequential(*layers)
-    return model, TensorDataset(inputs, inputs[:, :5].argmax(1)), nn.CrossEntropyLoss()
+def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What the same training leaves on each rank, with whole weights and with divided ones."""
+    given = {"name": "mlp", "steps": 3, "clip_norm": None, **options}
+    return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
 
 
-def tied() -> tuple[nn.Module, TensorDataset, Any]:
-    """Two blocks that share a weight, and one that does not."""
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
-    model[2].weight = model[0].weight
-    return model, TensorDataset(inputs, inputs[:, :5].argmax(1)), nn.CrossEntropyLoss()
-
-
-OWN = {"mlp": mlp, "tied": tied}
-
-
-def setup(
-    name: str, mode: str, comm: Comm, fsdp: bool, options: dict[str, Any]
-) -> tuple[Trainer, TensorDataset]:
-    torch.manual_seed(0)
-    model, samples, loss = OWN[name]() if name in OWN else parts(name)
-    if name == "resnet18":
-        comm.synchronize_batchnorm(model)
-    precision = Precision(mode, options.get("half", "float16"))
-    optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
-    if fsdp:
-        shard(model, {"": optimizer}, precision, comm, CPU)
-    _, masters = precision.prepare(model, optimizer)
-    trainer = Trainer(
-        model,
-        masters,
-        supervised(loss),
-        precision,
-        scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        algorithms={
-            "ema": AverageWeights(
-                Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9), model
-            )
-        },
-        evaluator=Evaluator(),
-        plan=Plan(
-            epochs=9,
-            max_steps=options.get("steps", 3),
-            clip_norm=options.get("clip"),
-            clip_value=options.get("clip_value"),
-            accumulate=options.get("accumulate", 1),
-        ),
-        comm=comm,
-    )
-    return trainer, samples
-
-
-def whole_of(tensor: Any) -> Tensor:
-    """What all ranks hold of it."""
-    own: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return own
-
-
-def trained(
-    name: str, mode: str, comm: Comm, fsdp: bool, options: dict[str, Any]
-) -> dict[str, Any]:
-    """The whole states before each step and at the end, and what the steps told."""
-    trainer, samples = setup(name, mode, comm, fsdp, options)
-    results, states, step = [], [], trainer.train_step
-
-    def state() -> Any:
-        return copy.deepcopy(map_tensors(whole_of, trainer.state_dict()))
-
-    def watched(*batches: Any) -> Any:
-        states.append(state())
-        fault = options.get("faults", {}).get(len(results))
-        if fault is not None and comm.rank == 1:
-            fault(trainer, batches)
-        result = step(*batches)
-        results.append(
-            {
-                "skipped": bool(result.skipped),
-                "dropped": int(result.dropped or 0),
-                "norm": float(result.grad_norm),
-                "loss": float(result.loss),  # type: ignore[arg-type]
-                "scale": float(result.scale),
-            }
-        )
-        return result
-
-    trainer.train_step = watched  # type: ignore[method-assign]
-    trainer.fit(Loader(samples, 8, shuffle=True, comm=comm))
-    # Of the last batch one rank has no sample.
-    evaluation = trainer.evaluate(Loader(Subset(samples, range(9)), 8, shuffle=False, comm=comm))
-    return {"states": [*states, state()], "results": results, "loss": evaluation.loss}
-
-
-def on_ranks(name: str, mode: str, fsdp: bool, options: dict[str, Any]) -> dict[str, Any]:
-    with init_comm(None, lambda: CPU, 120) as comm:
-        return trained(name, mode, comm, fsdp, options)
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, mode) for name in ("mlp", "resnet18", "gpt") for mode in MODES] + [("tied", "fp32")],
+    [
+        ("mlp", "amp"),
+        ("gpt", "mixed"),
+        ("tied", "fp32"),
+        pytest.param("resnet18", "mixed", marks=SLOW),
+        pytest.param("gpt", "amp", marks=SLOW),
+    ],
 )
 def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
     """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
-    options = {"steps": 2} if name == "resnet18" else {}
-    (whole, _), (first, second) = (
-        two(on_ranks, name, mode, fsdp, options) for fsdp in (False, True)
-    )
-    norms = [[step.pop("norm") for step in own["results"]] for own in (whole, first, second)]
-    assert_same(whole, first)
+    options = {"name": name, "sync": True, "steps": 2}
+    (whole, _), (first, second) = ddp_and_fsdp(two, mode, options)
+    norms = [[step.pop("grad_norm") for step in own["results"]] for own in (whole, first, second)]
+    assert_same_but([whole], [first], "weights")  # Those of ddp are stored in half.
     assert first["results"] == second["results"]
     assert norms[1] == norms[2]
     # Of n values: sums of n squares in fp32 in two orders, halved by the root.
     assert norms[0] == pytest.approx(norms[1], rel=2**-13)
 
 
-def test_four_ranks_divide_five_rows() -> None:
+@pytest.mark.slow
+def test_four_ranks_divide_five_rows(four: Ranks) -> None:
     """The last rank has none of them. After a step of SGD all is that of ddp.
 
     A gradient is a sum of 4 fp32 numbers, added in whatever order: see the bound below.
     """
     options = {"steps": 1, "optimizer": torch.optim.SGD}
-    with ranks(4) as four:
-        (first, *others), (whole, *_) = (
-            four(on_ranks, "mlp", "fp32", fsdp, options) for fsdp in (True, False)
-        )
+    (whole, *_), (first, *others) = ddp_and_fsdp(four, "fp32", options)
     assert all(own["results"] == first["results"] for own in others)
-    assert first["results"][0] == pytest.approx(whole["results"][0], rel=2**-11)
-    begin, last, other = (
-        own["states"][step]["weights"] for own, step in ((first, 0), (first, 1), (whole, 1))
-    )
-    for name, weight in other.items():
-        assert torch.allclose(last[name], weight, rtol=0, atol=1e-2 * 2**-12), name
+    assert_near(first, whole)
+
+
+def assert_near(first: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Steps of SGD that add 2 or 4 fp32 numbers for a gradient in another order.
+
+    Its two values differ by less than 3 units of 2^-24 of the largest addend. That is one of 2^-20
+    of the gradients' norm while no addend is 5 times as large; plain SGD moves a weight by less
+    than lr times this.
+    """
+    for own, other in zip(first["results"], whole["results"], strict=True):
+        assert own == pytest.approx(other, rel=2**-11)
+    begin, last = (whole["states"][step]["weights"] for step in (0, -1))
+    for name, weight in first["states"][-1]["weights"].items():
+        assert torch.allclose(weight, last[name], rtol=0, atol=1e-2 * 2**-12), name
     assert not torch.equal(begin["4.weight"], last["4.weight"])
 
 
@@ -194,75 +116,54 @@ def bad_sum(trainer: Trainer, batches: Any) -> None:
     sharding.refuse_unused = spoilt
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str) -> None:
     """Before the sum, or only in it; nothing changes but the scale, and the ranks agree."""
     faults = {1: bad_input, 2: bad_weight, 3: bad_sum}
-    first, second = two(on_ranks, "mlp", mode, True, {"faults": faults, "steps": 4})
+    options = {"name": "mlp", "fsdp": True, "clip_norm": None, "faults": faults, "steps": 4}
+    first, second = two(on_ranks, mode, options)
     assert str(first["results"]) == str(second["results"])  # nan is not equal to itself.
-    assert [own["skipped"] for own in first["results"]] == [
-        n in faults for n in range(len(first["results"]))
-    ]
-    states = copy.deepcopy(first["states"])
-    for own in states:
-        del own["progress"], own["scaler"]
+    skipped = [own["skipped"] for own in first["results"]]
+    assert skipped == [step in faults for step in range(len(skipped))]
     for step in faults:
-        assert_same(states[step], states[step + 1], f"step {step}")
+        before, after = ([first["states"][n]] for n in (step, step + 1))
+        assert_same_but(before, after, "progress", "scaler")
     del faults[3]  # It has no place in ddp, whose sums are other tensors.
-    (sharded, _), (whole, _) = (
-        two(on_ranks, "mlp", mode, fsdp, {"faults": faults}) for fsdp in (True, False)
-    )
+    (whole, _), (sharded, _) = ddp_and_fsdp(two, mode, {"faults": faults})
     assert_same(sharded["states"], whole["states"])
 
 
 def test_a_window_drops_a_micro_batch_on_all_ranks_and_clips_by_the_norm_of_all_parts(
     two: Ranks,
 ) -> None:
-    """ddp adds the micro-batches first and the ranks then; here it is the other way round.
-
-    A gradient is a sum of 2 or 4 fp32 numbers, so its two values differ by less than 3 units of
-    2^-24 of the largest addend. That is one of 2^-20 of the gradients' norm while no addend is
-    5 times as large; plain SGD moves a weight by less than lr times this.
-    """
-    options = {
-        "faults": {1: bad_input},
-        "accumulate": 2,
-        "clip": 0.5,
-        "optimizer": torch.optim.SGD,
-    }
-    (first, second), (whole, _) = (
-        two(on_ranks, "mlp", "amp", fsdp, options) for fsdp in (True, False)
+    """ddp adds the micro-batches first and the ranks then; here it is the other way round."""
+    options: dict[str, Any] = {"faults": {1: bad_input}, "accumulate": 2, "clip_norm": 0.5}
+    (whole, _), (first, second) = ddp_and_fsdp(
+        two, "amp", {**options, "optimizer": torch.optim.SGD}
     )
     assert [own["dropped"] for own in first["results"]] == [0, 1, 0]
     assert first["results"] == second["results"]
-    for own, other in zip(first["results"], whole["results"], strict=True):
-        assert own == pytest.approx(other, rel=2**-11)
-    last, other = (own["states"][-1]["weights"] for own in (first, whole))
-    begin = whole["states"][0]["weights"]
-    for name, weight in other.items():
-        assert torch.allclose(last[name], weight, rtol=0, atol=1e-2 * 2**-12), name
-    assert any(not torch.equal(begin[name], other[name]) for name in other)
-    options = {"faults": {1: bad_sum}, "accumulate": 2}
-    first, second = two(on_ranks, "mlp", "amp", True, options)
+    assert_near(first, whole)
+    options = {"name": "mlp", "fsdp": True, "faults": {1: bad_sum}, "accumulate": 2, "steps": 3}
+    first, second = two(on_ranks, "amp", options)
     assert first["results"] == second["results"]
     told = [(own["skipped"], own["dropped"]) for own in first["results"]]
     assert told == [(False, 0), (False, 1), (False, 0)]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
-def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(mode: str, two: Ranks) -> None:
+def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(two: Ranks) -> None:
     options = {"clip_value": 2.0**-8, "steps": 2, "optimizer": torch.optim.SGD}
-    (sharded, _), (whole, _) = (two(on_ranks, "mlp", mode, f, options) for f in (True, False))
+    (whole, _), (sharded, _) = ddp_and_fsdp(two, "mixed", options)
     assert_same(sharded["states"], whole["states"])
-    (free, _) = two(on_ranks, "mlp", mode, True, {**options, "clip_value": None})
+    _, (free, _) = ddp_and_fsdp(two, "mixed", {**options, "clip_value": None})
     assert not torch.equal(*(own["states"][-1]["weights"]["4.weight"] for own in (sharded, free)))
 
 
 def cleared(mode: str, set_to_none: bool) -> tuple[float, float]:
     """The sum of all gradients' magnitudes before and after `zero_grad`; no step comes between."""
     with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, samples = setup("mlp", mode, comm, True, {})
-        inputs, targets = samples[:8]
+        trainer, train, _ = setup(mode, comm, {"name": "mlp", "fsdp": True})
+        inputs, targets = next(train.epoch(0))
         with trainer.precision.cast():
             loss = nn.functional.cross_entropy(trainer.model(inputs), targets)
         loss.backward()
@@ -276,8 +177,7 @@ def cleared(mode: str, set_to_none: bool) -> tuple[float, float]:
         return before, size()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("mode", ["fp32", "amp"])
+@pytest.mark.parametrize(("mode", "set_to_none"), [("fp32", True), ("amp", False)])
 def test_gradients_of_parts_are_cleared(two: Ranks, mode: str, set_to_none: bool) -> None:
     for before, after in two(cleared, mode, set_to_none):
         assert before > 0
@@ -288,8 +188,7 @@ def kept(mode: str) -> dict[str, Any]:
     """Two steps and a validation: whether parts stay where they are, and what is gathered."""
     gathered_in: dict[str, torch.dtype] = {}
     with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, samples = setup("gpt", mode, comm, True, {"steps": 2})
-        train = Loader(samples, 8, shuffle=True, comm=comm)
+        trainer, train, _ = setup(mode, comm, {"name": "gpt", "fsdp": True, "steps": 2})
         block: Any = trainer.model.get_submodule("blocks.0")
         weights, whole_weight = _divided_alone(comm)
         assert whole_weight() is None

@@ -1,0 +1,70 @@
+"""Products below 16 bits in tests: operands, recipes, and what notes the products that run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpframe import Precision
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Axes, Quantization
+
+ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
+# In 4 bits every scale is seen; most values of an MX block of e4m3 are the same under any.
+MX = Quantization(FORMATS["e2m1"], per="block", block=32, scale="e8m0")
+MX4 = Recipe.from_mapping("mx4", {"every": {"format": "e2m1", "per": "block", "scale": "e8m0"}})
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def half(values: Tensor) -> Tensor:
+    return values.to(torch.bfloat16).float()
+
+
+def run(
+    op: Callable[..., Tensor], *tensors: Tensor, products: Any = MX4, **rest: Any
+) -> list[Tensor]:
+    """The result of an op and the gradients of its tensors, for dy = made(..., seed=9)."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with Precision("amp", half="bfloat16", products=products, **rest).cast():
+        y = op(*leaves)
+    y.backward(half(made(*y.shape, seed=9)).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+TF32 = Recipe.from_mapping("all", {"every": {"format": "tf32", "scale": "none"}, "attention": True})
+A, B, V = made(64, 32), made(32, 96, seed=1), made(32, seed=2)
+A3, B3, C = made(4, 64, 32), made(4, 32, 96, seed=1), made(64, 96, seed=3)
+
+
+class Note(TorchDispatchMode):
+    """Notes the product ops that run."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mpframe" and "convert" not in func._schema.name:
+            self.seen.append(func._schema.name.partition("::")[2])
+        else:
+            self.look_at(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+    def look_at(self, op: str) -> None:
+        """Another op runs."""
+
+
+class See(Note):
+    """Refuses any product of torch's that runs beside them, of operands that nobody quantised."""
+
+    MULTIPLIES = ("_grouped_mm", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot",
+                  "convolution")  # fmt: skip
+
+    def look_at(self, op: str) -> None:
+        assert not op.startswith(self.MULTIPLIES)

@@ -1,0 +1,216 @@
+"""One short training for a single process and for ranks, whose results are compared bit for bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from mpframe import LogMax, Precision
+from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.objective import supervised
+from mpframe.core.tree import map_tensors
+from mpframe.data import Loader
+from mpframe.data.metrics import Accuracy
+from mpframe.lowbit.recipe import Recipe
+from mpframe.parallel import data_parallel, process_group
+from mpframe.parallel.launch import init_comm
+from mpframe.run.trainer import shard
+from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.split_master import SplitMaster
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+from mpframe.workloads.images import resnet18
+from mpframe.workloads.text.language_model import GPT
+
+CPU = torch.device("cpu")
+OF_PLAN = ("accumulate", "clip_norm", "clip_value", "reduce")
+
+
+class FirstOutputs:
+    """A metric that cannot be merged, and that depends on the order of the samples."""
+
+    name, higher_is_better = "first", True
+    sync_on_compute = True  # as torchmetrics'
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for row in outputs.float():
+            self.value = self.value / 2 + float(row[0] > row[1])
+
+    def compute(self) -> float:
+        assert not self.sync_on_compute
+        return self.value
+
+
+class Net(nn.Module):
+    """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
+
+    def __init__(self, norm: bool, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        if not whole:
+            self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        if not self.whole and self.training and inputs[0].sum() < 0:
+            hidden = self.sometimes(hidden)
+        return self.last(hidden)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of every token of every window."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def parts(name: str, norm: bool = False, whole: bool = False) -> tuple[nn.Module, Any, Any]:
+    """A model, its samples and its loss."""
+    random = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    if name == "gpt":
+        text = torch.randint(0, 32, (16, 17), generator=random)
+        data = TensorDataset(text[:, :-1], text[:, 1:])
+        return GPT(32, context=16, depth=2, heads=2, width=32), data, token_loss
+    if name == "resnet18":
+        images = torch.randn(16, 3, 8, 8, generator=random)
+        return (
+            resnet18(10, width=4),
+            TensorDataset(images, torch.arange(16) % 10),
+            nn.CrossEntropyLoss(),
+        )
+    inputs = torch.randn(67, 8, generator=random)
+    if name == "mlp":  # A layer of one row, of which the second rank holds none, and one of 5 rows.
+        layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)]
+        model: nn.Module = nn.Sequential(*layers, nn.Linear(1, 5))
+    elif name == "tied":  # Two blocks that share a weight, and one that does not.
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
+        model[2].weight = model[0].weight
+    else:
+        model = Net(norm, whole)
+    classes = 4 if name == "net" else 5
+    return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), nn.CrossEntropyLoss()
+
+
+def precision_of(mode: str, recipe: Any) -> Precision:
+    if mode == "split":  # Its masters have memory only while they are updated.
+        return Precision("mixed", "bfloat16", master_weights=SplitMaster)
+    return Precision(mode, products=Recipe.from_mapping("own", recipe) if recipe else "none")
+
+
+def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
+    """A trainer, and what it trains and validates on.
+
+    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
+    `optimizer`, `batch`, `steps`, and those of a plan.
+    """
+    name = options.get("name", "net")
+    model, data, loss = parts(name, options.get("norm", False), options.get("whole", False))
+    if options.get("double"):
+        model = model.double()
+        data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
+    if options.get("sync"):
+        comm.synchronize_batchnorm(model)
+    precision = precision_of(mode, options.get("recipe"))
+    optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    if options.get("fsdp"):
+        shard(model, {"": optimizer}, precision, comm, CPU)
+    _, masters = precision.prepare(model, optimizer)
+    split = mode == "split"
+    ema = None if split else Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
+    trainer = Trainer(
+        model,
+        masters,
+        supervised(loss),
+        precision,
+        scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
+        algorithms={} if ema is None else {"ema": AverageWeights(ema, model)},
+        plan=Plan(epochs=9, max_steps=options.get("steps", 4), **plan),
+        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if name == "net" else {}),
+        comm=comm,
+    )
+    batch = options.get("batch", 16 if name == "net" else 8)
+    train = Loader(data, batch, shuffle=True, drop_last=True, comm=comm)
+    part = (len(data) - 1) // 8 * 4  # Of the last batch, a single sample, only rank 0 has any.
+    return trainer, train, Loader(Subset(data, range(2 * part + 1)), part, shuffle=False, comm=comm)
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """What all ranks hold of it."""
+    own: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return own
+
+
+def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
+    """All that a short run leaves: whole states before each step and at the end, a validation."""
+    trainer, train, val = setup(mode, comm, options)
+    results, states, step = [], [], trainer.train_step
+
+    def state() -> Any:
+        return copy.deepcopy(map_tensors(whole_of, trainer.state_dict()))
+
+    def watched(*batches: Any) -> Any:
+        states.append(state())
+        fault = options.get("faults", {}).get(len(results))
+        if fault is not None and comm.rank == 1:
+            fault(trainer, batches)
+        result: Any = step(*batches)
+        told = {key: float(getattr(result, key)) for key in ("grad_norm", "loss", "scale")}
+        dropped = int(result.dropped or 0)
+        results.append({"skipped": bool(result.skipped), "dropped": dropped, **told})
+        return result
+
+    trainer.train_step = watched  # type: ignore[method-assign]
+    trainer.fit(train)
+    weights = [whole_of(own.detach()).clone() for own in trainer.model.parameters()]
+    evaluation = trainer.evaluate(val)
+    states.append(state())
+    return {
+        "states": states, "weights": weights, "results": results,
+        "metrics": evaluation.metrics, "loss": evaluation.loss,
+    }  # fmt: skip
+
+
+def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
+    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+        large = options.get("large", 2**22)
+        patched.setattr(process_group, "_LARGE", large)
+        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
+        return trained(mode, comm, options)
+
+
+def bad_input(trainer: Trainer, batches: Any) -> None:
+    """A fault: this rank's last micro-batch holds inf."""
+    batches[-1][0][0, 0] = torch.inf
+
+
+def assert_same(first: Any, second: Any, path: str = "") -> None:
+    """Bit for bit, at any depth."""
+    if isinstance(first, Tensor):
+        assert torch.equal(first, second), path
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        for key in first:
+            assert_same(first[key], second[key], f"{path}/{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        for number, pair in enumerate(zip(first, second, strict=True)):
+            assert_same(*pair, f"{path}/{number}")
+    else:
+        assert first == second, path
+
+
+def assert_same_but(first: list[Any], second: list[Any], *names: str) -> None:
+    """The same for states, but for these entries."""
+    kept = [[{k: s[k] for k in s if k not in names} for s in each] for each in (first, second)]
+    assert_same(*kept)
