@@ -5,7 +5,7 @@
 
 Both are read without a copy. The update widens half gradients a few parameters at a time: first to
 fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0, in fp32 it is exact.
-A few half gradients become fp32 at once. fp32 ones are changed in place.
+On a CPU a few half gradients become fp32 at once. fp32 ones are changed in place.
 
 The gradients of several micro-batches are summed in fp32 and averaged over the good ones,
 
@@ -82,13 +82,13 @@ class Gradients:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
         for views in (self.values, self.half, self.wide):
             views.clear()  # Or they would keep the popped gradients' memory.
-        popped, widened = [], []
-        for master in masters:
-            gradient = self.by_master.pop(master)
-            if gradient.dtype in HALF:
-                gradient = gradient.float()
-                widened.append(gradient)
-            popped.append(gradient)
+        popped = [self.by_master.pop(master) for master in masters]
+        half = [gradient for gradient in popped if gradient.dtype in HALF]
+        widened = [torch.empty_like(gradient, dtype=torch.float32) for gradient in half]
+        if half:
+            torch._foreach_copy_(widened, half)
+            fp32 = iter(widened)
+            popped = [next(fp32) if grad.dtype in HALF else grad for grad in popped]
         if widened and self.clip_factor is not None:
             # With a scale that is a power of two, unscaling loses no bit.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
@@ -108,7 +108,7 @@ def measure_grads(
     amax: Tensor | None = None,
 ) -> Gradients:
     """Return gradients, by master, with their amax, and unscale fp32 ones in place."""
-    few = sum(map(Tensor.numel, scaled.values())) <= _FEW
+    few = device.type == "cpu" and sum(map(Tensor.numel, scaled.values())) <= _FEW
     by_master = dict[Tensor, Tensor]()
     values, half, wide = list[Tensor](), list[Tensor](), list[Tensor]()
     for master, gradient in scaled.items():
@@ -155,20 +155,19 @@ def _amax(
     half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
 ) -> Tensor:
     """Return the largest magnitude, 0-d float32."""
-    amax: Tensor | None = None
+    parts = []
     for values, divisor in ((half, scale), (wide, 1.0)):
         if not values:
             continue
         if values[0].is_cpu:
             # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends.
-            ends = list(chain.from_iterable(map(torch.aminmax, values)))
+            ends = torch.stack([*chain.from_iterable(map(torch.aminmax, values))]).abs().float()
         else:
-            ends = list(torch._foreach_norm(values, torch.inf))
-        largest = torch.stack(ends).abs().max().float()
-        if isinstance(divisor, Tensor):
-            largest = largest / divisor
-        amax = largest if amax is None else torch.maximum(amax, largest)
-    return torch.zeros((), device=device) if amax is None else amax
+            ends = torch.stack(torch._foreach_norm(values, torch.inf, torch.float32))
+        parts.append(_unscale(ends.max(), divisor))
+    if len(parts) == 2:
+        return torch.maximum(*parts)
+    return parts[0] if parts else torch.zeros((), device=device)
 
 
 def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:

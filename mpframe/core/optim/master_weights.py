@@ -207,14 +207,13 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        skipped = ~(amax < torch.inf)  # inf or nan
         norm = gradients.norm()
         if self.comm.sharding is not None:  # This rank has a part of the gradients.
             norm = self.comm.norm(norm)
         if max_norm is not None:
-            # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
-            skipped = skipped | not_finite(norm)
             gradients.clip(norm, max_norm)
+        # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
+        skipped = not_finite(amax if max_norm is None else torch.maximum(amax, norm))
         if skip_mask is not None:
             skipped = skipped | skip_mask
         verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
