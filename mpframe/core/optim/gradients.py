@@ -82,13 +82,16 @@ class Gradients:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
         for views in (self.values, self.half, self.wide):
             views.clear()  # Or they would keep the popped gradients' memory.
-        popped = [self.by_master.pop(master) for master in masters]
-        half = [gradient for gradient in popped if gradient.dtype in HALF]
-        widened = [torch.empty_like(gradient, dtype=torch.float32) for gradient in half]
+        popped, half, widened = [], [], []
+        for master in masters:
+            gradient = self.by_master.pop(master)
+            if gradient.dtype in HALF:
+                half.append(gradient)
+                gradient = torch.empty_like(gradient, dtype=torch.float32)
+                widened.append(gradient)
+            popped.append(gradient)
         if half:
             torch._foreach_copy_(widened, half)
-            fp32 = iter(widened)
-            popped = [next(fp32) if grad.dtype in HALF else grad for grad in popped]
         if widened and self.clip_factor is not None:
             # With a scale that is a power of two, unscaling loses no bit.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
@@ -164,7 +167,8 @@ def _amax(
             ends = torch.stack([*chain.from_iterable(map(torch.aminmax, values))]).abs().float()
         else:
             ends = torch.stack(torch._foreach_norm(values, torch.inf, torch.float32))
-        parts.append(_unscale(ends.max(), divisor))
+        largest = ends.max()
+        parts.append(largest / divisor if isinstance(divisor, Tensor) else largest)
     if len(parts) == 2:
         return torch.maximum(*parts)
     return parts[0] if parts else torch.zeros((), device=device)

@@ -29,7 +29,6 @@ from mpframe.core.optim.gradients import (
     check_clipping,
     check_takes_sparse,
     measure_grads,
-    not_finite,
 )
 from mpframe.core.optim.masters import Master, Pair, master_class
 from mpframe.core.optim.optimizer import OptimizerWrapper
@@ -213,7 +212,8 @@ class MasterWeights(OptimizerWrapper):
         if max_norm is not None:
             gradients.clip(norm, max_norm)
         # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
-        skipped = not_finite(amax if max_norm is None else torch.maximum(amax, norm))
+        largest = amax if max_norm is None else torch.maximum(amax, norm)
+        skipped = ~(largest < torch.inf)  # inf or nan
         if skip_mask is not None:
             skipped = skipped | skip_mask
         verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
