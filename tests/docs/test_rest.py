@@ -29,3 +29,16 @@ def test_a_part_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     REST["main"].__globals__["parts"] = lambda: [broken]
     assert REST["main"]() == 1
     assert "failed: ['broken']" in capfd.readouterr().out
+
+
+def test_a_part_without_time_is_stopped_and_named(capfd: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        REST["Part"](name, ("-c", "import time; time.sleep(60)"), ("",))
+        for name in ("long", "never begun")
+    ]
+    REST["main"].__globals__["parts"] = lambda: parts
+    REST["main"].__globals__["changed"] = lambda: ["anything"]
+    assert REST["main"]("--within", "0.5") == 0
+    shown = capfd.readouterr().out
+    assert shown.count(", not ended in time") == 2
+    assert "failed: none" in shown
