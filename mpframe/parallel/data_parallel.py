@@ -19,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpframe.core.comm import apply_weight, weigh_
 from mpframe.core.errors import ConfigError
 
-# The last bucket is sent after all computing, and each has its cost. Between two processes on a CPU
-# a third of the model took the least time, within these sizes. On an accelerator torch chooses.
+# The last bucket is sent after all computing. Between two processes on a CPU this size took the
+# least time. On an accelerator torch chooses.
 _BUCKET_MB = 4
-_LEAST_MB = 1
 
 _SPARSE = (
     "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the layer with "
@@ -143,13 +142,11 @@ class DataParallel:
         """
         loss = nn.Identity()
         loss.parameters_ = nn.ParameterList(self._parameters)
-        third = sum(parameter.nbytes for parameter in self._parameters) / 2**20 / 3
-        size = min(max(third, _LEAST_MB), _BUCKET_MB)
         self._ddp = DistributedDataParallel(
             loss,
             process_group=self._alone,
             init_sync=False,
-            bucket_cap_mb=size if device.type == "cpu" else None,
+            bucket_cap_mb=_BUCKET_MB if device.type == "cpu" else None,
             gradient_as_bucket_view=True,
         )
         # A proxy, because the garbage collector cannot look into DDP.
