@@ -17,6 +17,7 @@ from in_process import command
 
 from mpframe import checkpoint
 from mpframe.cli.commands.doctor import main as doctor
+from mpframe.config import redaction
 from mpframe.config.command_line import jobs, prepare
 from mpframe.core.errors import ConfigError
 
@@ -186,8 +187,9 @@ def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
     ],
 )
 def test_what_a_file_takes_from_the_environment_is_told_nowhere(
-    line: str, words: list[str], folder: Path, capsys: Shown
+    line: str, words: list[str], folder: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(redaction, "_referred", set())  # As a new program: nothing is known yet.
     (folder / "experiment").mkdir()
     (folder / "experiment" / "own.yaml").write_text(f"# @package _global_\n{line}\n")
     command("--config-dir=.", "experiment=own", *SHORT[:2], *words)
