@@ -180,6 +180,7 @@ def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("seed: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
         ("device: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
         ("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"]),
         ("seed: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve", "-p", "seed"]),
@@ -187,7 +188,7 @@ def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
     ],
 )
 def test_what_a_file_takes_from_the_environment_is_told_nowhere(
-    line: str, words: list[str], folder: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+    line: str, words: list[str], folder: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(redaction, "_referred", set())  # As a new program: nothing is known yet.
     (folder / "experiment").mkdir()
