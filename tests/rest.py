@@ -120,7 +120,7 @@ def main(*arguments: str) -> int:
     if options.within is not None:
         chosen = due(chosen, changed(), datetime.date.today().toordinal())
     failed, began = [], time.monotonic()
-    end = began + (options.within or float("inf"))
+    end = began + (float("inf") if options.within is None else options.within)
     for part in chosen:
         print(f"+ {part.name}", flush=True)
         since = time.monotonic()

@@ -7,8 +7,9 @@ python tests/mutants/run.py --control       their tests without any fault: they 
 
 Each mutant is put into a copy of the repository in a temporary folder; the checkout is not touched.
 There are MUTANT_WORKERS such copies (2 if it is not set), and as many mutants are tried at a time.
-Exit code 1 where a mutant survives, or where its line is no longer there. A test that fails without
-the fault proves nothing: --control, which takes a name as well, finds such tests.
+Exit code 1 where a mutant survives, or where its line is no longer there. A mutant all of whose
+tests skip, for want of a library or a device, is `skipped`: nothing was tried. A test that fails
+without the fault proves nothing: --control, which takes a name as well, finds such tests.
 """
 
 import multiprocessing
@@ -31,6 +32,7 @@ SERVER.set_forkserver_preload(
     ["pytest", "torch.testing", "torch._dynamo", "torchvision", "omegaconf"]
 )
 CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
+SKIPPED = 71  # every test: pytest's own code for it is 0, as if all had passed
 COPIED = (
     *("mpframe", "conf", "docs", "scripts", "tests"),
     *("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
@@ -68,7 +70,8 @@ def load(wanted: str, part: str = "*") -> list[Mutant]:
 
 def control(tests: str, copy: Path) -> str:
     """`passed`, or what is wrong with tests that meet no fault."""
-    return {0: "passed", 1: "FAILED"}.get(code := run_tests(tests, copy), f"broken: {code}")
+    words = {0: "passed", 1: "FAILED", SKIPPED: "skipped"}
+    return words.get(code := run_tests(tests, copy), f"broken: {code}")
 
 
 def verdict(mutant: Mutant, copy: Path) -> str:
@@ -78,15 +81,14 @@ def verdict(mutant: Mutant, copy: Path) -> str:
         return f"stale: its line stands {original.count(mutant.find)} times in {mutant.file}"
     file.write_text(original.replace(mutant.find, mutant.replace))
     try:
-        return {0: "SURVIVED", 1: "killed"}.get(
-            code := run_tests(mutant.tests, copy), f"broken: {code}"
-        )
+        words = {0: "SURVIVED", 1: "killed", SKIPPED: "skipped"}
+        return words.get(code := run_tests(mutant.tests, copy), f"broken: {code}")
     finally:
         file.write_text(original)
 
 
 def run_tests(tests: str, copy: Path) -> int:
-    """The exit code of pytest: 0 all passed, 1 some failed, others are errors of the call."""
+    """The exit code of pytest: 0 all passed, 1 some failed, SKIPPED, others are errors."""
     paths, _, words = tests.partition(" -k ")
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
     arguments += ["-k", words] if words else []
@@ -96,6 +98,21 @@ def run_tests(tests: str, copy: Path) -> int:
     return CRASHED if tried.exitcode is None else tried.exitcode
 
 
+class Outcomes:
+    """A plugin of pytest: what has become of the tests' own bodies and set-ups."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.seen.add(report.outcome)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.outcome != "passed":
+            self.seen.add(report.outcome)
+
+
 def _pytest(arguments: list[str], copy: Path) -> None:
     """Run pytest in a process of its own; its exit code is that of pytest."""
     code = CRASHED
@@ -103,7 +120,9 @@ def _pytest(arguments: list[str], copy: Path) -> None:
         _enter(copy)
         import pytest
 
-        code = int(pytest.main(arguments))
+        outcomes = Outcomes()
+        code = int(pytest.main(arguments, plugins=[outcomes]))
+        code = SKIPPED if code == 0 and outcomes.seen == {"skipped"} else code
     finally:
         sys.exit(code)
 
@@ -166,9 +185,9 @@ def report(cases: Sequence[tuple[str, Any]], judge: Callable[[Any, Path], str], 
         for (name, _), own in zip(cases, said, strict=True):
             verdicts.append(own)
             print(f"{own:10} {name}", flush=True)
-    count = verdicts.count(good)
-    print(f"{count} of {len(cases)} {good}")
-    return 0 if cases and count == len(cases) else 1
+    count, skipped = verdicts.count(good), verdicts.count("skipped")
+    print(f"{count} of {len(cases)} {good}" + (f", {skipped} skipped" if skipped else ""))
+    return 0 if cases and count + skipped == len(cases) else 1
 
 
 if __name__ == "__main__":
