@@ -20,7 +20,7 @@ from mpframe.training.plan import Plan
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:
     """Each parameter is updated by itself, and no half gradient becomes fp32 before that."""
-    patch.setattr(master_weights, "_SIZE_ON_CPU", 1)
+    patch.setattr(gradients, "_SIZE_ON_CPU", 1)
     patch.setattr(gradients, "_FEW", -1)
 
 

@@ -13,7 +13,7 @@ from mpframe import MasterWeights, Precision, Static, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.core.optim import gradients, master_weights
+from mpframe.core.optim import gradients
 from mpframe.run.target import make
 from mpframe.training.callbacks.step_hooks import LARC, Penalty, StepHook
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
@@ -241,7 +241,7 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
 ) -> None:
     """2^-20 is nothing beside a half weight or its gradient; the clipping comes before it."""
     monkeypatch.setattr(gradients, "_FEW", few)
-    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 1)
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
     hooked(penalty(2.0**-20, ["*.bias"]), run)
     before = {name: value.clone() for name, value in run.weights().items()}

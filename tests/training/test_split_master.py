@@ -10,7 +10,7 @@ from vocabulary import same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Precision
 from mpframe.core.errors import ConfigError
-from mpframe.core.optim import master_weights
+from mpframe.core.optim import gradients, master_weights
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.optimizers.split_master import SplitMaster
@@ -91,7 +91,7 @@ def test_masters_and_state_are_those_of_whole_masters(
     number: int, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, through a skipped step, with one bucket or with several."""
-    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", (5, 10**9)[number % 2])
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", (5, 10**9)[number % 2])
     runs = []
     for kind in (True, SplitMaster):
         params, optimizer = wrapped(kind, cls)
@@ -108,7 +108,7 @@ def test_masters_and_state_are_those_of_whole_masters(
 def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 12)
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 12)
     params, optimizer = wrapped(SplitMaster)
     stepped = [optimizer.optimizer_param(p) for p in params]
     with_memory = []

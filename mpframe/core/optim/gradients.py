@@ -18,7 +18,7 @@ it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the devi
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,6 +33,9 @@ from mpframe.core.ranges import POSITIVE, require
 from mpframe.core.tree import HALF
 
 _FEW = 2**20  # values: 4 MB in fp32
+# values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
+_SIZE_ON_CPU = 2**22
+_SIZE = 2**26
 
 
 @dataclass(slots=True, eq=False)
@@ -198,11 +201,6 @@ class Accumulator:
         if self._only is not None:
             self._sum(self._only)
             self._only = None
-        if len(self._counts) == 1:  # Only now: without a second, a bad first one skips the step.
-            bad = self._counts[0] == 0
-            for gradient in self._sums.values():
-                _zero_if(bad, gradient)
-            self._unit = torch.where(self._unit > 0, self._unit, 1.0)
         self._sum(gradients)
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
@@ -217,7 +215,7 @@ class Accumulator:
                 only.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
             return only
         if self._only is not None:
-            self._sum(self._only)
+            self._keep(self._only)
         unit, count = self._unit, torch.stack(self._counts).sum()
         if comm.size > 1 and comm.sharding is None:  # Shards were summed in the backward pass.
             unit, count = comm.mean(torch.stack([unit, count])).unbind()
@@ -232,21 +230,40 @@ class Accumulator:
         mean.scaler_amax = amaxes.max()
         return mean
 
-    def _sum(self, gradients: Gradients) -> None:
+    def _note(self, gradients: Gradients) -> Tensor:
+        """Note a micro-batch's amax and what it counts; return its count, 0-d float64."""
         count = as_count(gradients.count, gradients.amax.device)
-        added = torch.where(not_finite(gradients.amax), 0.0, count)
-        if not self._amaxes:
-            self._unit = count
-        weight = (count / self._unit).float()
-        bad = added == 0
-        for master in list(gradients.by_master):
-            (gradient,) = gradients.pop_fp32([master])
-            if self._amaxes:
-                _zero_if(bad, gradient)
-                gradient = _plus(self._sums.get(master), gradient, weight)
-            self._sums[master] = gradient
         self._amaxes.append(gradients.amax)
-        self._counts.append(added)
+        self._counts.append(torch.where(not_finite(gradients.amax), 0.0, count))
+        return count
+
+    def _keep(self, gradients: Gradients) -> None:
+        """Take a rank's only micro-batch as it is. Its amax is that of all ranks."""
+        masters = list(gradients.by_master)
+        self._unit = self._note(gradients)
+        self._sums = dict(zip(masters, gradients.pop_fp32(masters), strict=True))
+
+    def _sum(self, gradients: Gradients) -> None:
+        """Add one of several micro-batches, times its count, or nothing if it is bad."""
+        count = self._note(gradients)
+        if len(self._counts) == 1:
+            self._unit = torch.where(count > 0, count, 1.0)
+        weight, bad = (count / self._unit).float(), self._counts[-1] == 0
+        for masters in in_chunks(list(gradients.by_master)):
+            fresh, added = [], defaultdict(list)
+            for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
+                if gradient.is_sparse:
+                    gradient._values().masked_fill_(bad, 0.0)
+                    kept, gradient = self._sums.get(master), gradient * weight
+                    self._sums[master] = gradient if kept is None else kept + gradient
+                    continue
+                if master not in self._sums:
+                    fresh.append(self._sums.setdefault(master, torch.empty_like(gradient)))
+                added[gradient.dtype].append((self._sums[master], gradient))
+            if fresh:
+                torch._foreach_zero_(fresh)
+            for pairs in added.values():
+                _add_unless(bad, pairs, weight)
 
     def _sum_over(self, comm: Comm, masters: list[Tensor], weight: Tensor) -> None:
         """Add the sums of all ranks, with zeros for parameters that only other ranks used."""
@@ -267,18 +284,43 @@ class Accumulator:
         comm.sum_(sums)
 
 
-def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return kept + gradient * weight, or only the product if nothing is kept."""
-    if kept is None:
-        return gradient * weight
-    if gradient.is_sparse:
-        return kept + gradient * weight
-    return torch.addcmul(kept, gradient, weight)  # One pass over the memory, not two.
+def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Tensor) -> None:
+    """Add weight * gradient to each sum in place, unless `bad`, in one kernel for all.
+
+    Only torch's fused optimizers skip on the device: this is a step of SGD, upwards.
+    """
+    sums, gradients = [], []
+    for kept, gradient in pairs:
+        if gradient.stride() != kept.stride():  # The kernel takes both as they lie in memory.
+            gradient = torch.empty_like(kept).copy_(gradient)
+        sums.append(kept)
+        gradients.append(gradient)
+    torch._fused_sgd_(
+        sums,
+        gradients,
+        [],
+        lr=weight,
+        maximize=True,
+        found_inf=bad.float(),
+        weight_decay=0.0,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        is_first_step=False,
+    )
 
 
-def _zero_if(bad: Tensor, gradient: Tensor) -> None:
-    """Zero a gradient in place if `bad`, 0-d."""
-    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
+def in_chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut tensors, in their order, into lists that do not have too many values."""
+    chunk: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if chunk and filled + tensor.numel() > (_SIZE_ON_CPU if tensor.is_cpu else _SIZE):
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(tensor)
+        filled += tensor.numel()
+    yield chunk
 
 
 def check_takes_sparse(optimizer: Optimizer, master: Tensor) -> None:

@@ -10,7 +10,7 @@ update goes over a bucket of parameters at a time, so few fp32 gradients exist a
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,7 @@ from mpframe.core.optim.gradients import (
     as_count,
     check_clipping,
     check_takes_sparse,
+    in_chunks,
     measure_grads,
 )
 from mpframe.core.optim.masters import Master, Pair, master_class
@@ -38,10 +39,6 @@ from mpframe.core.tree import HALF, is_async
 
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
-
-# values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
-_SIZE_ON_CPU = 2**22
-_SIZE = 2**26
 
 _BY_PARAMETER = (
     "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
@@ -288,7 +285,7 @@ class MasterWeights(OptimizerWrapper):
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:
             super()._register_groups()
-            self._buckets = _in_buckets(self._masters.items(), self._device)
+            self._buckets = _in_buckets(self._masters)
             self._frozen = frozen_beside(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,18 +339,15 @@ def no_new_gradients() -> ConfigError:
     )
 
 
-def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
-    """Cut the pairs, in their order, into buckets that do not have too many values."""
-    size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
-    buckets: list[dict[type[Master], list[Pair]]] = [{}]
-    filled = 0
-    for weight, master in pairs:
-        if filled and filled + weight.numel() > size:
-            buckets.append({})
-            filled = 0
-        buckets[-1].setdefault(type(master), []).append((weight, master))
-        filled += weight.numel()
-    return [list(bucket.items()) for bucket in buckets]
+def _in_buckets(masters: Mapping[Tensor, Master]) -> list[Bucket]:
+    """Cut the weights, in their order, into buckets that do not have too many values."""
+    buckets = []
+    for weights in in_chunks(masters):
+        bucket: dict[type[Master], list[Pair]] = {}
+        for weight in weights:
+            bucket.setdefault(type(masters[weight]), []).append((weight, masters[weight]))
+        buckets.append(list(bucket.items()))
+    return buckets
 
 
 def _steps_by_parameter(stepped: Optimizer) -> bool:

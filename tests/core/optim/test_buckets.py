@@ -29,7 +29,7 @@ SHAPES = [(3, 4), (4, 4), (5, 3), (2, 2)]
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two weights of `SHAPES` in the last bucket, one in each of the others; none are few."""
-    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 20)
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 20)
     monkeypatch.setattr(gradients, "_FEW", 0)
 
 
@@ -72,7 +72,7 @@ def test_buckets_equal_one_step_bit_for_bit(
     """Also where fp32 weights are among them, and one has no gradient in some of the steps."""
     runs = []
     for size, few in ((20, 0), (10**9, 0), (10**9, 10**9)):
-        monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", size)
+        monkeypatch.setattr(gradients, "_SIZE_ON_CPU", size)
         monkeypatch.setattr(gradients, "_FEW", few)
         params = parameters(HALVES[half], torch.float32, HALVES[half], HALVES[half])
         wrapped = MasterWeights(cls(params, lr=0.05, **({kind: True} if kind else {})))
