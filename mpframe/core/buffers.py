@@ -132,6 +132,11 @@ class Buffers:
         """Return the buffers themselves."""
         return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
 
+    def restore_unless_finite(self, amax: Tensor) -> None:
+        """Put the copies back if the gradients' amax, 0-d, is inf or nan."""
+        if self._homes:
+            self.restore_where(~(amax < torch.inf))
+
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:
         """Put the copies back if `skipped`: a bool, or 0-d on the device.

@@ -28,7 +28,7 @@ class Loss(NamedTuple):
 
 
 MicroBatch = tuple[Sequence[Loss], Tensor]
-"""The losses on a micro-batch, and whether its gradients are finite, 0-d bool."""
+"""The losses on a micro-batch, and the amax of its gradients over all ranks, 0-d."""
 
 
 class Comm:
@@ -80,20 +80,20 @@ class Comm:
 
         Return the mean of each loss over the good micro-batches of all ranks, 0-d.
         """
-        losses, finite = zip(*micro_batches, strict=True)
+        losses, amaxes = zip(*micro_batches, strict=True)
         means = []
         for per_batch in zip(*losses, strict=True):
             single = len(per_batch) == self.size == 1
-            means.append(per_batch[0].value if single else self.mean_loss(per_batch, finite))
+            means.append(per_batch[0].value if single else self.mean_loss(per_batch, amaxes))
         return means
 
-    def mean_loss(self, losses: Sequence[Loss], finite: Sequence[Tensor]) -> Tensor:
+    def mean_loss(self, losses: Sequence[Loss], amaxes: Sequence[Tensor]) -> Tensor:
         """Return the mean of a loss over the samples of all ranks' good micro-batches, 0-d."""
         values = torch.stack([loss.value for loss in losses])
         one = values.new_ones((), dtype=torch.float64)
         counts = torch.stack([(one * loss.samples).detach() for loss in losses])
         if len(losses) > 1:  # A single bad one skips the step anyway.
-            values = torch.where(torch.stack([*finite]), values, torch.nan)
+            values = torch.where(torch.stack([*amaxes]) < torch.inf, values, torch.nan)
             counts = torch.where(values.isnan(), 0.0, counts)
         weights = (counts / counts.max()).float()  # exactly 1 where all are equal
         mean = apply_weight(values, weights).sum() / weights.sum()

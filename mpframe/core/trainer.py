@@ -139,9 +139,9 @@ class StepTrainer:
             losses = []
             for objective in objectives:
                 losses.append(self.forward_backward(objective, batch))
-            finite = self.comm.accumulate(optimizer, losses) < torch.inf
-            buffers.restore_where(~finite)
-            done.append((losses, finite))
+            amax = self.comm.accumulate(optimizer, losses)
+            buffers.restore_unless_finite(amax)
+            done.append((losses, amax))
         return self.comm.reduce(optimizer, done, self._buffers)
 
     def forward_backward(self, part: NamedObjective, batch: Batch) -> Loss:

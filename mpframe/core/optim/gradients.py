@@ -129,10 +129,10 @@ def measure_grads(
             (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
+    if amax is None:
+        amax = _unscale(_amax(half, wide, device), scale)
     if wide and isinstance(scale, Tensor):
         torch._foreach_div_(wide, scale)
-    if amax is None:
-        amax = _amax(half, wide, scale, device)
     return Gradients(by_master, values, half, wide, scale, amax)
 
 
@@ -157,24 +157,19 @@ def not_finite(magnitude: Tensor) -> Tensor:
     return ~(magnitude < torch.inf)
 
 
-def _amax(
-    half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
-) -> Tensor:
+def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tensor:
     """Return the largest magnitude, 0-d float32."""
-    parts = []
-    for values, divisor in ((half, scale), (wide, 1.0)):
-        if not values:
-            continue
+    ends: list[Tensor] = []
+    for values in filter(None, (half, wide)):
         if values[0].is_cpu:
             # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends.
-            ends = torch.stack([*chain.from_iterable(map(torch.aminmax, values))]).abs().float()
+            ends += chain.from_iterable(map(torch.aminmax, values))
         else:
-            ends = torch.stack(torch._foreach_norm(values, torch.inf, torch.float32))
-        largest = ends.max()
-        parts.append(largest / divisor if isinstance(divisor, Tensor) else largest)
-    if len(parts) == 2:
-        return torch.maximum(*parts)
-    return parts[0] if parts else torch.zeros((), device=device)
+            ends += torch._foreach_norm(values, torch.inf, torch.float32)
+    if not ends:
+        return torch.zeros((), device=device)
+    largest: Tensor = torch.linalg.vector_norm(torch.stack(ends), torch.inf)
+    return largest.float()
 
 
 def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
