@@ -19,15 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import training
 from example import Example, NotBuiltError
-from training import (
-    Outcome,
-    overflows_under_autocast,
-    train,
-    train_autocast,
-    train_fp32,
-    train_rounded,
-)
+from training import Outcome
 
 FACTOR = 4.0
 MODES = {
@@ -49,10 +43,9 @@ class Row:
         kind: its class.
         autocast: distance under torch.autocast bfloat16, or why it raised.
         allowed: how far from fp32 a mode may be.
-        modes: by mode the distance, or why it raised; `<mode> recomputed` with the model's own
-            activation checkpointing.
-        failures: what of that must not be; empty where all is well.
-        built: why the model could not be built; empty where it could.
+        modes: by mode, and `<mode> recomputed`, the distance, or why it raised.
+        failures: what of that must not be.
+        built: why the model could not be built.
     """
 
     name: str
@@ -69,11 +62,11 @@ def compare(name: str, example: Example) -> Row:
     """Train `example` in every mode and judge the outcomes."""
     start = time.monotonic()
     row = Row(name, type(example.model).__name__)
-    plain = train_fp32(example)
+    plain = training.train_fp32(example)
     if not (plain.gradients.isfinite().all() and plain.gradients.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
-    row.autocast = _distance_or_error(lambda: train_autocast(example), plain)
-    sizes = [_distance_or_error(lambda: train_rounded(example), plain), row.autocast]
+    row.autocast = _distance_or_error(lambda: training.train_autocast(example), plain)
+    sizes = [_distance_or_error(lambda: training.train_rounded(example), plain), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
     _judge(row, outcomes["fp32"], plain)
@@ -88,10 +81,10 @@ def _try(
 ) -> Outcome | None:
     key = f"{mode} recomputed" if recompute else mode
     try:
-        outcome = train(example, *MODES[mode], recompute=recompute)
+        outcome = training.train(example, *MODES[mode], recompute=recompute)
     except OverflowError as error:
         row.modes[key] = f"{error}, under torch.autocast too"
-        if not overflows_under_autocast(example):
+        if not training.overflows_under_autocast(example):
             row.failures.append(f"{key}: {error}, but not under torch.autocast")
         return None
     except Exception as error:
