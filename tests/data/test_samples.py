@@ -1,16 +1,15 @@
 """Random numbers by key, samples that are held out, and samples kept once they are made."""
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from refusal import refused
 from torch import Tensor
+from vocabulary import differing
 
-from mpframe.core.errors import ConfigError
 from mpframe.core.tree import tensors_in
-from mpframe.data import Task
 from mpframe.data.samples import Generated, _mix64, draw_uniforms, hash_key, hold_out
 from mpframe.workloads.detection import scenes
 from mpframe.workloads.segmentation.data import shapes
@@ -95,11 +94,15 @@ SMALL: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("make", SMALL)
-def test_generated_samples_are_the_same_kept_or_not(make: Any) -> None:
-    tasks: list[Task] = [make(**SMALL[make], cache_bytes=size) for size in (2**20, 0)]
+def test_generated_samples_are_a_function_of_seed_part_and_index_kept_or_not(make: Any) -> None:
+    """A longer part begins with the shorter one."""
+    more = {"train" if "train" in SMALL[make] else "images": 20}
+    kept = make(**SMALL[make], cache_bytes=2**20)
+    fresh = make(**{**SMALL[make], **more}, cache_bytes=0)
     for index in (3, 0, 3):
-        kept, fresh = (list(tensors_in(task.train[index])) for task in tasks)
-        assert len(kept) >= 2
-        assert all(map(torch.equal, kept, fresh))
-    text = refused(ConfigError, make, cache_bytes=-1)
-    assert text.startswith("dataset.cache_bytes=-1: must be a whole number >= 0")
+        assert not differing(kept.train[index], fresh.train[index])
+    firsts = [next(tensors_in(part[0])) for part in (kept.train, kept.val, kept.test)]
+    if "train" in more:
+        firsts.append(next(tensors_in(make(**SMALL[make], data_seed=1).train[0])))
+    assert all(a.shape != b.shape or not torch.equal(a, b) for a, b in combinations(firsts, 2))
+    assert [len(part) for part in (kept.train, kept.val, kept.test)] == [10, 1, 1]

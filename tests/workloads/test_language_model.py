@@ -209,6 +209,3 @@ def test_shorter_windows_are_taken_and_longer_ones_refused() -> None:
     assert made()(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
     text = refused(DataError, made(), torch.zeros(1, 9, dtype=torch.int64))
     assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")
-    text = refused(ConfigError, made, heads=3)
-    assert text == "model.width=16: must be a multiple of model.heads=3"
-    assert refused(ConfigError, made, depth=0) == "model.depth=0: must be a whole number >= 1"
