@@ -1,15 +1,22 @@
-"""The small SSD and the objective of detectors: matching by hand, losses, formats, evaluation."""
+"""The small SSD, torchvision's detectors and their objective: matching, losses, formats."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from refusal import refused
 from torch import Tensor, nn
+from torchvision import ops
+from torchvision.models.detection import FasterRCNN, MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.config.locations import CONF
+from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
 from mpframe.workloads.detection import (
     SSD,
@@ -22,25 +29,32 @@ from mpframe.workloads.detection import (
     match,
 )
 
-MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
-DEFAULTS = torch.tensor(
-    [[10.0, 10.0, 20.0, 20.0], [30.0, 10.0, 20.0, 20.0], [50.0, 50.0, 8.0, 8.0]]
-)
+DEFAULTS = torch.tensor([[10.0, 10, 20, 20], [30, 10, 20, 20], [50, 50, 8, 8]])
 
 
 def batch(size: int = 2) -> Any:
     random = torch.Generator().manual_seed(0)
     images = [torch.rand(3, 64, 64, generator=random) for _ in range(size)]
-    boxes = torch.tensor([[4.0, 4.0, 24.0, 20.0], [30.0, 30.0, 62.0, 60.0]])
-    return images, [{"boxes": boxes, "labels": torch.tensor([1, 3])} for _ in images]
+    boxes = torch.tensor([[4.0, 4, 24, 20], [30, 30, 62, 60]])
+    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    masks[:, 8:32, 8:32] = 1
+    return images, [{"boxes": boxes, "labels": torch.tensor([1, 3]), "masks": masks}] * size
 
 
-def network() -> nn.Module:
+def network(kind: str) -> nn.Module:
+    """A detector of 64 x 64 pixels and four classes; torchvision's over two convolutions."""
     torch.manual_seed(0)
-    return SSD(classes=4, image_size=64, width=4)
-
-
-# The parts
+    if kind == "ssd":
+        return SSD(classes=4, image_size=64, width=4)
+    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()
+    backbone: Any = nn.Sequential(*layers)
+    backbone.out_channels = 8
+    own = {"mask_roi_pool": ops.MultiScaleRoIAlign(["0"], 4, 2)} if kind == "maskrcnn" else {}
+    return (MaskRCNN if own else FasterRCNN)(
+        backbone, rpn_anchor_generator=AnchorGenerator(((8, 16),), ((1.0,),)), min_size=64,
+        box_roi_pool=ops.MultiScaleRoIAlign(["0"], 4, 2), max_size=64, num_classes=4,
+        rpn_post_nms_top_n_train=20, **own,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("side", [64, 300])
@@ -63,9 +77,7 @@ def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
-    places = torch.tensor(
-        [[10.0, 10.0, 20.0, 20.0], [10.0, 8.0, 20.0, 16.0], [10.0, 4.0, 20.0, 8.0]]
-    )
+    places = torch.tensor([[10.0, 10, 20, 20], [10, 8, 20, 16], [10, 4, 20, 8]])
     labels, _ = match(places, torch.tensor([[0.0, 0.0, 20.0, 20.0]]), torch.tensor([3]))
     assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
 
@@ -107,35 +119,49 @@ def test_the_losses_by_hand() -> None:
     assert found["classification"].item() == pytest.approx(entropy.item(), rel=16 * 2.0**-24)
 
 
-def test_sizes_out_of_range() -> None:
-    for name, value in {"classes": 0, "image_size": 0, "width": 0.5}.items():
-        with pytest.raises(ConfigError, match=f"model.{name}={value}: must be a whole number >= 1"):
-            SSD(**{"classes": 4, "image_size": 64, name: value})
-
-
-# The objective
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_a_step_and_an_evaluation_in_every_mode(mode: str, half: str) -> None:
-    precision = Precision(mode, half)
-    model = network()
+@pytest.mark.parametrize(
+    ("kind", "mode", "half"),
+    [
+        ("ssd", "fp32", "float16"),
+        ("ssd", "mixed", "float16"),
+        ("ssd", "amp", "bfloat16"),
+        ("fasterrcnn", "amp", "float16"),
+        ("maskrcnn", "mixed", "bfloat16"),
+    ],
+)
+def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str) -> None:
+    precision, model = Precision(mode, half), network(kind)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    convolved: list[torch.dtype] = []
-    for head in model.heads:
-        head.register_forward_hook(lambda _, __, gave: convolved.append(gave.dtype))
+    convolved: set[torch.dtype] = set()
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda _, __, gave: convolved.add(gave.dtype))
     with Kernels() as kernels, precision.cast():
         output = compute(detection, model, batch())
     output.loss.backward()
-    result = optimizer.step()
     assert output.count == 2
+    assert all(weight.grad is not None for weight in model.parameters())
+    result = optimizer.step()
     assert result is None or not result.skipped
     given = {kernel.name: kernel.given for kernel in kernels.ran}
     assert given["smooth_l1_loss"] == given["_log_softmax"] == {torch.float32}
-    assert set(convolved) == {torch.float32 if mode == "fp32" else HALVES[half]}
+    assert convolved == {torch.float32 if mode == "fp32" else HALVES[half]}
     with torch.no_grad(), precision.cast():
-        found = compute(detection, model.eval(), batch()).outputs
-    assert all(own["boxes"].dtype == own["scores"].dtype == torch.float32 for own in found)
+        first, second = (compute(detection, model.eval(), batch()) for _ in range(2))
+    assert torch.equal(first.loss, second.loss)
+    for found in first.outputs:
+        assert found["boxes"].dtype == found["scores"].dtype == torch.float32
+        assert found["boxes"].shape == (*found["labels"].shape, 4)
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn", "fcos", "ssdlite"])
+def test_torchvisions_detectors_are_chosen_by_name(name: str) -> None:
+    facts = {"dataset": {"classes": 4, "image_size": 64}}
+    options = {"model": OmegaConf.load(CONF / "model" / f"{name}.yaml"), **facts}
+    model = OmegaConf.create(options).model
+    assert model.weights is model.weights_backbone is None
+    with torch.device("meta"):  # Their weights would take seconds to draw.
+        assert isinstance(instantiate(model), nn.Module)
 
 
 class Detector(nn.Module):
@@ -150,14 +176,12 @@ class Detector(nn.Module):
 
     def forward(self, images: list[Tensor], targets: Any = None) -> Any:
         outputs = self.inner(self.drop(self.norm(torch.stack(images))))
-        self.spy[0].append(
-            (self.training, self.inner.training, self.norm.training, self.drop.training)
-        )
+        parts = (self, self.inner, self.norm, self.drop)
+        self.spy[0].append(tuple(part.training for part in parts))
         if self.training:
             return {"a": outputs.mean(), "b": outputs.square().mean() + torch.rand(())}
-        return [
-            {"boxes": torch.ones(1, 4), "scores": torch.ones(1), "labels": torch.ones(1)}
-        ] * len(images)
+        ones = torch.ones(1)
+        return [{"boxes": torch.ones(1, 4), "scores": ones, "labels": ones}] * len(images)
 
 
 def test_an_evaluation_measures_losses_and_boxes_and_changes_nothing() -> None:
@@ -191,21 +215,11 @@ class Silent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "given", "text"),
     [
-        (
-            nn.Conv2d(3, 4, 1),
-            torch.ones(2, 3),
-            "objective: detection takes batches of (images, targets), and the dataset gave float32 "
-            "[2, 3]; let its collate make such pairs",
-        ),
+        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
+         "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
         (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
-        (
-            Silent(),
-            batch(),
-            "model: Silent gave a list of float32 [3, 64, 64], float32 [3, 64, 64] ",
-        ),
+        (Silent(), batch(), "model: Silent gave a list of float32 [3, 64, 64], float32 [3, 64, 6"),
     ],
-)
+)  # fmt: skip
 def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
-    with pytest.raises(UserCodeError) as caught:
-        compute(detection, model, given)
-    assert str(caught.value).startswith(text)
+    assert refused(UserCodeError, compute, detection, model, given).startswith(text)

@@ -1,6 +1,7 @@
 """The precision ladder's rungs, and fine-tuning from a backbone that another run has trained."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return dict(checkpoint.load(folder)["trainer"]["weights"])
 
 
+def built(*words: str) -> Any:
+    config = check_config(without_hydra(compose_named(list(words))[1]))
+    return build_trainer(config, build_task(config), batches=4)
+
+
 def test_the_command_runs_every_rung() -> None:
     for name in ("ladder", "ladder_digits"):
         _, composed = compose_named([f"experiment={name}"])
@@ -34,21 +40,19 @@ def test_the_command_runs_every_rung() -> None:
 @pytest.mark.parametrize(
     ("rung", "conv", "norm", "masters"),
     [
-        ("fp32", "float32", "float32", False),
-        ("half", "float16", "float16", False),
-        ("fp32_norms", "float16", "float32", False),
-        ("masters", "float16", "float32", True),
+        ("fp32", torch.float32, torch.float32, False),
+        ("half", torch.float16, torch.float16, False),
+        ("fp32_norms", torch.float16, torch.float32, False),
+        ("masters", torch.float16, torch.float32, True),
     ],
 )
-def test_each_rung_stores_what_it_says(rung: str, conv: str, norm: str, masters: bool) -> None:
-    words = ["experiment=ladder_digits", "model.width=4", f"rung={rung}"]
-    config = check_config(without_hydra(compose_named(words)[1]))
-    trainer = build_trainer(config, build_task(config), batches=4)
+def test_each_rung_stores_what_it_says(rung: str, conv: Any, norm: Any, masters: bool) -> None:
+    trainer = built("experiment=ladder_digits", "model.width=4", f"rung={rung}")
     stored = dict(trainer.model.named_parameters())
-    assert str(stored["layer1.0.conv1.weight"].dtype) == f"torch.{conv}"
-    assert str(stored["layer1.0.bn1.weight"].dtype) == f"torch.{norm}"
+    assert stored["layer1.0.conv1.weight"].dtype == conv
+    assert stored["layer1.0.bn1.weight"].dtype == norm
     kept = trainer.state_dict()["weights"]["layer1.0.conv1.weight"]  # A master, if there is one.
-    assert (conv == "float16" and kept.dtype == torch.float32) == masters
+    assert (conv == torch.float16 and kept.dtype == torch.float32) == masters
 
 
 TUNING = [
@@ -69,8 +73,7 @@ def test_the_body_waits_for_the_head(start_run: StartRun, tiny_data: Path, tmp_p
     body = [name for name in trained if not name.startswith("fc")]
     assert all(torch.equal(first[name], before[name]) for name in body)
     assert not any(torch.equal(last[name], first[name]) for name in trained)
-    config = check_config(without_hydra(compose_named(TUNING)[1]))
-    model = build_trainer(config, build_task(config), batches=4).model
+    model = built(*TUNING).model
     stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters()}
     assert stored["fc.weight"] == "float32"
     assert stored["layer1.0.conv1.weight"] == stored["conv1.weight"] == "bfloat16"

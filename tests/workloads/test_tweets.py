@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from refusal import refused
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
-from mpframe.workloads.text.tweets import (
-    WordJaccard,
-    best_spans,
-    jaccard,
-    read_tweets,
-    tweet_spans,
-)
+from mpframe.workloads.text.tweets import WordJaccard, best_spans, jaccard, read_tweets, tweet_spans
 
 HEAD = ["textID", "text", "selected_text", "sentiment"]
 
@@ -42,25 +37,26 @@ def test_rows_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "1 of 3 rows have no text and are left out" in caplog.text
 
 
-def test_tables_that_are_wrong_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.csv"
-    fine = ("good day", "good", "positive")
-    cases: list[tuple[list[tuple[str, str, str]], str]] = [
-        ([fine, ("a b", "c", "neutral")], "row 2: its selected_text is missing or not in its text"),
-        ([("a b", " ", "neutral")], "row 1: its selected_text is missing"),
-        ([("a b", "b", "")], "row 1: its sentiment is missing"),
-        ([(" ", "", "neutral")], "has no row with a text"),
-    ]
-    for rows, message in cases:
-        with pytest.raises(DataError, match=rf"^{path}.*{message}"):
-            read_tweets(table(path, *rows))
-    with pytest.raises(DataError, match=r"has no column sentiment; needed are textID, text, sel"):
-        read_tweets(table(path, head=HEAD[:3]))
-    with pytest.raises(DataError, match=r"^dataset.root=.*none: cannot be read \(No such file"):
-        read_tweets(tmp_path / "none")
-
-
-# Samples and batches
+@pytest.mark.parametrize(
+    ("row", "head", "text"),
+    [
+        (("a b", "c", "neutral"), HEAD, "row 2: its selected_text is missing or not in its text"),
+        (("a b", " ", "neutral"), HEAD, "row 2: its selected_text is missing"),
+        (("a b", "b", ""), HEAD, "row 2: its sentiment is missing"),
+        (
+            ("", "", ""),
+            ["textID", "text"],
+            "has no column selected_text; needed are textID, text, ",
+        ),
+    ],
+)
+def test_tables_that_are_wrong_are_refused(tmp_path: Path, row: Any, head: Any, text: str) -> None:
+    path = table(tmp_path / "train.csv", ("good day", "good", "positive"), row, head=head)
+    assert text in refused(DataError, read_tweets, path)
+    empty = table(tmp_path / "empty.csv", (" ", "", "neutral"))
+    assert "has no row with a text" in refused(DataError, read_tweets, empty)
+    none = refused(DataError, read_tweets, tmp_path / "none")
+    assert none.startswith(f"dataset.root={tmp_path}/none: cannot be read (No such file")
 
 
 @pytest.fixture(scope="module")
@@ -100,32 +96,24 @@ def test_a_batch_is_arguments_and_what_the_metric_needs(task: Any) -> None:
     assert [len(part) for part in (task.train, task.val, task.test)] == [2400, 300, 300]
 
 
-def test_answers_of_odd_signs(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
+def test_answers_of_odd_signs(task: Any, tmp_path: Path) -> None:
     rows = [("hm \u0007 yes", "\u0007", "neutral"), ("nice!!", "ice!", "positive")] * 5
-    path = table(tmp_path / "train.csv", *rows)
-    task: Any = tweet_spans(str(path), vocab_size=60)
-    answers = {
-        (sample["text"], tuple(sample["offsets"][[
-            sample["arguments"]["start_positions"], sample["arguments"]["end_positions"]
-        ]][[0, 1], [0, 1]].tolist()))
-        for sample in task.train
-    }  # fmt: skip
+    own = tweet_spans(str(table(tmp_path / "train.csv", *rows)), vocab_size=60)
+    answers = set()
+    for sample in own.train:
+        first, last = (sample["arguments"][f"{end}_positions"] for end in ("start", "end"))
+        offsets = sample["offsets"]
+        answers.add((sample["text"], int(offsets[first, 0]), int(offsets[last, 1])))
     # A sign that the tokenizer drops is no token, and all of the text takes its place; a part of a
     # word is its whole tokens.
-    assert answers == {("hm \u0007 yes", (0, 8)), ("nice!!", (0, 5))}
-
-
-def test_texts_that_are_too_long_or_empty_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
-    with pytest.raises(ConfigError, match=r"^dataset.max_tokens=10: a text has more tokens \('"):
-        tweet_spans(vocab_size=512, max_tokens=10)
-    rows = [("fine", "fine", "neutral"), ("\u0007", "\u0007", "neutral")] * 5
-    with pytest.raises(DataError, match=r"^dataset: '\\x07' has no token; remove the row"):
-        tweet_spans(str(table(tmp_path / "train.csv", *rows)), vocab_size=60)
-
-
-# Words in common
+    assert answers == {("hm \u0007 yes", 0, 8), ("nice!!", 0, 5)}
+    text = refused(ConfigError, tweet_spans, vocab_size=512, max_tokens=10)
+    assert text.startswith("dataset.max_tokens=10: a text has more tokens ('")
+    empty = table(
+        tmp_path / "train.csv", *[("fine", "fine", "neutral"), ("\u0007",) * 2 + ("bad",)] * 5
+    )
+    text = refused(DataError, tweet_spans, str(empty), vocab_size=60)
+    assert text.startswith("dataset: '\\x07' has no token; remove the row")
 
 
 @pytest.mark.parametrize(
