@@ -188,14 +188,3 @@ def test_where_the_digits_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
         "dataset: no scikit-learn with datasets/data/digits.csv.gz, which holds the digits; "
         "pip install scikit-learn"
     )
-
-
-def test_the_loss_and_the_metric_of_classes(task: Any) -> None:
-    logits, targets = torch.zeros(2, 2), torch.tensor([0, 1])
-    # Two equal logits: -log(1/2), to the last float32 place.
-    loss = task.objective(torch.nn.Identity(), (logits, targets)).loss
-    assert loss.item() == pytest.approx(math.log(2), rel=2.0**-23)
-    metrics = task.metric(), task.metric()  # A fresh one each time.
-    metrics[0].update(logits, targets)
-    assert metrics[0].compute() == 0.5
-    assert metrics[1].compute().isnan()

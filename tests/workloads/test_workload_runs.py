@@ -25,20 +25,19 @@ STEPS = [
     "device=cpu", "dataset.batch_size=8", "trainer.max_steps=3", "trainer.epochs=9",
     "trainer.checkpoint_every=2", "trainer.keep_last=9", "trainer.log_every=1",
 ]  # fmt: skip
-OWN = {
-    "bikes": "model.hidden=[8] trainer.eval_every=3",
-    "photographs_unet_small": "dataset.crops_per_image=24",
-    "gpt_small": "model.width=16",
-    "bert_classifier_small": "dataset.max_tokens=16 dataset.pad_to=16 model.config.hidden_size=16",
-    "bert_spans_small": "dataset.max_tokens=40 dataset.pad_to=40 model.config.hidden_size=16",
-    "speech_lstm_small": "model.hidden=16 dataset.train=16",
-    "detection_ssd_small": "",
-}
-METRIC = dict(
-    zip(OWN, ("rmspe", "dice", "bits_per_byte", "accuracy", "word_jaccard"), strict=False),
-    speech_lstm_small="label_error_rate",
-    detection_ssd_small="map_50",
-)
+OWN = {  # by experiment: its metric and what makes it smaller
+    "bikes": ("rmspe", "model.hidden=[8] trainer.eval_every=3"),
+    "photographs_unet_small": ("dice", "dataset.crops_per_image=24"),
+    "gpt_small": ("bits_per_byte", "model.width=16"),
+    "bert_classifier_small": (
+        "accuracy", "dataset.max_tokens=16 dataset.pad_to=16 model.config.hidden_size=16",
+    ),
+    "bert_spans_small": (
+        "word_jaccard", "dataset.max_tokens=40 dataset.pad_to=40 model.config.hidden_size=16",
+    ),
+    "speech_lstm_small": ("label_error_rate", "model.hidden=16 dataset.train=16"),
+    "detection_ssd_small": ("map_50", ""),
+}  # fmt: skip
 
 
 class Trained:
@@ -46,7 +45,7 @@ class Trained:
 
     def __init__(self, name: str, data: Path, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.options = [*tiny(name, data), *STEPS, *OWN[name].split(), "dtype=mixed"]
+        self.options = [*tiny(name, data), *STEPS, *OWN[name][1].split(), "dtype=mixed"]
         if name == "bert_spans_small":
             self.options.append(f"dataset.root={data}/tweets.csv")
         train(folder, *self.options)
@@ -81,9 +80,9 @@ def test_a_resumed_run_equals_the_undisturbed_one_and_its_evaluation(
     assert_same_run(run.folder, resumed)
     summary = Summary.read(run.folder)
     measured = evaluate(run.folder, [], split="val" if summary.test_metric is None else "test")
-    assert summary.metric == METRIC[run.name]
+    assert summary.metric == OWN[run.name][0]
     own = summary.best if summary.test_metric is None else summary.test_metric
-    assert measured.evaluation.metrics[METRIC[run.name]] == own
+    assert measured.evaluation.metrics[summary.metric] == own
 
 
 def predicted(run: Trained, out: Path, *words: str) -> list[dict[str, str]]:
@@ -103,19 +102,14 @@ def test_a_prediction_is_in_the_targets_unit(run: Trained, tmp_path: Path) -> No
     assert rmspe.item() == pytest.approx(measured, rel=1e-6)  # outputs are written as float32
 
 
-COLUMNS = {
-    "photographs_unet_small": "output_0_0_0",  # a logit of each class and pixel
-    "bert_classifier_small": "class_name",
-    "bert_spans_small": "start_logits_39",
-}
-
-
 @of("photographs_unet_small", "bert_classifier_small", slow=("bert_spans_small",))
 def test_training_samples_are_predicted_in_tiles_and_whole(run: Trained, tmp_path: Path) -> None:
     rows = predicted(run, tmp_path / "out.csv", "split=train")
-    assert COLUMNS[run.name] in rows[0]
     if run.name == "photographs_unet_small":
         assert len(rows) == 3 * 4  # A photograph of 40 x 64 in 16 x 16.
+        assert "output_0_0_0" in rows[0]  # a logit of each class and pixel
+    else:
+        assert {"class_name", "start_logits_39"} & set(rows[0])
 
 
 @of("gpt_small", "bert_classifier_small", slow=("bikes", "photographs_unet_small"))
@@ -127,18 +121,17 @@ def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
     if run.name == "bikes":
         zeros: Any = {"categorical": torch.ones(3, 7).long(), "continuous": torch.zeros(3, 5)}
         assert graph(**zeros).shape == (3, 1)
-        return
-    if run.name == "photographs_unet_small":
+    elif run.name == "photographs_unet_small":
         assert graph(torch.zeros(3, 1, 16, 16)).shape[2:] == (16, 16)
-        return
-    if run.name != "gpt_small":
-        vocab = (run.folder / "vocab.txt").read_text()
-        assert told["preprocessing"]["vocab"] == vocab.rstrip("\n")
-    assert all(one["shape"] == [None, None] for one in told["inputs"])
-    for length in (2, 7):  # The runs read texts of 8 or 16 tokens.
-        zeros = {one["name"]: torch.zeros(3, length).long() for one in told["inputs"]}
-        outputs = graph(*zeros.values()) if len(zeros) == 1 else graph(**zeros)
-        assert all(len(tensor) == 3 for tensor in tensors_in(outputs))
+    else:
+        if run.name != "gpt_small":
+            vocab = (run.folder / "vocab.txt").read_text()
+            assert told["preprocessing"]["vocab"] == vocab.rstrip("\n")
+        assert all(one["shape"] == [None, None] for one in told["inputs"])
+        for length in (2, 7):  # The runs read texts of 8 or 16 tokens.
+            zeros = {one["name"]: torch.zeros(3, length).long() for one in told["inputs"]}
+            outputs = graph(*zeros.values()) if len(zeros) == 1 else graph(**zeros)
+            assert all(len(tensor) == 3 for tensor in tensors_in(outputs))
 
 
 @of("bikes", "photographs_unet_small")

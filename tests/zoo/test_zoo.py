@@ -10,10 +10,9 @@ import pytest
 import torch
 from comparison import MODES, compare
 from example import Example, loss_of
-from other_libraries import LIBRARIES
+from other_libraries import LIBRARIES, differences
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from twenty_steps import differences
 
 SHORT = (
     *("torchvision/vit", "torchvision/mobilenet_v3_small", "transformers/bert"),
