@@ -64,13 +64,12 @@ def test_no_token_is_in_two_parts_and_validation_lies_side_by_side(numbered: Pat
 def test_windows_are_a_function_of_seed_epoch_and_index(numbered: Path) -> None:
     train = task_of(numbered).train
 
-    def firsts(seed: int, epoch: int, indices: list[int]) -> list[int]:
+    def firsts(seed: int, epoch: int, *indices: int) -> list[int]:
         train.set_epoch(seed, epoch)
-        return [int(token) for token in train.fetch_batch(indices)[0][:, 0]]
+        return train.fetch_batch(indices)[0][:, 0].tolist()
 
-    own = firsts(3, 1, [5, 0, 7])
-    others = [firsts(*key, [5, 0, 7]) for key in ((3, 2), (4, 1))]
-    assert firsts(3, 1, [0, 7]) == own[1:]
+    own, *others = (firsts(*key, 5, 0, 7) for key in ((3, 1), (3, 2), (4, 1)))
+    assert firsts(3, 1, 0, 7) == own[1:]
     assert own not in others
     assert others[0] != others[1]
 
@@ -80,12 +79,12 @@ def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_bytes(text)
     single = next_token(str(tmp_path / "one.txt"), context=4)
     assert [int(token) for token in single.val[0][0]] == list(text[180:184])
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "a.txt").write_bytes(text[:99])
-    (tmp_path / "more" / "b.txt").write_bytes(text[100:])
-    (tmp_path / "more" / "link.txt").symlink_to(tmp_path / "one.txt")
-    (tmp_path / "more" / "other.md").write_bytes(text)
-    folder = next_token(str(tmp_path / "more"), context=4)
+    more = tmp_path / "more"
+    more.mkdir()
+    for name, part in {"a.txt": text[:99], "b.txt": text[100:], "other.md": text}.items():
+        (more / name).write_bytes(part)
+    (more / "link.txt").symlink_to(tmp_path / "one.txt")
+    folder = next_token(str(more), context=4)
     assert len(folder.train) == len(single.train)
     # A line break stands in the place of byte 99.
     assert [int(token) for token in folder.val[0][0]] == list(text[180:184])

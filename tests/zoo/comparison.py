@@ -1,15 +1,9 @@
 """One model of the zoo in every mode, beside torch: a row of the result.
 
-How far a gradient g is from the fp32 one, g0, is |g - g0| / |g0|. What a 16-bit format may cost is
-taken from the model itself, in torch alone:
-
-    allowed = 4 max(distance under torch.autocast bfloat16, distance with weights rounded to it)
-
-Where a model decides by its numbers (routing, matching, quantizing), a rounding flips decisions in
-both, and both say so. Two computations whose roundings differ but are as large are rarely more than
-a factor of 4 apart: their squared distances are sums over thousands of roundings. float16 rounds 8
-times as finely and is held to the same. A model whose gradients leave float16 whatever the scale is
-no failure if torch.autocast in float16 says so, too.
+How far gradients may be from fp32 says README.md. Two computations whose roundings differ but are
+as large are rarely more than a factor of 4 apart: their squared distances are sums over thousands
+of roundings. float16 rounds 8 times as finely and is held to the same. A model whose gradients
+leave float16 whatever the scale is no failure if torch.autocast in float16 says so, too.
 """
 
 import time
