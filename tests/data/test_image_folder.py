@@ -131,19 +131,13 @@ def test_16_bits_of_grey_are_scaled_and_not_cut_off(tmp_path: Path) -> None:
         assert torch.equal(decode(str(path), channels, 4), expected.expand(channels, 4, 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "mode"),
-    [
-        ("a.JPEG", {}, "RGB"),
-        ("a.png", {}, "P"),
-        ("a.bmp", {}, "RGB"),
-        ("a.WEBP", {"lossless": True}, "RGB"),
-    ],
-)
-def test_pictures_of_every_format(tree: Path, name: str, options: Any, mode: str) -> None:
-    """One flat colour: only JPEG's colour transform rounds, to within 2 of 255."""
-    flat, path = np.full((8, 8, 3), (10, 120, 230), dtype=np.uint8), tree / "train" / "bee" / name
-    Image.fromarray(flat).convert(mode, palette=Image.Palette.ADAPTIVE).save(path, **options)
+@pytest.mark.parametrize("name", ["a.JPEG", "a.png", "a.bmp", "a.WEBP"])
+def test_pictures_of_every_format(tree: Path, name: str) -> None:
+    """One flat colour: only JPEG's colour transform rounds, to within 2 of 255. PNG: a palette."""
+    flat = np.full((8, 8, 3), (10, 120, 230), dtype=np.uint8)
+    mode = "P" if name == "a.png" else "RGB"
+    image = Image.fromarray(flat).convert(mode, palette=Image.Palette.ADAPTIVE)
+    image.save(tree / "train" / "bee" / name, lossless=True)  # What only WebP reads.
     off = raw(load(tree).train)[12].int() - torch.from_numpy(flat).permute(2, 0, 1).int()
     assert off.abs().max() <= (2 if name == "a.JPEG" else 0)
 
@@ -180,10 +174,10 @@ def test_unreadable_images_are_named(tree: Path, content: str) -> None:
         Image.fromarray(picture(0)).save(path, format="GIF")
     else:
         path.write_bytes(path.read_bytes()[:60] if "cut" in content else content.encode())
-    cache_bytes = 0 if "late" in content else 2**30
 
     def read() -> Any:
-        return list(Loader(load(tree, cache_bytes=cache_bytes).train, 4, shuffle=False).epoch(0))
+        data = load(tree, cache_bytes=0 if "late" in content else 2**30).train
+        return list(Loader(data, 4, shuffle=False).epoch(0))
 
     text = refused(DataError, read)
     assert text.startswith(f"{path}: not a readable JPEG, PNG, WebP or BMP (")

@@ -139,14 +139,10 @@ THREE = torch.zeros(3, 1, 4, 4)
          "of its Task cannot be written as JSON (Obj"),
         (DataError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}),
          "of its Task cannot be written as JSON (Out of"),
-        (ConfigError, lambda: digits(root="data"),
-         "dataset.root=data: the digits come with scikit-learn and are read from"),
-        (ConfigError, lambda: digits(channels=3),
-         "dataset.channels=3: digits has 1; set dataset.channels=1"),
-        (ConfigError, lambda: digits(image_size=28),
-         "dataset.image_size=28: digits has 8; set dataset.image_size=8"),
-        (ConfigError, lambda: digits(classes=11),
-         "dataset.classes=11: digits has 10; set dataset.classes=10"),
+        (ConfigError, lambda: digits(root="a"), "dataset.root=a: the digits come with scikit-lear"),
+        (ConfigError, lambda: digits(channels=3), "channels=3: digits has 1; set dataset.channels"),
+        (ConfigError, lambda: digits(image_size=28), "image_size=28: digits has 8; set dataset.im"),
+        (ConfigError, lambda: digits(classes=11), "classes=11: digits has 10; set dataset.classes"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(error: type[Exception], call: Any, text: str) -> None:

@@ -78,17 +78,17 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
 
 def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
     """The first default box is the object but for a strip: IoU 0.8. The second overlaps by 1/3."""
-    boxes = torch.tensor([[0.0, 0.0, 20.0, 16.0], [25.0, 0.0, 45.0, 20.0]])
+    boxes = torch.tensor([[0.0, 0, 20, 16], [25, 0, 45, 20]])
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
     places = torch.tensor([[10.0, 10, 20, 20], [10, 8, 20, 16], [10, 4, 20, 8]])
-    labels, _ = match(places, torch.tensor([[0.0, 0.0, 20.0, 20.0]]), torch.tensor([3]))
+    labels, _ = match(places, torch.tensor([[0.0, 0, 20, 20]]), torch.tensor([3]))
     assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
 
 
 def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
-    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52.0, 80.0, 80.0]]), torch.tensor([3]))
+    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52, 80, 80]]), torch.tensor([3]))
     assert labels.tolist() == [0, 0, 3]
     labels, offsets = match(DEFAULTS, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert labels.tolist() == [0, 0, 0]

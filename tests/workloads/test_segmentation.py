@@ -16,28 +16,26 @@ from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 
 def test_shapes_by_hand() -> None:
-    """The first picture with one shape at most, drawn pixel by pixel."""
+    """With one shape at most."""
     side, channels = 12, 2
-    task = shapes(image_size=side, channels=channels, images=12, most_shapes=1)
+    task: Any = shapes(image_size=side, channels=channels, images=12, most_shapes=1)
+    y, x = np.mgrid[:side, :side] + 0.5
     seen = set()
     for index in range(12):
         image, targets = task.train[index]
         (u,) = draw_uniforms(channels + 5 + channels + channels * side**2, 0, index)
         there, kind, down, right, size = u[channels : channels + 5]
         radius, number = (0.1 + 0.15 * size) * side, 1 + int(3 * kind)
+        dy, dx = y - down * side, x - right * side
+        reach = {1: np.inf, 2: radius, 3: (dy + radius) / 2}[number]
+        inside = dy**2 + dx**2 < radius**2 if number == 1 else abs(dy) < radius
+        inside = inside & (abs(dx) < reach) & (there < 0.75)
+        assert np.array_equal(targets.numpy(), number * inside)
+        back, front = u[:channels], u[channels + 5 : 2 * channels + 5]
+        colour = np.where(inside, front[:, None, None], back[:, None, None])
         noise = u[2 * channels + 5 :].reshape(channels, side, side)
-        for y in range(side):
-            for x in range(side):
-                dy, dx = y + 0.5 - down * side, x + 0.5 - right * side
-                inside = {
-                    1: dy**2 + dx**2 < radius**2,
-                    2: abs(dy) < radius and abs(dx) < radius,
-                    3: abs(dy) < radius and abs(dx) < (dy + radius) / 2,
-                }[number] and there < 0.75
-                assert targets[y, x] == (number if inside else 0)
-                colour = u[channels + 5 : 2 * channels + 5] if inside else u[:channels]
-                expected = 2 * (colour + 0.15 * (2 * noise[:, y, x] - 1)) - 1
-                assert np.array_equal(image[:, y, x].numpy(), expected.astype(np.float32))
+        expected = 2 * (colour + 0.15 * (2 * noise - 1)) - 1
+        assert np.array_equal(image.numpy(), expected.astype(np.float32))
         seen |= set(targets.unique().tolist())
     assert seen == {0, 1, 2, 3}
 
@@ -118,10 +116,7 @@ NO_MASK = "not a readable PNG or BMP ("
 @pytest.mark.parametrize(
     ("pixels", "text"),
     [
-        (
-            np.full((8, 16), 2),
-            "MASK: holds 2, and dataset.classes=2 allows 0 to 1; the number of a",
-        ),
+        (np.full((8, 16), 2), "MASK: holds 2, and dataset.classes=2 allows 0 to 1; the number"),
         (np.zeros((8, 15)), "MASK: is 15 x 8 pixels and IMAGE is 16 x 8; give both the same size"),
         (np.zeros((8, 16, 3)), f"MASK: {NO_MASK}its pixels are RGB, and not one number of 8 bits"),
         (None, "IMAGE: has no counterpart in TREE/val/masks; a photograph and its mask have the"),
