@@ -8,9 +8,9 @@ leave float16 whatever the scale is no failure if torch.autocast in float16 says
 
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import training
@@ -56,11 +56,11 @@ def compare(name: str, example: Example) -> Row:
     """Train `example` in every mode and judge the outcomes."""
     start = time.monotonic()
     row = Row(name, type(example.model).__name__)
-    plain = training.train_fp32(example)
+    plain = training.train_plain(example)
     if not (plain.gradients.isfinite().all() and plain.gradients.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
-    row.autocast = _distance_or_error(lambda: training.train_autocast(example), plain)
-    sizes = [_distance_or_error(lambda: training.train_rounded(example), plain), row.autocast]
+    row.autocast = _distance_or_error(plain, example, training.AUTOCAST)
+    sizes = [_distance_or_error(plain, example, rounded=True), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
     _judge(row, outcomes["fp32"], plain)
@@ -116,9 +116,9 @@ def _same(a: Outcome, b: Outcome) -> bool:
     return a.losses == b.losses and torch.equal(a.gradients, b.gradients)
 
 
-def _distance_or_error(training: Callable[[], Outcome], plain: Outcome) -> float | str:
+def _distance_or_error(plain: Outcome, *given: Any, **named: Any) -> float | str:
     try:
-        return _distance(training(), plain)
+        return _distance(training.train_plain(*given, **named), plain)
     except Exception as error:
         return _first_line(error)
 

@@ -32,19 +32,17 @@ import torch
 import torch.nn.functional as F
 from comparison import FACTOR, MODES
 from torch import Tensor, nn
-from training import Steps, by_mpframe, by_torch, round_weights
+from training import AUTOCAST, Steps, by_mpframe, by_torch, round_weights
 
 STEPS = 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """What is trained: an fp32 model on the CPU, and what it needs.
 
-    Attributes:
-        model: fp32, on the CPU, with random weights.
-        loss: loss(model, step) -> 0-d, on the batch of step 0 to STEPS - 1.
-        after_step: called with the model behind every applied step.
+    loss(model, step) is that of a batch of its own. after_step is called with the model behind
+    every applied step.
     """
 
     model: nn.Module
@@ -293,8 +291,7 @@ def _torchs_own(name: str, plain: list[float]) -> Iterator[float]:
     round_weights(rounded.model)
     yield _distance(_by_torch(rounded, nullcontext), plain)
     with suppress(RuntimeError):
-        autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-        yield _distance(_by_torch(_made(name), autocast), plain)
+        yield _distance(_by_torch(_made(name), AUTOCAST), plain)
 
 
 def _made(name: str) -> Case:

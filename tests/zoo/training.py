@@ -18,6 +18,7 @@ from mpframe import Backoff, Precision
 STEPS = 2
 TRIES = 30  # Backoff starts at 2^16, and 2^24 steps down is further than any model needs
 LEARNING_RATE = 1e-4
+AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,8 @@ class Steps:
 class Outcome:
     """What training gave.
 
-    Attributes:
-        losses: of each step that was applied, unscaled.
-        gradients: of the first of them, flat, fp32, unscaled, every parameter in order; a
-            parameter without gradient counts as zeros.
+    losses: of each step that was applied, unscaled. gradients: of the first of them, flat, fp32,
+    unscaled, every parameter in order; one without gradient counts as zeros.
     """
 
     losses: list[float]
@@ -95,21 +94,12 @@ def round_weights(model: nn.Module) -> None:
             parameter.copy_(parameter.bfloat16())
 
 
-def train_fp32(example: Example) -> Outcome:
-    """Steps by torch alone, in fp32."""
-    return by_torch(_copied(example), nullcontext)
-
-
-def train_autocast(example: Example) -> Outcome:
-    """Steps by torch alone, under its own autocast to bfloat16."""
-    return by_torch(_copied(example), partial(torch.autocast, "cpu", torch.bfloat16))
-
-
-def train_rounded(example: Example) -> Outcome:
-    """Steps in fp32 from weights that were rounded to bfloat16."""
+def train_plain(example: Example, context: Any = nullcontext, *, rounded: bool = False) -> Outcome:
+    """Steps by torch alone, the forward pass within `context`, maybe from rounded weights."""
     steps = _copied(example)
-    round_weights(steps.model)
-    return by_torch(steps, nullcontext)
+    if rounded:
+        round_weights(steps.model)
+    return by_torch(steps, context)
 
 
 def train(example: Example, mode: str, half: str, *, recompute: bool = False) -> Outcome:
