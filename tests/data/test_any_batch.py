@@ -31,14 +31,12 @@ def test_a_resumed_run_and_one_of_objects_equal_the_undisturbed_one(
     assert (whole.train_loss, whole.val_loss) == (objects.train_loss, objects.val_loss)
 
 
-BEYOND_HALF = ["+model.gain=1e6", "trainer.max_consecutive_skips=3", "trainer.max_steps=12"]
-
-
 def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
     start_run: StartRun, tmp_path: Path
 ) -> None:
+    beyond = "+model.gain=1e6", "trainer.max_consecutive_skips=3", "trainer.max_steps=12"
     with pytest.raises(DivergedError, match=r"report\.md"):
-        start_run(tmp_path, *OWN, *BEYOND_HALF, "+dataset.as_object=true")
+        start_run(tmp_path, *OWN, *beyond, "+dataset.as_object=true")
     (folder,) = evidence.all_in(tmp_path)
     step, _, _ = evidence.load(folder)
     (batch,) = step.batches

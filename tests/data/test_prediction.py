@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusal import refused
 
 from mpframe.core.errors import ConfigError
 from mpframe.files import table
@@ -27,9 +28,6 @@ def test_a_class_is_the_largest_output_and_has_its_name() -> None:
     assert made["class"].tolist() == [1, 0]  # Of equal ones the first, as the accuracy counts.
     assert made["class_name"] == ["b", "a"]
     assert made["target"].tolist() == [1, 2]
-
-
-def test_probabilities_are_the_softmax() -> None:
     made = columns(LOGITS, outputs="probabilities")
     shares = torch.stack([torch.from_numpy(made[f"probability_{n}"]) for n in range(3)], 1)
     assert torch.equal(shares, LOGITS.softmax(1))
@@ -60,25 +58,36 @@ def test_what_fits_is_chosen() -> None:
 def test_samples_are_numbered_over_batches_or_named() -> None:
     written: list[dict[str, Any]] = []
     predictions = Predictions(written.append)
-    predictions.update(LOGITS, None)
-    predictions.update(LOGITS[:1], None)
+    for logits in (LOGITS, LOGITS[:1]):
+        predictions.update(logits, None)
     assert [own["index"].tolist() for own in written] == [[0, 1], [2]]
     assert columns(LOGITS, samples=["x.png", "y.png"])["name"] == ["x.png", "y.png"]
+
+
+SEVERAL = "needs one number for each of several classes, and the model gives"
+FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
 
 
 @pytest.mark.parametrize(
     ("outputs", "kind", "line"),
     [
-        (torch.zeros(2), "class", "outputs=class: needs one number for each of several classes, and the model gives a tensor (2,); use outputs=raw"),
-        ({"a": LOGITS, "b": LOGITS}, "probabilities", "outputs=probabilities: needs one number for each of several classes, and the model gives a (2, 3), b (2, 3); use outputs=raw"),
-        (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each sample; let the objective return such outputs"),
-        (torch.zeros(2, 101, 100), "raw", "outputs=raw: 10100 numbers a sample, and a table has at most 10000 columns; let the objective return fewer"),
+        (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
+        ({"a": LOGITS, "b": LOGITS}, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
+        (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
+        (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
+        (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
     ],
 )  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        columns(outputs, outputs=kind)
-    assert str(refused.value) == line
+    assert line in refused(ConfigError, columns, outputs, outputs=kind)
+
+
+def test_batches_of_different_lengths_make_no_table() -> None:
+    """Their numbers would stand under the names of the first batch's."""
+    predictions = Predictions(lambda _: None, outputs="raw")
+    predictions.update(torch.zeros(2, 3), None)
+    text = refused(ConfigError, predictions.update, torch.zeros(2, 4), None)
+    assert "a batch has 5 columns and the one before it 4" in text
 
 
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)
@@ -108,6 +117,13 @@ def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
     assert read["value"].to_numpy().tobytes() == np.tile(NUMBERS, 2).tobytes()
 
 
+def test_parquet_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    assert refused(ConfigError, table.refuse_unwritable_kind, "out", Path("a.parquet")) == (
+        "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
+    )
+
+
 def test_a_table_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("old")
@@ -116,29 +132,3 @@ def test_a_table_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         raise ValueError("in the middle")
     assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
     assert path.read_text() == "old"
-
-
-def test_parquet_without_its_package_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as refused:
-        table.refuse_unwritable_kind("out", Path("a.parquet"))
-    assert str(refused.value) == (
-        "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
-    )
-
-
-def test_batches_of_different_lengths_make_no_table() -> None:
-    """Their numbers would stand under the names of the first batch's."""
-    predictions = Predictions(lambda _: None, outputs="raw")
-    predictions.update(torch.zeros(2, 3), None)
-    with pytest.raises(ConfigError, match="a batch has 5 columns and the one before it 4"):
-        predictions.update(torch.zeros(2, 4), None)
-
-
-def test_the_boxes_of_detectors_make_no_table() -> None:
-    """Two images with five boxes each are not five samples."""
-    found = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"the model gives a list of .*, as detectors do"):
-        columns(found)

@@ -1,15 +1,15 @@
 """Random numbers by key, samples that are held out, and samples kept once they are made."""
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from vocabulary import differing
 
-from mpframe.core.errors import ConfigError
 from mpframe.core.tree import tensors_in
-from mpframe.data import Task
 from mpframe.data.samples import Generated, _mix64, draw_uniforms, hash_key, hold_out
 from mpframe.workloads.detection import scenes
 from mpframe.workloads.segmentation.data import shapes
@@ -17,9 +17,6 @@ from mpframe.workloads.speech import phonemes
 
 GAMMA = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
-
-
-# Random numbers by key
 
 
 def reference_mix64(z: int) -> int:
@@ -32,8 +29,7 @@ def reference_mix64(z: int) -> int:
 def test_stream_is_splitmix64() -> None:
     # The first outputs of SplitMix64 seeded with 0, as its reference implementation prints them.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    steps = np.arange(1, 4, dtype=np.uint64) * np.uint64(GAMMA)
-    assert _mix64(steps).tolist() == published
+    assert _mix64(np.arange(1, 4, dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
 
 
 @pytest.mark.parametrize("words", [(0,), (2**63 - 1, 7, 3), (-5, 2**64 - 1, 11)])
@@ -47,30 +43,20 @@ def test_state_folds_the_words_and_draws_follow_it(words: tuple[int, ...]) -> No
     assert np.array_equal(draw_uniforms(2, *words), draw_uniforms(6, *words)[:, :2])
 
 
-# Samples that are held out
-
 # The split of 100 samples in four classes: pinned, for a changed split would move every result.
 HELD_OF_100 = [3, 10, 17, 23, 42, 45, 47, 48, 52, 58, 60, 61, 62, 63, 71, 76, 77, 81, 84, 86]
 
 
-def test_the_split_is_random_and_never_changes() -> None:
+def test_the_split_never_changes_and_parts_share_what_is_held_out() -> None:
     targets = torch.arange(100) % 4
     train, held = hold_out(targets, one_in=5)
-    assert sorted(train.tolist() + held.tolist()) == list(range(100))
+    assert sorted(train.tolist() + HELD_OF_100) == list(range(100))
     assert held.tolist() == HELD_OF_100
-
-
-def test_parts_share_what_is_held_out() -> None:
-    targets = torch.arange(100) % 4
-    train, first, second = hold_out(targets, one_in=5, parts=2)
-    assert len(train) == 80
+    shared, first, second = hold_out(targets, one_in=5, parts=2)
+    assert torch.equal(shared, train)
     assert (first.diff() > 0).all()
-    assert torch.cat([first, second]).sort().values.tolist() == HELD_OF_100
+    assert sorted(first.tolist() + second.tolist()) == HELD_OF_100
     assert targets[first].bincount().tolist() == [3, 2, 3, 2]
-    assert targets[second].bincount().tolist() == [2, 3, 2, 3]
-
-
-# Samples that are kept
 
 
 class Made(Generated):
@@ -92,19 +78,12 @@ def test_samples_are_made_once_as_long_as_they_fit(cache_bytes: int, again: list
         for index in range(4):
             values, rest = kept[index]
             assert (values.tolist(), int(rest["label"])) == ([float(index)] * 2, index)
+            values.zero_()  # It changes no later one.
+            rest["label"].zero_()
         assert kept.made == list(range(4)) + again * epoch
     for index in (-1, 4):
         with pytest.raises(IndexError, match=f"{index}: there are 4 samples"):
             kept[index]
-
-
-def test_writing_into_a_sample_changes_no_later_one() -> None:
-    kept = Made(48)
-    for _ in range(2):
-        values, rest = kept[2]
-        assert (values.tolist(), int(rest["label"])) == ([2.0, 2.0], 2)
-        values.zero_()
-        rest["label"].zero_()
 
 
 SMALL: dict[Any, dict[str, Any]] = {
@@ -115,11 +94,15 @@ SMALL: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("make", SMALL)
-def test_generated_samples_are_the_same_kept_or_not(make: Any) -> None:
-    tasks: list[Task] = [make(**SMALL[make], cache_bytes=size) for size in (2**20, 0)]
+def test_generated_samples_are_a_function_of_seed_part_and_index_kept_or_not(make: Any) -> None:
+    """A longer part begins with the shorter one."""
+    more = {"train" if "train" in SMALL[make] else "images": 20}
+    kept = make(**SMALL[make], cache_bytes=2**20)
+    fresh = make(**{**SMALL[make], **more}, cache_bytes=0)
     for index in (3, 0, 3):
-        kept, fresh = (list(tensors_in(task.train[index])) for task in tasks)
-        assert len(kept) >= 2
-        assert all(map(torch.equal, kept, fresh))
-    with pytest.raises(ConfigError, match=r"^dataset.cache_bytes=-1: must be a whole number >= 0"):
-        make(cache_bytes=-1)
+        assert not differing(kept.train[index], fresh.train[index])
+    firsts = [next(tensors_in(part[0])) for part in (kept.train, kept.val, kept.test)]
+    if "train" in more:
+        firsts.append(next(tensors_in(make(**SMALL[make], data_seed=1).train[0])))
+    assert all(a.shape != b.shape or not torch.equal(a, b) for a, b in combinations(firsts, 2))
+    assert [len(part) for part in (kept.train, kept.val, kept.test)] == [10, 1, 1]

@@ -8,12 +8,14 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import forks
+from refusal import refused
 from time_limit import time_limit
 from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
@@ -23,10 +25,7 @@ from mpframe.data import Loader
 from mpframe.data import loading as loader_module
 from mpframe.data.workers import WorkerPool, ignore_signals, require_workers
 
-# From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = forks
 
 
 def no_such_picture() -> None:
@@ -40,9 +39,8 @@ def signal_oneself(*signals: signal.Signals) -> None:
 
 def forbid_files() -> None:
     os.close(free := os.dup(0))  # The lowest number that is free.
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
 
 
 SPRUNG: dict[str, Callable[[], Any]] = {
@@ -55,7 +53,6 @@ SPRUNG: dict[str, Callable[[], Any]] = {
     "stopped late": lambda: (time.sleep(0.5), signal_oneself(signal.SIGSTOP)),
     "raises": no_such_picture,
     "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
-    "slow": lambda: time.sleep(0.2),
     "no files": forbid_files,
 }
 
@@ -85,10 +82,10 @@ def trapped(what: str, kind: type[Trap] = Trap, **options: Any) -> Loader:
     return Loader(kind(what), **{"batch_size": 3, "shuffle": False, "workers": 2, **options})
 
 
-def message(loader: Loader) -> str:
-    """The error of reading an epoch; nothing of it is kept."""
+def message(batches: Iterable[Any]) -> str:
+    """The error of reading an epoch; nothing of it is kept, as pytest.raises would."""
     try:
-        list(loader.epoch(0))
+        list(batches)
     except DataError as error:
         return str(error)
     raise AssertionError("no DataError")
@@ -107,31 +104,20 @@ def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert signal.getsignal(signal.SIGCHLD) == handler
 
 
-# Lost
-
-
 @pytest.mark.parametrize(
-    ("what", "split", "hint"),
+    ("what", "split", "line"),
     [
-        (
-            "killed",
-            "training",
-            "worker 0 was killed by SIGKILL at training sample 7 (epoch 0, batch 2); the system "
-            "kills what uses too much memory: try fewer dataset.workers",
-        ),
-        (
-            "ended",
-            "validation",  # Shuffled: the batch is the sample's place in the order.
-            "worker {worker} ended with exit code 3 at validation sample 7 (epoch 0, batch {batch}"
-            "); dataset.workers=0 may show the error itself",
-        ),
+        ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
+         "the system kills what uses too much memory: try fewer dataset.workers"),
+        ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
+         "{}); dataset.workers=0 may show the error itself"),
     ],
-)
-def test_a_worker_that_is_lost_is_named(what: str, split: str, hint: str, capfd: Any) -> None:
+)  # fmt: skip
+def test_a_worker_that_is_lost_is_named(what: str, split: str, line: str) -> None:
     loader = trapped(what, split=split, seed=5, shuffle=split == "validation")
     batch = next(n for n in range(4) if 7 in loader.batch_ids(0, n))
-    text = hint.format(batch=batch, worker=batch % 2)
-    assert message(loader) == f"dataset.workers=2: {text}"
+    text = f"dataset.workers=2: worker {batch % 2} {line.format(batch)}"
+    assert message(loader.epoch(0)) == text
 
 
 @pytest.mark.parametrize(
@@ -139,11 +125,10 @@ def test_a_worker_that_is_lost_is_named(what: str, split: str, hint: str, capfd:
 )
 def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap], first: int) -> None:
     """A dataset that makes whole batches is known to read one, by its first sample."""
-    loader = trapped(what, kind, worker_timeout=1.0)
-    assert message(loader) == (
-        "trainer.timeout=1: no batch within 1 s; "
-        f"worker 0 is at training sample {first} (epoch 0, batch 2); "
-        "raise trainer.timeout, or fix what hangs"
+    loader = trapped(what, kind, worker_timeout=0.5)
+    assert message(loader.epoch(0)) == (
+        "trainer.timeout=0.5: no batch within 0.5 s; worker 0 is at training sample "
+        f"{first} (epoch 0, batch 2); raise trainer.timeout, or fix what hangs"
     )
     assert not any(process.is_alive() for process in loader._pool._processes)
 
@@ -161,43 +146,28 @@ def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
         return answers
 
     monkeypatch.setattr(WorkerPool, "start", start_and_wait)
+    loader = trapped("stopped late", worker_timeout=0.5)
     # Late enough for the batch before to be on its way: to take it, its worker is asked.
     with time_limit(30):
-        assert "worker 0 is at training sample 7 (epoch 0, batch 2)" in message(
-            trapped("stopped late", worker_timeout=0.5)
-        )
+        assert "worker 0 is at training sample 7 (epoch 0, batch 2)" in message(loader.epoch(0))
 
 
-def test_a_wait_longer_than_a_poll_is_no_trouble() -> None:
-    assert len(list(trapped("slow").epoch(0))) == 4
+def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a worker's start, before it can ignore them, as later."""
 
-
-# Signals and ends
-
-
-def test_a_signal_that_meets_a_worker_at_its_start_is_left_to_the_main_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     def signalled(worker: int) -> None:
         SPRUNG["signalled"]()
         ignore_signals(worker)
 
     monkeypatch.setattr(loader_module, "ignore_signals", signalled)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert len(list(trapped("nothing").epoch(0))) == 4
+    read = torch.cat([targets for _, targets in trapped("signalled").epoch(0)])
+    assert torch.equal(read, torch.arange(12))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_signals_to_all_processes_are_left_to_the_main_one() -> None:
-    read = torch.cat([targets for _, targets in trapped("signalled").epoch(0)])
-    assert torch.equal(read, torch.arange(12))
-
-
 def test_a_handler_of_ones_own_is_kept() -> None:
-    def own(*_: Any) -> None:
-        pass
-
-    before = signal.signal(signal.SIGCHLD, own)
+    before = signal.signal(signal.SIGCHLD, own := lambda *_: None)
     try:
         list(trapped("nothing", workers=1).epoch(0))
         assert signal.getsignal(signal.SIGCHLD) is own
@@ -205,62 +175,58 @@ def test_a_handler_of_ones_own_is_kept() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them() -> None:
-    """An error and its traceback hold a loader in such a cycle."""
-    loader = trapped("nothing", batch_size=2)
-    batches = loader.epoch(0)
-    cycle: list[Any] = [loader, next(batches)]
-    cycle.append(cycle)
-    processes = list(loader._pool._processes)
-    del loader, batches, cycle
-    gc.collect()
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
-
-
 def keep_lock(done: Any) -> None:
     done._cond.acquire()
     signal_oneself(signal.SIGKILL)
 
 
-def test_a_worker_that_died_while_it_looked_at_torchs_event_is_not_waited_for() -> None:
-    """It holds the event's lock for ever. Another process stands for it here."""
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them(locked: bool) -> None:
+    """An error and its traceback hold a loader in such a cycle.
+
+    locked: a worker has died while it looked at torch's event, whose lock it holds for ever.
+    """
     loader = trapped("nothing", batch_size=2)
     batches = loader.epoch(0)
-    next(batches)
-    dead = multiprocessing.get_context("fork").Process(target=keep_lock, args=(loader._pool._done,))
-    dead.start()
-    dead.join()
-    processes = list(loader._pool._processes)
+    cycle: list[Any] = [loader, next(batches)]
+    cycle.append(cycle)
+    processes, done = list(loader._pool._processes), loader._pool._done
+    if locked:
+        dead = multiprocessing.get_context("fork").Process(target=keep_lock, args=(done,))
+        dead.start()
+        dead.join()
     with time_limit(30):
-        del batches, loader
+        del loader, batches, cycle, done
         gc.collect()
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
-# What a dataset raises
+RAISED, FETCHED = (
+    f"test_workers.py:{function.__code__.co_firstlineno + more}"
+    for function, more in ((Trap.__getitem__, 2), (WholeBatches.fetch_batch, 1))
+)
 
 
 @pytest.mark.parametrize(
-    ("workers", "kind", "named"), [(2, Trap, "sample 7"), (0, WholeBatches, "samples 6 to 8")]
+    ("what", "workers", "kind", "line"),
+    [
+        ("raises", 2, Trap, rf"sample 7 .*: KeyError ('no such picture\nmore words') at {RAISED}"),
+        ("raises", 0, WholeBatches, rf"samples 6 to 8 .* at {FETCHED}"),
+        ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {RAISED}"),
+    ],
 )
-def test_what_a_dataset_raises_is_one_line(workers: int, kind: type[Trap], named: str) -> None:
-    try:
-        list(trapped("raises", kind, workers=workers).epoch(0))
-    except DataError as error:
-        text, notes = str(error), error.__notes__
-    line = Trap.__getitem__.__code__.co_firstlineno + 2
-    where = line if kind is Trap else WholeBatches.fetch_batch.__code__.co_firstlineno + 1
-    assert text == (
-        f"dataset: {named} cannot be read: KeyError ('no such picture\\nmore words') at "
-        f"test_workers.py:{where}; fix the dataset or its data"
-    )
+def test_what_a_dataset_raises_is_one_line(
+    what: str, workers: int, kind: type[Trap], line: str
+) -> None:
+    begin, _, end = line.partition(" .*")
+    with pytest.raises(DataError) as caught:
+        list(trapped(what, kind, workers=workers).epoch(0))
+    text, notes = str(caught.value), caught.value.__notes__
+    del caught  # And with it the workers.
+    assert text.startswith(f"dataset: {begin} cannot be read: ")
+    assert text.endswith(f"{end}; fix the dataset or its data")
     # HYDRA_FULL_ERROR=1 shows the traceback, from wherever it came.
-    assert "in no_such_picture" in notes[0]
-
-
-def test_a_dataset_that_ends_the_program_is_an_error_like_any_other() -> None:
-    text = message(trapped("exit"))
-    assert text.startswith("dataset: sample 7 cannot be read: SystemExit (4) at test_workers")
+    assert what == "exit" or "in no_such_picture" in notes[0]
 
 
 def test_a_dataset_that_cannot_be_sent_is_named() -> None:
@@ -270,16 +236,10 @@ def test_a_dataset_that_cannot_be_sent_is_named() -> None:
     method = multiprocessing.get_start_method()
     multiprocessing.set_start_method("spawn", force=True)
     try:
-        text = message(loader)
+        text = message(loader.epoch(0))
     finally:
         multiprocessing.set_start_method(method, force=True)
-    assert text.startswith(
-        "dataset.workers=1: the dataset cannot be sent to a worker (Can't pickle"
-    )
-    assert text.endswith("no lambdas, local classes or open files, or use dataset.workers=0")
-
-
-# More workers than the machine can have
+    assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't pickle" in text
 
 
 def test_more_workers_than_memory_or_cores_hold(
@@ -288,51 +248,38 @@ def test_more_workers_than_memory_or_cores_hold(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     pages = {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**12}  # 4 GiB: 64 pairs of 32 MiB.
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    require_workers(2)
-    assert not caplog.records
-    require_workers(64)
-    assert [record.getMessage() for record in caplog.records] == [
+    for workers in (2, 64):
+        require_workers(workers)
+    assert caplog.messages == [
         "warning: dataset.workers=64: this machine has 2 cores; more workers wait for each other"
     ]
-    with pytest.raises(ConfigError) as caught:
-        require_workers(65)
-    assert str(caught.value) == (
+    assert refused(ConfigError, require_workers, 65) == (
         "dataset.workers=65: this machine's memory holds 64 for training and as many for "
         "validation; use 2, its cores, or fewer"
     )
     trapped("nothing", workers=1000)  # And torch says nothing of its own.
 
 
-STARTED = "dataset.workers=2: a worker cannot be started (Too many open files); "
-RECEIVED = "dataset.workers=2: too many open files; "
 FEWER = "use fewer, or allow more open files (ulimit -n)"
-
-# torch's iterator that was made in half fails when it is collected.
-made_in_half = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
-def test_a_worker_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """It hands its batches over in files."""
-    assert message(trapped("no files", worker_timeout=5)) == RECEIVED + FEWER
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_main_process_that_can_open_no_file_is_named() -> None:
+def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Workers hand their batches over in files."""
+    assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)
     next(batches)
     forbid_files()
     try:
-        list(batches)
-        text = ""
-    except DataError as error:
-        text = str(error)
+        assert message(batches) == RECEIVED
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert text == RECEIVED + FEWER
+    assert "Traceback" not in capfd.readouterr().err
 
 
-@made_in_half
+# torch's iterator that was made in half fails when it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_started_before_another_cannot_be_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -346,34 +293,9 @@ def test_a_worker_that_is_started_before_another_cannot_be_is_killed(
         started.append(process)
 
     monkeypatch.setattr(multiprocessing.Process, "start", once)
-    assert message(trapped("nothing")) == STARTED + FEWER
+    text = message(trapped("nothing").epoch(0))
+    assert text == f"dataset.workers=2: a worker cannot be started (Too many open files); {FEWER}"
     ended = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
+    started[0].kill()
     gc.collect()  # torch's iterator, while its failure is passed over.
     assert ended == [-signal.SIGKILL]
-
-
-@pytest.mark.slow
-@made_in_half
-def test_too_few_open_files_are_named_and_leave_nobody(capfd: pytest.CaptureFixture[str]) -> None:
-    """At whichever file the limit is met: no traceback, of a worker's threads neither."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    met, before = set(), set(multiprocessing.active_children())
-    for more in range(5, 80, 5):
-        loader = trapped("nothing", worker_timeout=5)
-        used = set(map(int, os.listdir("/proc/self/fd")))
-        free = [number for number in range(limits[0]) if number not in used]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
-        try:
-            met.add(message(loader))
-        except AssertionError:
-            met.add("")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        loader.close()
-        del loader
-        gc.collect()
-        assert set(multiprocessing.active_children()) <= before
-    assert met == {STARTED + FEWER, RECEIVED + FEWER, ""}
-    assert "Traceback" not in capfd.readouterr().err

@@ -1,18 +1,29 @@
-"""The small SSD and the objective of detectors: matching by hand, losses, formats, evaluation."""
+"""Detectors: matching, losses, formats; generated scenes; the mean average precision by hand."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from refusal import refused
 from torch import Tensor, nn
+from torchvision import ops
+from torchvision.models.detection import FasterRCNN, MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import box_iou
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.config.locations import CONF
+from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
+from mpframe.data import Loader
 from mpframe.workloads.detection import (
     SSD,
+    MeanAveragePrecision,
+    average_precision,
     decode,
     default_boxes,
     detection,
@@ -20,27 +31,35 @@ from mpframe.workloads.detection import (
     hardest,
     losses,
     match,
+    scenes,
 )
 
-MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
-DEFAULTS = torch.tensor(
-    [[10.0, 10.0, 20.0, 20.0], [30.0, 10.0, 20.0, 20.0], [50.0, 50.0, 8.0, 8.0]]
-)
+DEFAULTS = torch.tensor([[10.0, 10, 20, 20], [30, 10, 20, 20], [50, 50, 8, 8]])
 
 
 def batch(size: int = 2) -> Any:
     random = torch.Generator().manual_seed(0)
     images = [torch.rand(3, 64, 64, generator=random) for _ in range(size)]
-    boxes = torch.tensor([[4.0, 4.0, 24.0, 20.0], [30.0, 30.0, 62.0, 60.0]])
-    return images, [{"boxes": boxes, "labels": torch.tensor([1, 3])} for _ in images]
+    boxes = torch.tensor([[4.0, 4, 24, 20], [30, 30, 62, 60]])
+    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    masks[:, 8:32, 8:32] = 1
+    return images, [{"boxes": boxes, "labels": torch.tensor([1, 3]), "masks": masks}] * size
 
 
-def network() -> nn.Module:
+def network(kind: str) -> nn.Module:
+    """A detector of 64 x 64 pixels and four classes; torchvision's over two convolutions."""
     torch.manual_seed(0)
-    return SSD(classes=4, image_size=64, width=4)
-
-
-# The parts
+    if kind == "ssd":
+        return SSD(classes=4, image_size=64, width=4)
+    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()
+    backbone: Any = nn.Sequential(*layers)
+    backbone.out_channels = 8
+    own = {"mask_roi_pool": ops.MultiScaleRoIAlign(["0"], 4, 2)} if kind == "maskrcnn" else {}
+    return (MaskRCNN if own else FasterRCNN)(
+        backbone, rpn_anchor_generator=AnchorGenerator(((8, 16),), ((1.0,),)), min_size=64,
+        box_roi_pool=ops.MultiScaleRoIAlign(["0"], 4, 2), max_size=64, num_classes=4,
+        rpn_post_nms_top_n_train=20, **own,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("side", [64, 300])
@@ -59,19 +78,17 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
 
 def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
     """The first default box is the object but for a strip: IoU 0.8. The second overlaps by 1/3."""
-    boxes = torch.tensor([[0.0, 0.0, 20.0, 16.0], [25.0, 0.0, 45.0, 20.0]])
+    boxes = torch.tensor([[0.0, 0, 20, 16], [25, 0, 45, 20]])
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
-    places = torch.tensor(
-        [[10.0, 10.0, 20.0, 20.0], [10.0, 8.0, 20.0, 16.0], [10.0, 4.0, 20.0, 8.0]]
-    )
-    labels, _ = match(places, torch.tensor([[0.0, 0.0, 20.0, 20.0]]), torch.tensor([3]))
+    places = torch.tensor([[10.0, 10, 20, 20], [10, 8, 20, 16], [10, 4, 20, 8]])
+    labels, _ = match(places, torch.tensor([[0.0, 0, 20, 20]]), torch.tensor([3]))
     assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
 
 
 def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
-    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52.0, 80.0, 80.0]]), torch.tensor([3]))
+    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52, 80, 80]]), torch.tensor([3]))
     assert labels.tolist() == [0, 0, 3]
     labels, offsets = match(DEFAULTS, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert labels.tolist() == [0, 0, 0]
@@ -107,35 +124,49 @@ def test_the_losses_by_hand() -> None:
     assert found["classification"].item() == pytest.approx(entropy.item(), rel=16 * 2.0**-24)
 
 
-def test_sizes_out_of_range() -> None:
-    for name, value in {"classes": 0, "image_size": 0, "width": 0.5}.items():
-        with pytest.raises(ConfigError, match=f"model.{name}={value}: must be a whole number >= 1"):
-            SSD(**{"classes": 4, "image_size": 64, name: value})
-
-
-# The objective
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_a_step_and_an_evaluation_in_every_mode(mode: str, half: str) -> None:
-    precision = Precision(mode, half)
-    model = network()
+@pytest.mark.parametrize(
+    ("kind", "mode", "half"),
+    [
+        ("ssd", "fp32", "float16"),
+        ("ssd", "mixed", "float16"),
+        ("ssd", "amp", "bfloat16"),
+        ("fasterrcnn", "amp", "float16"),
+        ("maskrcnn", "mixed", "bfloat16"),
+    ],
+)
+def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str) -> None:
+    precision, model = Precision(mode, half), network(kind)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    convolved: list[torch.dtype] = []
-    for head in model.heads:
-        head.register_forward_hook(lambda _, __, gave: convolved.append(gave.dtype))
+    convolved: set[torch.dtype] = set()
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda _, __, gave: convolved.add(gave.dtype))
     with Kernels() as kernels, precision.cast():
         output = compute(detection, model, batch())
     output.loss.backward()
-    result = optimizer.step()
     assert output.count == 2
+    assert all(weight.grad is not None for weight in model.parameters())
+    result = optimizer.step()
     assert result is None or not result.skipped
     given = {kernel.name: kernel.given for kernel in kernels.ran}
     assert given["smooth_l1_loss"] == given["_log_softmax"] == {torch.float32}
-    assert set(convolved) == {torch.float32 if mode == "fp32" else HALVES[half]}
+    assert convolved == {torch.float32 if mode == "fp32" else HALVES[half]}
     with torch.no_grad(), precision.cast():
-        found = compute(detection, model.eval(), batch()).outputs
-    assert all(own["boxes"].dtype == own["scores"].dtype == torch.float32 for own in found)
+        first, second = (compute(detection, model.eval(), batch()) for _ in range(2))
+    assert torch.equal(first.loss, second.loss)
+    for found in first.outputs:
+        assert found["boxes"].dtype == found["scores"].dtype == torch.float32
+        assert found["boxes"].shape == (*found["labels"].shape, 4)
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn", "fcos", "ssdlite"])
+def test_torchvisions_detectors_are_chosen_by_name(name: str) -> None:
+    facts = {"dataset": {"classes": 4, "image_size": 64}}
+    options = {"model": OmegaConf.load(CONF / "model" / f"{name}.yaml"), **facts}
+    model = OmegaConf.create(options).model
+    assert model.weights is model.weights_backbone is None
+    with torch.device("meta"):  # Their weights would take seconds to draw.
+        assert isinstance(instantiate(model), nn.Module)
 
 
 class Detector(nn.Module):
@@ -150,14 +181,12 @@ class Detector(nn.Module):
 
     def forward(self, images: list[Tensor], targets: Any = None) -> Any:
         outputs = self.inner(self.drop(self.norm(torch.stack(images))))
-        self.spy[0].append(
-            (self.training, self.inner.training, self.norm.training, self.drop.training)
-        )
+        parts = (self, self.inner, self.norm, self.drop)
+        self.spy[0].append(tuple(part.training for part in parts))
         if self.training:
             return {"a": outputs.mean(), "b": outputs.square().mean() + torch.rand(())}
-        return [
-            {"boxes": torch.ones(1, 4), "scores": torch.ones(1), "labels": torch.ones(1)}
-        ] * len(images)
+        ones = torch.ones(1)
+        return [{"boxes": torch.ones(1, 4), "scores": ones, "labels": ones}] * len(images)
 
 
 def test_an_evaluation_measures_losses_and_boxes_and_changes_nothing() -> None:
@@ -191,21 +220,124 @@ class Silent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "given", "text"),
     [
-        (
-            nn.Conv2d(3, 4, 1),
-            torch.ones(2, 3),
-            "objective: detection takes batches of (images, targets), and the dataset gave float32 "
-            "[2, 3]; let its collate make such pairs",
-        ),
+        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
+         "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
         (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
-        (
-            Silent(),
-            batch(),
-            "model: Silent gave a list of float32 [3, 64, 64], float32 [3, 64, 64] ",
-        ),
+        (Silent(), batch(), "model: Silent gave a list of float32 [3, 64, 64], float32 [3, 64, 6"),
+    ],
+)  # fmt: skip
+def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
+    assert refused(UserCodeError, compute, detection, model, given).startswith(text)
+
+
+SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}
+
+
+def test_a_shape_fills_its_box_and_nothing_else() -> None:
+    """Without noise the background has one colour, and each shape's pixels are in its box."""
+    train = scenes(**SMALL, noise=0.0).train
+    areas: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for image, target in map(train.__getitem__, range(20)):
+        colours, counts = image.flatten(1).unique(dim=1, return_counts=True)
+        background = colours[:, counts.argmax()][:, None, None]
+        shape = (image != background).any(dim=0)
+        for box, label in zip(target["boxes"], target["labels"], strict=True):
+            middle = (box[:2] + box[2:]).div(2).int().tolist()[::-1]
+            apart = (image[:, *middle] - background.flatten()).abs()
+            assert torch.minimum(apart, 1 - apart).min() >= 0.25 - 1e-6
+            # A pixel belongs to a shape if its middle does.
+            left, top = (box[:2] - 0.5).ceil().int().tolist()
+            right, bottom = (box[2:] - 0.5).floor().int().tolist()
+            inside = shape[top : bottom + 1, left : right + 1]
+            areas[int(label)].append(inside.double().mean().item())
+            assert inside.any(dim=1)[1:].all()  # In the first row a triangle has its tip alone.
+            shape[top : bottom + 1, left : right + 1] = False
+        assert not shape.any()
+    means = {label: sum(own) / len(own) for label, own in areas.items()}
+    assert means[1] == 1.0
+    # An ellipse covers pi / 4 of its box, a triangle half; the edges' pixels are at most 4 of 9.6.
+    assert 0.7 < means[2] < 0.87
+    assert 0.4 < means[3] < 0.6
+
+
+def test_boxes_lie_in_the_image_and_do_not_overlap() -> None:
+    task = scenes(**SMALL, max_objects=9)
+    images, targets = next(Loader(task.train, 20, shuffle=False, collate=task.collate).epoch(0))
+    assert [tuple(image.shape) for image in images] == [(3, 48, 48)] * 20
+    for target in targets:
+        boxes, labels = target["boxes"], target["labels"]
+        assert 0 <= boxes.min() <= boxes.max() <= 48
+        assert torch.equal(box_iou(boxes, boxes), torch.eye(len(boxes)))
+        assert 1 <= labels.min() <= labels.max() <= 3
+    counts = {len(target["boxes"]) for target in targets}
+    assert min(counts) >= 1
+    assert len(counts) > 2
+
+
+LEFT, RIGHT, FAR = [0.0, 0.0, 8.0, 8.0], [8.0, 0.0, 16.0, 8.0], [0.0, 16.0, 8.0, 24.0]
+
+
+def boxes(*rows: tuple[list[float], int, float], dtype: torch.dtype = torch.float32) -> Any:
+    """Of (box, label, score)."""
+    return {
+        "boxes": torch.tensor([row[0] for row in rows], dtype=dtype).reshape(-1, 4),
+        "labels": torch.tensor([row[1] for row in rows], dtype=torch.int64),
+        "scores": torch.tensor([row[2] for row in rows], dtype=dtype),
+    }
+
+
+def value(found: Any, true: Any) -> float:
+    metric = MeanAveragePrecision()
+    metric.update([found], [true])
+    return metric.compute().item()
+
+
+@pytest.mark.parametrize(
+    ("right", "true_boxes", "area"),
+    [
+        ([0, 1], 1, 0.5),
+        ([1, 0, 1], 2, (1 + 2 / 3) / 2),
+        ([0, 1, 1], 2, 2 / 3),  # At the first recall the precision is that of the second: 2/3.
+        ([1], 4, 0.25),
+        ([], 3, 0.0),
     ],
 )
-def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
-    with pytest.raises(UserCodeError) as caught:
-        compute(detection, model, given)
-    assert str(caught.value).startswith(text)
+def test_the_area(right: list[int], true_boxes: int, area: float) -> None:
+    found = average_precision(torch.tensor(right, dtype=torch.bool), true_boxes)
+    assert found == pytest.approx(area, rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_two_classes_in_two_images(dtype: torch.dtype) -> None:
+    """Class 1, by score: right, wrong, right, of 3: (1 + 2/3) / 3. Class 2: its one box: 1."""
+    first = boxes((LEFT, 1, 0.875), (FAR, 1, 0.75), (RIGHT, 2, 0.5), dtype=dtype)
+    second = boxes((LEFT, 1, 0.625), dtype=dtype)
+    true = boxes((LEFT, 1, 1), (RIGHT, 2, 1)), boxes((LEFT, 1, 1), (FAR, 1, 1))
+    metric = MeanAveragePrecision()
+    metric.update([first, second], [*true])
+    assert metric.compute().dtype == torch.float64
+    assert metric.compute().item() == pytest.approx(((1 + 2 / 3) / 3 + 1) / 2, rel=1e-15)
+
+
+def test_a_true_box_is_found_once() -> None:
+    found = boxes((LEFT, 1, 0.9), (LEFT, 1, 0.8), (RIGHT, 1, 0.7))
+    assert value(found, boxes((LEFT, 1, 1), (RIGHT, 1, 1))) == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_the_overlap_decides() -> None:
+    """Of two boxes of 8 x 8 shifted by s the IoU is (8 - s) / (8 + s): 6/10, 5/11 and 7/9."""
+    for shift, hit in ((2.0, 1.0), (3.0, 0.0)):
+        assert value(boxes(([shift, 0.0, 8.0 + shift, 8.0], 1, 0.9)), boxes((LEFT, 1, 1))) == hit
+    strict = MeanAveragePrecision(iou=0.75)
+    strict.update([boxes(([1.0, 0.0, 9.0, 8.0], 1, 0.9))], [boxes((LEFT, 1, 1))])
+    assert (strict.name, strict.compute().item()) == ("map_75", 1.0)
+
+
+def test_scores_and_classes_without_true_boxes() -> None:
+    true, nothing = boxes((LEFT, 1, 1)), boxes()
+    assert value(boxes((FAR, 1, 0.1), (LEFT, 1, 0.9)), true) == 1.0
+    assert value(boxes((FAR, 1, 0.9), (LEFT, 1, 0.1)), true) == 0.5
+    assert value(boxes((LEFT, 1, 0.9), (FAR, 2, 0.9)), true) == 1.0
+    assert value(nothing, true) == 0.0
+    assert math.isnan(value(boxes((LEFT, 1, 0.9)), nothing))
+    assert math.isnan(MeanAveragePrecision().compute().item())

@@ -1,43 +1,43 @@
-"""The networks: shapes, sizes, torchvision's ResNet to the last number, and honest refusals."""
+"""The networks: shapes, torchvision's ResNet to the last number, sizes out of range."""
 
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from refusal import refused
 from torch import nn
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError
+from mpframe.workloads.detection import SSD, scenes
 from mpframe.workloads.images import cnn, mlp, resnet18
+from mpframe.workloads.segmentation.data import shapes
 from mpframe.workloads.segmentation.model import UNet
+from mpframe.workloads.speech import LSTM, phonemes
 from mpframe.workloads.tables.model import Tabular
+from mpframe.workloads.text.language_model import GPT
 
 
 def size(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-@pytest.mark.parametrize(("in_features", "dropout"), [(64, 0.0), ([1, 8, 8], 0.5)])
-def test_mlp(in_features: Any, dropout: float) -> None:
-    net = mlp(in_features, classes=5, hidden=7, depth=3, dropout=dropout)
+@pytest.mark.parametrize("in_features", [64, [1, 8, 8]])
+def test_mlp(in_features: Any) -> None:
+    net = mlp(in_features, classes=5, hidden=7, depth=3, dropout=0.5)
     assert net(torch.zeros(2, 64)).shape == net(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
     assert size(net) == (64 * 7 + 7) + 2 * (7 * 7 + 7) + (7 * 5 + 5)
     names = ["flatten", "hidden1", "hidden2", "hidden3", "head"]
     assert [name for name, _ in net.named_children()] == names
-    drops = [module for module in net.modules() if isinstance(module, nn.Dropout)]
-    assert len(drops) == (3 if dropout else 0)
+    assert sum(isinstance(module, nn.Dropout) for module in net.modules()) == 3
 
 
-@pytest.mark.parametrize(("stages", "width", "side"), [(1, 3, 8), (2, 8, 11), (3, 4, 64)])
-def test_cnn(stages: int, width: int, side: int) -> None:
-    net = cnn(channels=2, classes=5, width=width, stages=stages, dropout=0.2)
-    expected, before = 0, 2
-    for stage in range(stages):
-        wide = width * 2**stage
-        expected += 9 * before * wide + 9 * wide * wide + 2 * 2 * wide
-        before = wide
-    assert size(net) == expected + before * 5 + 5
-    assert net(torch.zeros(3, 2, side, side)).shape == (3, 5)
+def test_cnn() -> None:
+    net = cnn(channels=2, classes=5, width=3, stages=2, dropout=0.2)
+    first, second = (9 * a * b + 9 * b * b + 2 * 2 * b for a, b in ((2, 3), (3, 6)))
+    assert size(net) == first + second + 6 * 5 + 5
+    assert net(torch.zeros(3, 2, 11, 11)).shape == (3, 5)
     assert [name for name, _ in net.named_children()][-2:] == ["dropout", "head"]
 
 
@@ -54,13 +54,11 @@ def test_cnn_changes_no_tensor_in_place() -> None:
 
 def test_resnet18_with_its_own_stem_is_torchvisions() -> None:
     torch.manual_seed(3)
-    ours = resnet18(classes=10, small_stem=False)
+    ours = resnet18(classes=10, small_stem=False).eval()
     torch.manual_seed(3)
-    theirs = torchvision.models.resnet18(num_classes=10)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
-    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    theirs = torchvision.models.resnet18(num_classes=10).eval()
+    assert not differing(dict(ours.state_dict()), dict(theirs.state_dict()))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours(images), theirs(images))
 
 
@@ -88,16 +86,9 @@ def test_tabular_by_hand() -> None:
     linear, norm = net.blocks.block1.linear, net.blocks.block1.norm
     hidden = linear(joined).relu() / torch.sqrt(torch.tensor(1.0 + norm.eps))
     torch.testing.assert_close(net(categorical, continuous), net.head(hidden))
-
-
-def test_tabular_takes_columns_of_one_kind() -> None:
+    # Columns of one kind.
     assert Tabular({}, ["x", "y"])(torch.zeros(2, 0).long(), torch.zeros(2, 2)).shape == (2, 1)
     assert Tabular({"a": 3}, [])(torch.ones(2, 1).long(), torch.zeros(2, 0)).shape == (2, 1)
-
-
-def test_unet_has_the_published_number_of_parameters() -> None:
-    with torch.device("meta"):
-        assert size(UNet(channels=3, classes=9)) == 7_703_497
 
 
 def test_unet_joins_the_features_of_the_same_side() -> None:
@@ -107,39 +98,64 @@ def test_unet_joins_the_features_of_the_same_side() -> None:
     second = net.encoder[1](nn.functional.max_pool2d(first, 2))
     joined = torch.cat([first, net.up[0](second)], dim=1)
     assert torch.equal(net(image), net.head(net.decoder[0](joined)))
+    with torch.device("meta"):  # The published number of parameters.
+        assert size(UNet(channels=3, classes=9)) == 7_703_497
 
 
 def test_unet_refuses_sides_that_it_cannot_halve() -> None:
-    with pytest.raises(ConfigError) as caught:
-        UNet(channels=1, classes=2, width=2)(torch.zeros(1, 1, 16, 20))
-    assert str(caught.value) == (
+    net = UNet(channels=1, classes=2, width=2)
+    assert refused(ConfigError, net, torch.zeros(1, 1, 16, 20)) == (
         "model.stages: halves images of [16, 20] to no whole number; use sides that are multiples "
         "of 8 (dataset.image_size) or fewer stages"
     )
 
 
+OTHERS: dict[Any, dict[str, Any]] = {
+    mlp: {"in_features": 4, "classes": 2},
+    cnn: {"channels": 1, "classes": 2},
+    UNet: {"channels": 1, "classes": 2},
+    Tabular: {"categories": {"a": 2}, "continuous": []},
+    LSTM: {"features": 6, "classes": 5},
+    SSD: {"classes": 4, "image_size": 64},
+    GPT: {"vocab_size": 11, "context": 8, "width": 16},
+}
+WHOLE, SHARE = "must be a whole number >=", "must be >= 0 and < 1"
+
+
 @pytest.mark.parametrize(
-    ("make", "changed", "text"),
+    ("make", "given", "text"),
     [
-        (mlp, {"in_features": [3, 0]}, "model.in_features=0: must be a whole number >= 1"),
-        (mlp, {"depth": 0}, "model.depth=0: must be a whole number >= 1"),
-        (mlp, {"dropout": 1.0}, "model.dropout=1.0: must be >= 0 and < 1"),
-        (cnn, {"width": 1.5}, "model.width=1.5: must be a whole number >= 1"),
-        (cnn, {"dropout": -0.1}, "model.dropout=-0.1: must be >= 0 and < 1"),
-        (resnet18, {"classes": True}, "model.classes=True: must be a whole number >= 1"),
-        (UNet, {"stages": 0}, "model.stages=0: must be a whole number >= 1"),
+        (mlp, {"in_features": [3, 0]}, f"model.in_features=0: {WHOLE} 1"),
+        (mlp, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+        (mlp, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+        (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
+        (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
+        (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
+        (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
         (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
-        (Tabular, {"categories": {"a": 0}}, "model.categories.a=0: must be a whole number >= 1"),
-        (Tabular, {"hidden": [4, 0]}, "model.hidden.1=0: must be a whole number >= 1"),
+        (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
+        (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),
         (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
+        (LSTM, {"layers": 0}, f"model.layers=0: {WHOLE} 1"),
+        (LSTM, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+        (SSD, {"width": 0.5}, f"model.width=0.5: {WHOLE} 1"),
+        (GPT, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+        (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),
+        (phonemes, {"train": 0}, f"dataset.train=0: {WHOLE} 1"),
+        (phonemes, {"classes": 1}, f"dataset.classes=1: {WHOLE} 2"),
+        (phonemes, {"data_seed": -1}, f"dataset.data_seed=-1: {WHOLE} 0"),
+        (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
+        (scenes, {"val": 0}, f"dataset.val=0: {WHOLE} 1"),
+        (scenes, {"channels": 1}, "dataset.channels=1: scenes has 3; set dataset.channels=3"),
+        (scenes, {"classes": 3}, "dataset.classes=3: scenes has 4; set dataset.classes=4"),
+        (scenes, {"image_size": 8}, f"dataset.image_size=8: {WHOLE} 16"),
+        (shapes, {"image_size": 7}, "dataset.image_size=7: "),
+        (shapes, {"channels": 0}, "dataset.channels=0: "),
+        (shapes, {"most_shapes": 0}, "dataset.most_shapes=0: "),
+        (shapes, {"classes": 3}, "dataset.classes=3: "),
+        *((make, {"cache_bytes": -1}, f"dataset.cache_bytes=-1: {WHOLE} 0")
+          for make in (phonemes, scenes, shapes)),
     ],
-)
-def test_sizes_out_of_range(make: Any, changed: dict[str, Any], text: str) -> None:
-    own: dict[Any, dict[str, Any]] = {
-        mlp: {"in_features": 4, "classes": 2},
-        resnet18: {},
-        Tabular: {"categories": {"a": 2}, "continuous": []},
-    }
-    with pytest.raises(ConfigError) as caught:
-        make(**{**own.get(make, {"channels": 1, "classes": 2}), **changed})
-    assert str(caught.value).startswith(text)
+)  # fmt: skip
+def test_what_is_out_of_range(make: Any, given: dict[str, Any], text: str) -> None:
+    assert refused(ConfigError, make, **{**OTHERS.get(make, {}), **given}).startswith(text)

@@ -1,33 +1,21 @@
 """One model of the zoo in every mode, beside torch: a row of the result.
 
-How far a gradient g is from the fp32 one, g0, is |g - g0| / |g0|. What a 16-bit format may cost is
-taken from the model itself, in torch alone:
-
-    allowed = 4 max(distance under torch.autocast bfloat16, distance with weights rounded to it)
-
-Where a model decides by its numbers (routing, matching, quantizing), a rounding flips decisions in
-both, and both say so. Two computations whose roundings differ but are as large are rarely more than
-a factor of 4 apart: their squared distances are sums over thousands of roundings. float16 rounds 8
-times as finely and is held to the same. A model whose gradients leave float16 whatever the scale is
-no failure if torch.autocast in float16 says so, too.
+How far gradients may be from fp32 says README.md. Two computations whose roundings differ but are
+as large are rarely more than a factor of 4 apart: their squared distances are sums over thousands
+of roundings. float16 rounds 8 times as finely and is held to the same. A model whose gradients
+leave float16 whatever the scale is no failure if torch.autocast in float16 says so, too.
 """
 
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import training
 from example import Example, NotBuiltError
-from training import (
-    Outcome,
-    overflows_under_autocast,
-    train,
-    train_autocast,
-    train_fp32,
-    train_rounded,
-)
+from training import Outcome
 
 FACTOR = 4.0
 MODES = {
@@ -49,10 +37,9 @@ class Row:
         kind: its class.
         autocast: distance under torch.autocast bfloat16, or why it raised.
         allowed: how far from fp32 a mode may be.
-        modes: by mode the distance, or why it raised; `<mode> recomputed` with the model's own
-            activation checkpointing.
-        failures: what of that must not be; empty where all is well.
-        built: why the model could not be built; empty where it could.
+        modes: by mode, and `<mode> recomputed`, the distance, or why it raised.
+        failures: what of that must not be.
+        built: why the model could not be built.
     """
 
     name: str
@@ -69,11 +56,11 @@ def compare(name: str, example: Example) -> Row:
     """Train `example` in every mode and judge the outcomes."""
     start = time.monotonic()
     row = Row(name, type(example.model).__name__)
-    plain = train_fp32(example)
+    plain = training.train_plain(example)
     if not (plain.gradients.isfinite().all() and plain.gradients.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
-    row.autocast = _distance_or_error(lambda: train_autocast(example), plain)
-    sizes = [_distance_or_error(lambda: train_rounded(example), plain), row.autocast]
+    row.autocast = _distance_or_error(plain, example, training.AUTOCAST)
+    sizes = [_distance_or_error(plain, example, rounded=True), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
     _judge(row, outcomes["fp32"], plain)
@@ -88,10 +75,10 @@ def _try(
 ) -> Outcome | None:
     key = f"{mode} recomputed" if recompute else mode
     try:
-        outcome = train(example, *MODES[mode], recompute=recompute)
+        outcome = training.train(example, *MODES[mode], recompute=recompute)
     except OverflowError as error:
         row.modes[key] = f"{error}, under torch.autocast too"
-        if not overflows_under_autocast(example):
+        if not training.overflows_under_autocast(example):
             row.failures.append(f"{key}: {error}, but not under torch.autocast")
         return None
     except Exception as error:
@@ -129,9 +116,9 @@ def _same(a: Outcome, b: Outcome) -> bool:
     return a.losses == b.losses and torch.equal(a.gradients, b.gradients)
 
 
-def _distance_or_error(training: Callable[[], Outcome], plain: Outcome) -> float | str:
+def _distance_or_error(plain: Outcome, *given: Any, **named: Any) -> float | str:
     try:
-        return _distance(training(), plain)
+        return _distance(training.train_plain(*given, **named), plain)
     except Exception as error:
         return _first_line(error)
 

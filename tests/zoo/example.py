@@ -72,3 +72,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def images(size: int, *, channels: int = 3, count: int = 2) -> Tensor:
     """A batch of noise as images, float32."""
     return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def row(**options: Any) -> dict[str, Any]:
+    """The options as a dict: of a table, whose rows so stay short."""
+    return options

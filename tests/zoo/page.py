@@ -43,50 +43,38 @@ def read() -> list[dict[str, str]]:
 def line_of(row: Row) -> dict[str, str]:
     """A row as text: distances with two digits, errors as they were said."""
     verdict = f"not built: {row.built}" if row.built else "; ".join(row.failures) or AGREES
-    cells = {key: _cell(row.modes.get(key, "")) for key in KEYS}
-    return {
-        "model": row.name,
-        "class": row.kind,
-        "verdict": verdict,
-        "torch.autocast bfloat16": _cell(row.autocast),
-        "allowed": _cell(row.allowed),
-        **cells,
-    }
+    modes = (row.modes.get(key, "") for key in KEYS)
+    cells = map(_cell, (row.name, row.kind, verdict, row.autocast, row.allowed, *modes))
+    return dict(zip(HEAD, cells, strict=True))
 
 
 def tables(lines: list[dict[str, str]]) -> str:
     """Counts by library, distances by mode, and what fails."""
-    parts = [_machine(), _counts(lines), _distances(lines), _failures(lines)]
-    return "\n".join(part for part in parts if part)
+    machine = f"torch {torch.__version__} on one CPU thread ({platform.machine()}), one run each.\n"
+    failed = [line for line in lines if _kind(line["verdict"]) == "fails"]
+    failures = "".join(f"- {line['model']}: {line['verdict']}\n" for line in failed)
+    return "\n".join(filter(None, [machine, _counts(lines), _distances(lines), failures]))
 
 
 def _cell(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.2g}"
 
 
-def _machine() -> str:
-    return f"torch {torch.__version__} on one CPU thread ({platform.machine()}), one run each.\n"
-
-
 def _counts(lines: list[dict[str, str]]) -> str:
     text = "| library | models | not built | agree | fail | recomputed as well |\n"
     text += "|---|---|---|---|---|---|\n"
-    libraries = sorted({line["model"].split("/")[0] for line in lines})
-    for library in libraries:
+    for library in sorted({line["model"].split("/")[0] for line in lines}):
         own = [line for line in lines if line["model"].startswith(f"{library}/")]
         verdicts = Counter(_kind(line["verdict"]) for line in own)
         again = sum(_number(line["mixed float16 recomputed"]) is not None for line in own)
-        text += (
-            f"| {library} {version(library)} | {len(own)} | {verdicts['not built']} "
-            f"| {verdicts[AGREES]} | {verdicts['fails']} | {again} |\n"
-        )
+        counts = (verdicts[kind] for kind in ("not built", AGREES, "fails"))
+        cells = (f"{library} {version(library)}", len(own), *counts, again)
+        text += f"| {' | '.join(map(str, cells))} |\n"
     return text
 
 
 def _kind(verdict: str) -> str:
-    if verdict == AGREES:
-        return AGREES
-    return "not built" if verdict.startswith("not built") else "fails"
+    return verdict if verdict == AGREES else verdict[:9] if verdict[:9] == "not built" else "fails"
 
 
 def _distances(lines: list[dict[str, str]]) -> str:
@@ -97,10 +85,8 @@ def _distances(lines: list[dict[str, str]]) -> str:
         both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs]
         if both:
             shares = [ours / theirs for ours, theirs in both]
-            text += (
-                f"| {mode} | {len(both)} | {median(ours for ours, _ in both):.2g} "
-                f"| {median(shares):.2g} | {max(shares):.2g} |\n"
-            )
+            found = median(ours for ours, _ in both), median(shares), max(shares)
+            text += f"| {mode} | {len(both)} | {' | '.join(map(_cell, found))} |\n"
     return text
 
 
@@ -109,8 +95,3 @@ def _number(cell: str) -> float | None:
         return float(cell)
     except ValueError:
         return None
-
-
-def _failures(lines: list[dict[str, str]]) -> str:
-    failed = [line for line in lines if _kind(line["verdict"]) == "fails"]
-    return "".join(f"- {line['model']}: {line['verdict']}\n" for line in failed)

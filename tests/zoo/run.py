@@ -43,17 +43,12 @@ def main() -> int:
         rows.append(row)
         print(f"[{len(rows)}/{len(names)}] {row.name}: {_said(row)}", flush=True)
         if asked.write:
-            _write(row)
+            import page
+
+            page.write([row])  # At once: what was measured stays if the run is interrupted.
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} models, {sum(not r.built for r in rows)} built, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def _write(row: Any) -> None:
-    """At once: what was measured stays if the run is interrupted."""
-    import page
-
-    page.write([row])
 
 
 def _said(row: Any) -> str:

@@ -1,9 +1,9 @@
-"""A few steps of a zoo model in one dtype mode, and what came out of them."""
+"""A few steps of a model in one dtype mode, and what came out of them."""
 
 import copy
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,104 +18,117 @@ from mpframe import Backoff, Precision
 STEPS = 2
 TRIES = 30  # Backoff starts at 2^16, and 2^24 steps down is further than any model needs
 LEARNING_RATE = 1e-4
+AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is trained: loss(model, step) over `count` steps, `after_step` behind each applied."""
+
+    model: Any
+    loss: Callable[[Any, int], Tensor]
+    count: int = STEPS
+    after_step: Callable[[Any], object] = lambda model: None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What training gave.
 
-    Attributes:
-        losses: of each step that was applied, unscaled.
-        gradients: of the first of them, flat, fp32, unscaled, every parameter in order; a
-            parameter without gradient counts as zeros.
+    losses: of each step that was applied, unscaled. gradients: of the first of them, flat, fp32,
+    unscaled, every parameter in order; one without gradient counts as zeros.
     """
 
     losses: list[float]
     gradients: Tensor
 
 
-def train_plain(example: Example, context: Callable[[], AbstractContextManager[Any]]) -> Outcome:
-    """Steps by torch alone, the forward pass within `context`."""
-    model = copy.deepcopy(example.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+def by_torch(steps: Steps, context: Callable[[], Any]) -> Outcome:
+    """Steps of AdamW by torch alone, the forward pass within `context`."""
+    optimizer = torch.optim.AdamW(steps.model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
-    for _ in range(STEPS):
-        loss = _forward(example, model, context)
+    for step in range(steps.count):
+        with context():
+            loss = steps.loss(steps.model, step)
         loss.backward()
         losses.append(loss.item())
-        gradients.append(_flat(model, 1.0))
+        gradients.append(_flat(steps.model, 1.0))
         optimizer.step()
         optimizer.zero_grad()
+        steps.after_step(steps.model)
     return Outcome(losses, gradients[0])
 
 
-def train_fp32(example: Example) -> Outcome:
-    """Steps by torch alone, in fp32."""
-    return train_plain(example, nullcontext)
-
-
-def train_autocast(example: Example) -> Outcome:
-    """Steps by torch alone, under its own autocast to bfloat16."""
-    return train_plain(example, partial(torch.autocast, "cpu", torch.bfloat16))
-
-
-def train_rounded(example: Example) -> Outcome:
-    """Steps in fp32 from weights that were rounded to bfloat16: how much the model minds that."""
-    rounded = copy.deepcopy(example)
-    with torch.no_grad():
-        for parameter in rounded.model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return train_fp32(rounded)
-
-
-def train(example: Example, mode: str, half: str, *, recompute: bool = False) -> Outcome:
-    """Steps by mpframe, with a loss scale where the half format needs one.
-
-    Args:
-        recompute: turn on the model's own activation checkpointing.
+def by_mpframe(steps: Steps, mode: str, half: str, example: Any = None) -> Outcome:
+    """Steps as a user's own loop takes them, with a loss scale where the half format needs one.
 
     Raises:
-        OverflowError: no step was applied within TRIES.
+        OverflowError: a step was not applied within TRIES.
     """
-    model = copy.deepcopy(example.model)
-    if recompute and example.recompute is not None:
-        example.recompute(model)
     precision = Precision(mode, half)
-    model, optimizer = precision.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    )
+    optimizer = torch.optim.AdamW(steps.model.parameters(), lr=LEARNING_RATE)
+    model, optimizer = precision.prepare(steps.model, optimizer, example)
     scaler = Backoff() if half == "float16" and mode != "fp32" else None
     losses, gradients = [], []
-    for _ in range(TRIES):
+    for _ in range(steps.count + TRIES):
         scale = torch.ones(()) if scaler is None else scaler.scale
-        loss = _forward(example, model, precision.cast)
+        with precision.cast():
+            loss = steps.loss(model, len(losses))
         (loss * scale).backward()
         gradient = _flat(model, scale.item())
-        if not optimizer.step(scaler).skipped:
+        skipped = optimizer.step(scaler).skipped
+        optimizer.zero_grad()
+        if not skipped:
+            steps.after_step(model)
             losses.append(loss.item())
             gradients.append(gradient)
-        optimizer.zero_grad()
-        if len(losses) == STEPS:
+        if len(losses) == steps.count:
             return Outcome(losses, gradients[0])
     raise OverflowError(f"beyond {half} at every scale")
 
 
+def round_weights(model: nn.Module) -> None:
+    """Round them to bfloat16: how much does the model mind that?"""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def train_plain(example: Example, context: Any = nullcontext, *, rounded: bool = False) -> Outcome:
+    """Steps by torch alone, the forward pass within `context`, maybe from rounded weights."""
+    steps = _copied(example)
+    if rounded:
+        round_weights(steps.model)
+    return by_torch(steps, context)
+
+
+def train(example: Example, mode: str, half: str, *, recompute: bool = False) -> Outcome:
+    """Steps by mpframe; recompute: with the model's own activation checkpointing."""
+    steps = _copied(example)
+    if recompute and example.recompute is not None:
+        example.recompute(steps.model)
+    return by_mpframe(steps, mode, half)
+
+
 def overflows_under_autocast(example: Example) -> bool:
     """Whether torch's own float16 gradients are not finite, even without a loss scale."""
-    model = copy.deepcopy(example.model)
-    _forward(example, model, partial(torch.autocast, "cpu", torch.float16)).backward()
-    return not _flat(model, 1.0).isfinite().all()
+    steps = _copied(example)
+    with torch.autocast("cpu", torch.float16):
+        loss = steps.loss(steps.model, 0)
+    loss.backward()
+    return not _flat(steps.model, 1.0).isfinite().all()
 
 
-def _forward(
-    example: Example, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]
-) -> Tensor:
-    """The loss; whatever is random in the forward pass is so in the same way every time."""
-    random.seed(0)
-    numpy.random.seed(0)  # What transformers draws its masks from
-    torch.manual_seed(0)
-    with context():
+def _copied(example: Example) -> Steps:
+    """The steps of a copy; whatever is random in the forward pass is so in the same way."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        random.seed(0)
+        numpy.random.seed(0)  # What transformers draws its masks from
+        torch.manual_seed(0)
         return example.loss(model)
+
+    return Steps(copy.deepcopy(example.model), loss)
 
 
 def _flat(model: nn.Module, scale: float) -> Tensor:

@@ -12,13 +12,9 @@ from example import Example
 from torch import nn
 
 SLOW = (
-    "timm",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
+    *("timm", "diffusers.models", "torchvision_models", "transformers.loss.loss_utils"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
     "transformers.models.auto.configuration_auto",
-    "transformers.loss.loss_utils",
-    "diffusers.models",
-    "torchvision_models",
 )
 
 torch.set_num_threads(1)
