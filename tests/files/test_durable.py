@@ -1,4 +1,4 @@
-"""Files of a run are whole or absent, and what is appended waits where a disk is full for a while."""
+"""Files of a run are whole or absent; what is appended waits while a disk is full."""
 
 import errno
 import os
