@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
@@ -80,15 +79,6 @@ def test_a_default_stands_in_the_schema_alone() -> None:
             switch = {"every"} if path.stem == "off" else set()
             assert not [key for key in values.keys() - switch if values[key] == defaults[key]]
     assert OmegaConf.load(CONF / "config.yaml").keys() & schema.RUN_OPTIONS == {"run_name"}
-
-
-def test_hydra_itself_knows_types_and_options() -> None:
-    for word, says in {
-        "trainer={epochs: two}": "Error merging override",
-        "trainer.epoch=2": r"trainer\.epoch",
-    }.items():
-        with pytest.raises(ConfigCompositionException, match=says):
-            composed(word)
 
 
 @pytest.mark.parametrize("name", ["static", "Backoff", "LogMax"])
