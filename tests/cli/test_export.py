@@ -137,9 +137,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_command_says_what_it_wrote_and_what_was_held(
-    saved: Path, tmp_path: Path, capsys: Shown
-) -> None:
+def test_the_command_says_what_was_held(saved: Path, tmp_path: Path, capsys: Shown) -> None:
     out = tmp_path / "half.safetensors"
     main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16", "weights=trained"])
     assert capsys.readouterr().out.strip() == (
@@ -158,9 +156,7 @@ def test_the_command_says_what_it_wrote_and_what_was_held(
     assert sidecar["weights"]["kind"] == sidecar["metrics"]["weights"] == "ema"
 
 
-def test_a_run_stands_for_the_checkpoint_that_was_tested(
-    saved: Path, tmp_path: Path, capsys: Shown
-) -> None:
+def test_a_run_means_what_was_tested(saved: Path, tmp_path: Path, capsys: Shown) -> None:
     state = checkpoint.load(saved)
     for step, value in {8: 0.9, 9: 0.5}.items():
         validation = {"metric": "accuracy", "value": value, "higher_is_better": True}
@@ -195,9 +191,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def test_a_mistake_is_one_line(
-    saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
+def test_a_mistake_says_so(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     monkeypatch.chdir(tmp_path)
     for words, text in MISTAKES.items():
         with pytest.raises(SystemExit) as ended:

@@ -234,18 +234,14 @@ def test_a_half_graph_takes_half_and_computes_in_it(form: str, run: Path, tmp_pa
     assert outputs.shape == (3, 10)
 
 
-def test_a_secret_of_the_environment_is_in_no_export(
-    run: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_secret_is_in_no_export(run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "my_net.Net")  # stands in the stored options
     for form in ("safetensors", "torch_export"):
         out, sidecar = exported(run, tmp_path, form)
         assert sidecar["model"]["target"] == embedded(form, out)["model"]["target"] == "***"
 
 
-def test_a_model_that_does_not_fit_or_cannot_be_traced_is_one_line(
-    run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
+def test_unfit_models_say_so(run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     (tmp_path / "untraceable.py").write_text(NET.replace("torch.tanh(", "float(images.sum()) * ("))
     monkeypatch.syspath_prepend(tmp_path)
     for words, text in {
@@ -267,14 +263,12 @@ def test_a_model_that_does_not_fit_or_cannot_be_traced_is_one_line(
     assert [path.name for path in tmp_path.glob("m*")] == []
 
 
-@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_onnx_without_its_packages_is_refused_first(
-    missing: str, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
-    monkeypatch.setattr(export_graph, "find_spec", lambda name: name != missing or None)
-    with pytest.raises(SystemExit):
-        main(["checkpoint=nowhere", f"out={tmp_path}/model.onnx", "format=onnx"])
-    assert capsys.readouterr().err.strip() == (
-        f"mpframe: format=onnx: {missing} is not installed; get it with pip install mpframe[onnx], "
-        "or use format=torch_export"
-    )
+def test_onnx_not_installed(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
+    for missing in ("onnx", "onnxscript"):
+        monkeypatch.setattr(export_graph, "find_spec", lambda name, m=missing: name != m or None)
+        with pytest.raises(SystemExit):
+            main(["checkpoint=nowhere", f"out={tmp_path}/model.onnx", "format=onnx"])
+        assert capsys.readouterr().err.strip() == (
+            f"mpframe: format=onnx: {missing} is not installed; get it with pip install "
+            "mpframe[onnx], or use format=torch_export"
+        )

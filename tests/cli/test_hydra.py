@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -103,9 +104,7 @@ def test_a_flag_of_hydra_answers(printed: Callable[..., str], monkeypatch: Patch
         assert offers in printed("-sc", "query=bash").split()
 
 
-def test_the_help_shows_first_what_is_changed_most_and_op_lists_last(
-    printed: Callable[..., str],
-) -> None:
+def test_the_help_shows_first_what_is_changed_most_and_op_lists_last(printed: Any) -> None:
     most, _, rest = printed("--help").partition("== Groups (GROUP=CHOICE) ==\n")
     for words in ("model=", "dataset=", "dtype=", "loss_scaling=", "optimizer=", "trainer."):
         assert words in most
@@ -124,9 +123,7 @@ def test_compose_and_run_in_a_notebook(tmp_path: Path) -> None:
     assert (summary.status, summary.steps) == ("finished", 2)
 
 
-def test_an_installed_program_imports_from_the_current_folder(
-    here: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_program_imports_from_the_current_folder(here: Path, tmp_path_factory: Any) -> None:
     """Python puts the folder of the program first, and not the current one."""
     program = tmp_path_factory.mktemp("bin") / "mpframe"
     program.write_text("from mpframe.cli.main import main\nmain()\n")
@@ -140,9 +137,7 @@ def test_an_installed_program_imports_from_the_current_folder(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_every_command_that_builds_imports_from_the_current_folder(
-    here: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
+def test_commands_see_the_current_folder(here: Path, monkeypatch: Patch, capsys: Shown) -> None:
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     monkeypatch.delitem(sys.modules, "net_of_the_folder", raising=False)
     with pytest.raises(SystemExit) as ended:

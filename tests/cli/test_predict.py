@@ -59,9 +59,7 @@ def refused(capsys: Shown, *words: str) -> str:
     return capsys.readouterr().err.removeprefix("mpframe: ").removesuffix("\n")
 
 
-def test_the_accuracy_and_the_checkpoint_are_those_of_evaluate(
-    digits: Path, tmp_path: Path, capsys: Shown
-) -> None:
+def test_the_accuracy_is_that_of_evaluate(digits: Path, tmp_path: Path, capsys: Shown) -> None:
     rows = predicted(digits, tmp_path / "a.csv")
     done = evaluate(digits, [])
     right = sum(row["class"] == row["target"] for row in rows) / len(rows)
@@ -88,9 +86,7 @@ def test_class_probabilities_and_raw_outputs_agree(digits: Path, tmp_path: Path)
         assert not torch.equal(numbers(rows), logits)
 
 
-def test_a_folder_of_images_gives_what_the_dataset_gives(
-    pictures: Path, images: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_images_is_read_alike(pictures: Path, images: Path, tmp_path: Path) -> None:
     labelled = predicted(pictures, tmp_path / "a.csv", "split=test", "outputs=raw")
     rows = predicted(pictures, tmp_path / "b.csv", f"folder={images}", "outputs=raw")
     assert torch.equal(numbers(rows), numbers(labelled))
@@ -101,10 +97,8 @@ def test_a_folder_of_images_gives_what_the_dataset_gives(
     assert {row["class_name"] for row in named} <= {path.name for path in images.iterdir()}
 
 
-def test_a_folder_needs_neither_the_data_nor_the_dataset_of_the_run(
-    pictures: Path, images: Path, tmp_path: Path, capsys: Shown
-) -> None:
-    """The run came from somebody else, whose data and classes are not here."""
+def test_folders_need_neither(pictures: Path, images: Path, tmp_path: Path, capsys: Shown) -> None:
+    """Neither data nor dataset: the run came from somebody else, whose classes are not here."""
     snapshot = checkpoint.read(pictures)
     options = yaml.safe_load(snapshot.config)
     options["dataset"] |= {"_target_": "his_code.pictures", "root": "/nowhere"}
@@ -162,9 +156,7 @@ UNSAID = (
 )
 
 
-def test_a_folder_is_refused_by_a_model_of_other_inputs(
-    digits: Path, images: Path, tmp_path: Path, capsys: Shown
-) -> None:
+def test_other_inputs_are_told(digits: Path, images: Path, tmp_path: Path, capsys: Shown) -> None:
     good = {"size": [8, 8], "mean": [0.0], "std": [1.0]}
     other = "the model takes something else than images of 1 x 8 x 8 alone"
     inputs = [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}]

@@ -119,9 +119,7 @@ def test_flags_are_refused_before_hydra() -> None:
 
 
 @pytest.mark.parametrize(("words", "line"), BEFORE_A_JOB)
-def test_a_mistake_is_refused_before_a_job(
-    words: str, line: str, started: Any, tmp_path: Path
-) -> None:
+def test_it_is_refused_before_a_job(words: str, line: str, started: Any, tmp_path: Path) -> None:
     assert_refused(lambda given: started(*given), words, line)
     assert_left_behind(tmp_path, "")
 

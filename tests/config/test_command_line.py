@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,7 @@ def test_any_text_can_be_given_as_a_word() -> None:
         ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience", [10]),
     ],
 )
-def test_the_jobs_of_a_command_line(
-    words: str, option: str, values: list[Any], started: Any
-) -> None:
+def test_what_jobs_it_makes(words: str, option: str, values: list[Any], started: Any) -> None:
     assert [OmegaConf.select(config, option) for config in started(*words.split())] == values
 
 
@@ -127,9 +124,7 @@ def test_a_search_goes_on_after_a_trial_that_fails(given: list[str], rate: float
 
 
 @pytest.mark.parametrize("planted", [lambda path: path.symlink_to("precious"), os.mkfifo])
-def test_a_sweep_writes_through_no_link_and_waits_for_no_fifo(
-    planted: Callable[[Path], None], started: Any, tmp_path: Path
-) -> None:
+def test_a_sweep_writes_through_no_link_or_fifo(planted: Any, started: Any, tmp_path: Path) -> None:
     """Hydra opens multirun.yaml itself."""
     (tmp_path / "out").mkdir()
     planted(tmp_path / "out" / "multirun.yaml")

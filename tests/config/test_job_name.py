@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from fixtures import Patch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe.config.sweep import command_again, leave_out, name_of
@@ -66,7 +66,7 @@ def job(*words: str, **hydra: object) -> DictConfig:
     return OmegaConf.create({"hydra": own, "name": "${job_name:}"})
 
 
-def test_in_a_configuration_it_is_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_configuration_it_is_a_word(monkeypatch: Patch) -> None:
     """A reference in an option is not followed; what it refers to may be a secret, or nowhere."""
     monkeypatch.setenv("API_TOKEN", SECRET)
     assert job("seed=1", "dtype=fp32").name == "dtype=fp32,seed=1"
@@ -85,9 +85,7 @@ def test_options_are_left_out_by_hydras_own_option() -> None:
     assert config.name == "5"
 
 
-def test_the_command_that_continues_is_the_one_that_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_continues_is_what_was_typed(tmp_path: Path, monkeypatch: Patch) -> None:
     """An installed program is started by a Python that nobody typed."""
     program = tmp_path / "mpframe"
     program.touch(0o700)

@@ -32,9 +32,7 @@ def said(started: Any, monkeypatch: Patch) -> list[str]:
         ["--config-dir={}/other", "hydra.searchpath=[file://{}]"],
     ],
 )
-def test_a_users_file_stands_for_the_shipped_one_of_its_name(
-    flags: list[str], own_folder: Path, started: Any, said: list[str]
-) -> None:
+def test_a_users_file_stands_first(flags: Any, own_folder: Path, started: Any, said: Any) -> None:
     words = [*(flag.format(own_folder) for flag in flags), "experiment=digits_mlp"]
     (config,) = started(*words)
     assert (config.model.hidden, config.seed) == (7, 5)
@@ -46,9 +44,7 @@ def test_a_users_file_stands_for_the_shipped_one_of_its_name(
     assert (job.config.model["hidden"], job.config.run.seed) == (7, 5)
 
 
-def test_a_file_that_is_not_taken_is_not_told(
-    own_folder: Path, started: Any, said: list[str]
-) -> None:
+def test_a_file_not_taken_is_not_told(own_folder: Path, started: Any, said: list[str]) -> None:
     (config,) = started("-m", "--config-dir=own", "model=cnn")
     assert (config.model._target_, said) == ("mpframe.workloads.images.cnn", [])
     (config,) = started("-m", "--config-dir=own", "model=mlp")
@@ -74,9 +70,7 @@ def test_a_users_folders_are_searched_in_hydras_order(own_folder: Path, tmp_path
 
 @pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
 @pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
-def test_a_config_yaml_does_not_stand_for_the_shipped_one(
-    flag: str, more: list[str], tmp_path: Path, started: Any
-) -> None:
+def test_no_config_yaml_stands_in(flag: str, more: list[str], tmp_path: Path, started: Any) -> None:
     """It may be that of a checkpoint, or of another program."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     line = f"{tmp_path}/config.yaml: would replace mpframe's; rename it and add --config-name=NAME"

@@ -59,9 +59,7 @@ def test_what_is_added_for_trust_cannot_run_in_a_shell(folder: Path, stored: str
         config_of(text, folder, [])
 
 
-def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(
-    folder: Path, stored: str
-) -> None:
+def test_a_users_folder_trusts_what_it_names_where_it_names_it(folder: Path, stored: str) -> None:
     config = config_of(stored, folder, ["--config-dir=conf", "model.width=9"])
     assert config.model == {"_target_": "my_net.Net", "width": 9}
     assert config.metrics == {"top": {"_target_": "my_metric.Top", "k": 5}}
@@ -72,9 +70,7 @@ def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(
     assert not trusted.names("metrics.other", "my_metric.Top")
 
 
-def test_a_machine_has_at_most_its_cores_of_stored_workers(
-    folder: Path, stored: str, monkeypatch: Patch
-) -> None:
+def test_stored_workers_fit_the_cores(folder: Path, stored: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     trusted, text = [*OWN, f"+{METRIC}"], stored.replace("workers: 0", "workers: 300")
     assert config_of(text, folder, trusted).data.workers == 2

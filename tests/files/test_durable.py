@@ -17,9 +17,7 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_warned_of_and_the_pieces_are_written_when_there_is_room(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
+def test_a_full_disk_is_warned_of(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     path = tmp_path / "log"
     log = AppendLog(path, on_error="warn")
     with monkeypatch.context() as patch:
@@ -48,9 +46,7 @@ def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None
     assert path.read_bytes() == b"whole"
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_folder_last(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
     calls: list[str] = []
     rename = Path.replace
 
