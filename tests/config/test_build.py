@@ -7,7 +7,6 @@ from typing import Any, Optional
 import pytest
 import torch
 from fixtures import Patch
-from hydra.utils import get_class
 
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_loaders, resolve_device
@@ -122,16 +121,3 @@ def test_what_a_signature_leaves_open_or_is_passed_on_stays_as_it_is() -> None:
     assert made["nested"]["annotated"] == "off"
     narrow = {"_target_": f"{__name__}.Narrow", "labels": 5}
     assert make("model", {**HERE, "nested": narrow})["nested"] == {"labels": 5}
-
-
-def test_every_open_section_reads_truths_alike() -> None:
-    for path, target in {
-        "optimizer.parts.a": "torch.optim.SGD",
-        "model": "torch.nn.Linear",
-        "scheduler": "torch.optim.lr_scheduler.OneCycleLR",
-        "callbacks.own": "mpframe.training.callbacks.freeze.Freeze",
-    }.items():
-        parameters = inspect.signature(get_class(target)).parameters
-        for name in (n for n, own in parameters.items() if isinstance(own.default, bool)):
-            with pytest.raises(ConfigError, match=rf"^{path}\.{name}=abc: must be true or false$"):
-                make(path, {"_target_": target, name: "abc"})

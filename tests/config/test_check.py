@@ -9,21 +9,6 @@ from omegaconf import OmegaConf
 from mpframe.config.check import check
 from mpframe.config.schema import use_instead
 from mpframe.core.errors import ConfigError
-from mpframe.core.ranges import Range
-
-
-def test_ranges() -> None:
-    rows: list[tuple[Range, list[Any], list[Any]]] = [
-        (Range(low=1), [1, 7], [0, -1]),
-        (Range(above=0.0), [1e-9], [0.0, float("nan"), float("inf")]),
-        (Range(above=0.0, below=1.0), [0.5], [0.0, 1.0]),
-        (Range(choices=("a", "b")), ["a"], ["c"]),
-        (Range(above=0.0, words=("probe",)), ["probe", 2.0], ["prob", 0.0]),
-    ]
-    for limits, inside, outside in rows:
-        assert all(limits.holds(value) for value in [*inside, None])
-        assert not any(limits.holds(value) for value in outside)
-
 
 BASE = """
 dtype: {mode: mixed}

@@ -112,15 +112,13 @@ def test_a_sweep_begins_at_once(started: Any, monkeypatch: Patch) -> None:
     assert trained == [2, 4, 6]
 
 
-@pytest.mark.parametrize(
-    ("given", "rate"), [([], 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5)]
-)
-def test_a_search_goes_on_after_a_trial_that_fails(given: list[str], rate: float) -> None:
+def test_a_search_goes_on_after_a_trial_that_fails() -> None:
     """As Optuna's sweeper has it: 0.0 unless it is given."""
-    sweeper = {"max_failure_rate": 0.5 if given else 0.0}
-    config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
-    command_line._let_trials_fail(config)
-    assert config.hydra.sweeper.max_failure_rate == rate
+    for given, had, rate in (([], 0.0, 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5, 0.5)):
+        sweeper = {"max_failure_rate": had}
+        config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
+        command_line._let_trials_fail(config)
+        assert config.hydra.sweeper.max_failure_rate == rate
 
 
 @pytest.mark.parametrize("planted", [lambda path: path.symlink_to("precious"), os.mkfifo])
