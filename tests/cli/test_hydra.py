@@ -42,29 +42,27 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
+def launcher(name: str, *words: str) -> Any:
+    return pytest.param([*words], marks=[plugin(f"hydra_{name}_launcher"), pytest.mark.slow])
+
+
 LAUNCHERS = [
     ["hydra.job.chdir=true"],
-    pytest.param(
-        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-        marks=[plugin("hydra_joblib_launcher"), pytest.mark.slow],
-    ),
-    pytest.param(
-        ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
-        marks=[plugin("hydra_submitit_launcher"), pytest.mark.slow],
-    ),
+    launcher("joblib", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    launcher("submitit", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"),
 ]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_job_that_fails_is_one_line_and_the_others_go_on(launcher: list[str], here: Path) -> None:
+@pytest.mark.parametrize("words", LAUNCHERS)
+def test_a_job_that_fails_is_one_line_and_the_others_go_on(words: list[str], here: Path) -> None:
     own = [OWN[0], "model.hidden=0,4", "hydra.sweep.dir=out"]
-    done = command(here, "-m", *launcher, *own, *STEPS)
+    done = command(here, "-m", *words, *own, *STEPS)
     ended = {"model.hidden=0": "failed", "model.hidden=4": "finished"}
     assert (statuses(here / "out"), done.returncode) == (ended, 1)
     assert "1 of 2 jobs finished" in done.stdout
     assert done.stderr.count("no hidden units") == 1, done.stderr
     assert "Traceback" not in done.stderr
-    if launcher == LAUNCHERS[0]:
+    if words == LAUNCHERS[0]:
         why = "model: net_of_the_folder.net refused its options: no hidden units"
         assert done.stderr == f"mpframe: job 0: {why}\n"
         # Python may keep what it compiled of the module.

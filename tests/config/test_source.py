@@ -24,16 +24,15 @@ def said(started: Any, monkeypatch: Patch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--config-dir", "own"],
-        ["-cd={}/other", "--config-name=searching"],
-        ["--config-dir={}/other", "hydra.searchpath=[file://{}]"],
-    ],
-)
-def test_a_users_file_stands_first(flags: Any, own_folder: Path, started: Any, said: Any) -> None:
-    words = [*(flag.format(own_folder) for flag in flags), "experiment=digits_mlp"]
+FLAGS = [
+    *("--config-dir own", "-cd={}/other --config-name=searching"),
+    "--config-dir={}/other hydra.searchpath=[file://{}]",
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_users_file_stands_first(flags: str, own_folder: Path, started: Any, said: Any) -> None:
+    words = [*flags.format(own_folder, own_folder).split(), "experiment=digits_mlp"]
     (config,) = started(*words)
     assert (config.model.hidden, config.seed) == (7, 5)
     told = {line.partition(": ")[0]: line.partition(" stands ")[0] for line in said}
