@@ -8,17 +8,16 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 TESTS = Path(__file__).parents[1]
-MODULES = sorted(TESTS.rglob("*.py"))
+
 OWN = {"mpframe", "bench", "tests", *(path.stem for path in TESTS.rglob("*.py"))}
 
 
 def needed(distribution: str, extras: set[str], found: set[str]) -> set[str]:
-    """The distributions that installing `distribution[extras]` brings, by their canonical names."""
+    """The canonical names of what installing `distribution[extras]` brings."""
     found.add(canonicalize_name(distribution))
     for requirement in map(Requirement, requires(distribution) or []):
         marker, name = requirement.marker, canonicalize_name(requirement.name)
@@ -33,29 +32,19 @@ def imported_at_the_top(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").split(".")[0])
-    return names
+            names.add(node.module or "")
+    return {name.split(".")[0] for name in names}
 
 
-@pytest.fixture(scope="module")
-def allowed() -> set[str]:
+def test_every_test_module_can_be_imported() -> None:
     installed = needed("mpframe", {"dev"}, set())
-    names = {
-        name
-        for name, distributions in packages_distributions().items()
-        if installed & {canonicalize_name(distribution) for distribution in distributions}
-    }
-    return names | OWN | set(sys.stdlib_module_names)
-
-
-def test_every_test_module_can_be_imported(allowed: set[str]) -> None:
-    assert len(MODULES) > 100
+    found = packages_distributions().items()
+    names = {name for name, own in found if installed & {*map(canonicalize_name, own)}}
+    allowed = names | OWN | set(sys.stdlib_module_names)
     assert {"torch", "pytest", "ml_dtypes"} <= allowed
-    wrong = {
-        f"{path.relative_to(TESTS)}: {', '.join(sorted(more))}"
-        for path in MODULES
-        if (more := imported_at_the_top(path) - allowed)
-    }
-    assert not wrong
+    modules = sorted(TESTS.rglob("*.py"))
+    assert len(modules) > 100
+    wrong = {path.name: imported_at_the_top(path) - allowed for path in modules}
+    assert {name: more for name, more in wrong.items() if more} == {}

@@ -2,11 +2,11 @@
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import Patch, Shown
 from hydra._internal import hydra as hydra_core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
@@ -18,30 +18,29 @@ from mpframe.config.command_line import prepare
 from mpframe.config.overrides import parse_words, word_of
 from mpframe.core.errors import ConfigError, MpframeError
 
-Started = Callable[..., list[DictConfig]]
 BOTH = ["loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"]
-OWN = ["model._target_=my.Net", "model.width=3"]
+SEEN = {
+    "ops.allow+=[softmax]": "++ops.move.softmax=allow",
+    "ops.deny-=[exp,log]": "++ops.move.exp=none ++ops.move.log=none",
+    "model._target_=my.Net model.width=3 seed=1":
+        "model=own ++model._target_=my.Net ++model.width=3 seed=1",
+    "ops.modules={head:fp32}": "++ops.modules={head:fp32}",
+    "seed=1 -m dtype=fp32,amp": "seed=1 dtype=fp32,amp -m",
+    f"-m {BOTH[0]} {BOTH[1]}": f"{BOTH[0]} ++{BOTH[1]} -m",
+    "-h model=mlp": "model=mlp -h",
+    "--shell-completion query=bash": "--shell-completion query=bash",
+    "--config-path=pkg://elsewhere a=b": "a=b --config-path=pkg://elsewhere",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        (["ops.allow+=[softmax]"], ["++ops.move.softmax=allow"]),
-        (["ops.deny-=[exp,log]"], ["++ops.move.exp=none", "++ops.move.log=none"]),
-        ([*OWN, "seed=1"], ["model=own", *(f"++{word}" for word in OWN), "seed=1"]),
-        (["ops.modules={head:fp32}"], ["++ops.modules={head:fp32}"]),
-        (["seed=1", "-m", "dtype=fp32,amp"], ["seed=1", "dtype=fp32,amp", "-m"]),
-        (["-m", *BOTH], [BOTH[0], f"++{BOTH[1]}", "-m"]),
-        (["-h", "model=mlp"], ["model=mlp", "-h"]),
-        (["--shell-completion", "query=bash"], ["--shell-completion", "query=bash"]),
-        (["--config-path=pkg://elsewhere", "a=b"], ["a=b", "--config-path=pkg://elsewhere"]),
-    ],
-)
-def test_what_hydra_sees(given: list[str], seen: list[str]) -> None:
-    assert prepare(given) == seen
+def test_what_hydra_sees(monkeypatch: Patch) -> None:
+    for given, seen in SEEN.items():
+        assert prepare(given.split()) == seen.split()
+    monkeypatch.setenv("HOME", "/home/me, too")  # The home folder is meant as in a shell.
+    assert prepare(["dataset.root=~/data"]) == ["dataset.root='/home/me, too/data'"]
 
 
-def test_the_path_of_a_job_needs_no_quotes(tmp_path: Path, started: Started) -> None:
+def test_the_path_of_a_job_needs_no_quotes(tmp_path: Path, started: Any) -> None:
     """Hydra would take it for several values."""
     path = "out/dtype=mixed,seed=2"
     (tmp_path / path).mkdir(parents=True)
@@ -51,74 +50,61 @@ def test_the_path_of_a_job_needs_no_quotes(tmp_path: Path, started: Started) -> 
     assert prepare(["init_from=out,dtype", "resume=out"]) == ["init_from=out,dtype", "resume=out"]
 
 
-def test_the_home_folder_is_meant_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me, too")
-    assert prepare(["dataset.root=~/data"]) == ["dataset.root='/home/me, too/data'"]
+TEXTS = [
+    "out",
+    "a b",
+    "a,b=c",
+    "it's",
+    "a\\'b",
+    "a'b\\\\'",
+    "",
+    "null",
+    "1",
+    "ü",
+    "[x",
+    "\\",
+    "~/x",
+]
 
 
 def test_any_text_can_be_given_as_a_word() -> None:
-    texts = (
-        "out",
-        "a b",
-        "a,b=c",
-        "it's",
-        "a\\'b",
-        "a'b\\\\'",
-        "",
-        "null",
-        "1",
-        "ü",
-        "[x",
-        "\\",
-        "~/x",
-    )
-    for text in texts:
+    for text in TEXTS:
         (override,) = parse_words([word_of("hydra.run.dir", text)])
-        assert override.value() == text
-        assert not override.is_sweep_override()
+        assert (override.value(), override.is_sweep_override()) == (text, False)
 
 
 @pytest.mark.parametrize(
     ("words", "option", "values"),
     [
-        (["-m", "seed=range(1,3)"], "seed", [1, 2]),
-        (["hydra.mode=MULTIRUN", "seed=choice(2,1)"], "seed", [2, 1]),
-        (["-m", "dtype=glob(*bf16)"], "dtype.mode", ["amp", "mixed"]),
-        (["seed=${hydra:job.num}", "-m", "optimizer.lr=1,2"], "seed", [0, 1]),
-        (["-m", *BOTH], "loss_scaling.init_scale", [1024, 1024]),
-        (["+model.stride=3", "dtype=[amp]"], "model.stride", [3]),
+        ("hydra.mode=MULTIRUN seed=choice(2,1)", "seed", [2, 1]),
+        ("-m dtype=glob(*bf16)", "dtype.mode", ["amp", "mixed"]),
+        ("seed=${hydra:job.num} -m optimizer.lr=1,2", "seed", [0, 1]),
+        (f"-m {BOTH[0]} {BOTH[1]}", "loss_scaling.init_scale", [1024, 1024]),
+        ("+model.stride=3 dtype=[amp]", "model.stride", [3]),
+        ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience", [10]),
     ],
 )
-def test_the_jobs_of_a_command_line(
-    words: list[str], option: str, values: list[Any], started: Started
-) -> None:
-    assert [OmegaConf.select(config, option) for config in started(*words)] == values
+def test_what_jobs_it_makes(words: str, option: str, values: list[Any], started: Any) -> None:
+    assert [OmegaConf.select(config, option) for config in started(*words.split())] == values
 
 
-def test_a_list_of_choices_is_for_groups_that_hold_several(started: Started) -> None:
-    (config,) = started("callbacks=[default,early_stopping]")
-    assert "early_stopping" in config.callbacks
-
-
-def test_a_sweep_begins_at_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_begins_at_once(started: Any, monkeypatch: Patch) -> None:
     """However many jobs there are: the command line twice by Hydra, the first job once by us."""
     calls: list[list[str]] = []
-    real = hydra_core.Hydra.compose_config
+    before: list[int] = []
+    trained: list[int] = []
+    real, sweep = hydra_core.Hydra.compose_config, ConfigLoaderImpl.load_sweep_config
 
     def counted(self: Any, config_name: str, overrides: list[str], **rest: Any) -> DictConfig:
         calls.append(overrides)
         return real(self, config_name, overrides, **rest)
 
-    monkeypatch.setattr(hydra_core.Hydra, "compose_config", counted)
-    before: list[int] = []
-    sweep = ConfigLoaderImpl.load_sweep_config
-
     def job(self: Any, *arguments: Any, **named: Any) -> DictConfig:
         before.append(len(calls))
         return sweep(self, *arguments, **named)
 
+    monkeypatch.setattr(hydra_core.Hydra, "compose_config", counted)
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", job)
-    trained: list[int] = []
     monkeypatch.setattr(job_module, "_train", lambda config, own: trained.append(len(before)))
     started("-m", "seed=range(0,3)", "hydra.sweep.subdir=same")
     assert before[0] == len(calls) == 3
@@ -126,21 +112,17 @@ def test_a_sweep_begins_at_once(started: Started, monkeypatch: pytest.MonkeyPatc
     assert trained == [2, 4, 6]
 
 
-@pytest.mark.parametrize(
-    ("given", "rate"), [([], 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5)]
-)
-def test_a_search_goes_on_after_a_trial_that_fails(given: list[str], rate: float) -> None:
+def test_a_search_goes_on_after_a_trial_that_fails() -> None:
     """As Optuna's sweeper has it: 0.0 unless it is given."""
-    sweeper = {"max_failure_rate": 0.5 if given else 0.0}
-    config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
-    command_line._let_trials_fail(config)
-    assert config.hydra.sweeper.max_failure_rate == rate
+    for given, had, rate in (([], 0.0, 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5, 0.5)):
+        sweeper = {"max_failure_rate": had}
+        config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
+        command_line._let_trials_fail(config)
+        assert config.hydra.sweeper.max_failure_rate == rate
 
 
 @pytest.mark.parametrize("planted", [lambda path: path.symlink_to("precious"), os.mkfifo])
-def test_a_sweep_writes_through_no_link_and_waits_for_no_fifo(
-    planted: Callable[[Path], None], started: Started, tmp_path: Path
-) -> None:
+def test_a_sweep_writes_through_no_link_or_fifo(planted: Any, started: Any, tmp_path: Path) -> None:
     """Hydra opens multirun.yaml itself."""
     (tmp_path / "out").mkdir()
     planted(tmp_path / "out" / "multirun.yaml")
@@ -149,33 +131,27 @@ def test_a_sweep_writes_through_no_link_and_waits_for_no_fifo(
         started("-m", "hydra.sweep.dir=out", "seed=1,2")
 
 
-KEYS = (
-    *("seed", "dtype", "model", "trainer", "trainer.epochs", "trainer.max_stepz", "optimizer.lr"),
-    *("ops.allow", "loss_scaling", "experiment", "metrics", "callbacks.x", "model._target_"),
-    *("dtype@other", "a/b", "run_name", "scheduler", "hydra/launcher", "hydra.job.nam"),
-    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweeper.max_batch_size", "hydra.searchpath"),
-)
-VALUES = (
-    *("", "3", "nan", "-1", "[1,2]", "{a: 1}", "${x}", "???", "null", "1,2", "range(1,3)", "["),
-    *("'", "interval(0,1)", "glob(*)", "choice()", "tag(a,1)", "int(3)", "\x1b[2J", "mixed,amp"),
-    *("a b", "../x", "${oc.env:NOPE}", "1e400", "x" * 300, "sort(3,1)", "shuffle(1,2)", "mlp"),
-    "off",
-)
-FLAGS = ("-m", "-m", "-m", "--cfg", "--cfg=job", "--info", "-h", "--resolve", "-p", "--nope", "-r")
+KEYS = """seed dtype model trainer trainer.epochs trainer.max_stepz optimizer.lr ops.allow
+    loss_scaling experiment metrics callbacks.x model._target_ dtype@other a/b run_name scheduler
+    hydra/launcher hydra.job.nam hydra.run.dir hydra.sweep.dir hydra.sweeper.max_batch_size
+    hydra.searchpath"""
+VALUES = """3 nan -1 [1,2] ${x} ??? null 1,2 range(1,3) [ ' interval(0,1) glob(*) choice() tag(a,1)
+    int(3) mixed,amp ../x ${oc.env:NOPE} 1e400 sort(3,1) shuffle(1,2) mlp off"""
+SPACED = ["", "{a: 1}", "\x1b[2J", "a b", "x" * 300]
+FLAGS = "-m -m -m --cfg --cfg=job --info -h --resolve -p --nope -r"
 
 
 @pytest.mark.parametrize("cases", [8, pytest.param(400, marks=pytest.mark.storm)])
-def test_any_command_line_ends_well_or_in_one_line(
-    cases: int, started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_command_line_ends_well_or_in_one_line(cases: int, started: Any, capsys: Shown) -> None:
+    signs, keys, values = ["", "", "+", "++", "~"], KEYS.split(), [*SPACED, *VALUES.split()]
     for seed in range(cases):
         draw = random.Random(seed)
         words = [
-            f"{draw.choice(['', '', '+', '++', '~'])}{draw.choice(KEYS)}={draw.choice(VALUES)}"
+            f"{draw.choice(signs)}{draw.choice(keys)}={draw.choice(values)}"
             for _ in range(draw.randint(1, 3))
         ]
         if draw.random() < 0.6:
-            words.insert(draw.randint(0, len(words)), draw.choice(FLAGS))
+            words.insert(draw.randint(0, len(words)), draw.choice(FLAGS.split()))
         try:
             started(*words)
         except MpframeError as error:

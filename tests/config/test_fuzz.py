@@ -1,8 +1,4 @@
-"""Files of a run's folder, changed at random: an error of ours or none, at once, and within it.
-
-The short fuzz runs with all other tests and takes the same cases every time; `pytest -m storm` runs
-the long one.
-"""
+"""Files of a run's folder, changed at random: an error of ours or none, at once, and within it."""
 
 import copy
 import io
@@ -16,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from hostile_checkpoints import seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import train
@@ -27,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from time_limit import time_limit
 
 from mpframe import checkpoint
-from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
+from mpframe.checkpoint.folder import content_digest
 from mpframe.config.stored import config_of
 from mpframe.core.errors import MpframeError
 from mpframe.lab.report.page import as_markdown, as_page
@@ -37,16 +33,12 @@ from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
-SHORT, LONG = 4, 1500  # Cases of each of the fuzzes.
 SECONDS = 30  # For one case, on a machine that is busy.
-EACH = pytest.mark.parametrize("cases", [SHORT, pytest.param(LONG, marks=pytest.mark.storm)])
-
-leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-    | st.sampled_from(["", ".", "../x", "/dev/zero", "\0", "\x1b[2J", "${a}", "nan", 2**70, -1])
-)  # fmt: skip
+EACH = pytest.mark.parametrize("cases", [4, pytest.param(1500, marks=pytest.mark.storm)])
+LEAVES = ["", ".", "../x", "/dev/zero", "\0", "\x1b[2J", "${a}", "nan", 2**70, -1]
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 trees = st.recursive(
-    leaves,
+    leaves | st.sampled_from(LEAVES),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=6,
 )
@@ -54,22 +46,21 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def fuzzed(cases: int, one: Callable[..., None], *given_by: st.SearchStrategy[Any]) -> None:
-    """Run `one` on so many drawn cases."""
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    """Run `one` on so many drawn cases, the same ones every time."""
     many = settings(
         max_examples=cases, deadline=None, derandomize=True, database=None,
-        suppress_health_check=checks,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     many(given(*given_by)(one))()
 
 
 @contextmanager
-def ours_alone(outer: Path, run: Path) -> Iterator[None]:
+def ours_alone(run: Path) -> Iterator[None]:
     """The block ends in time, raises nothing but one line of ours, and writes only in `run`."""
 
-    def beside() -> list[tuple[str, bytes]]:
-        files = (p for p in sorted(outer.rglob("*")) if run not in p.parents and p.is_file())
-        return [(str(path), path.read_bytes()) for path in files]
+    def beside() -> list[tuple[Path, bytes]]:
+        files = (p for p in run.parent.rglob("*") if run not in p.parents and p.is_file())
+        return [(path, path.read_bytes()) for path in sorted(files)]
 
     before = beside()
     with time_limit(SECONDS):
@@ -105,31 +96,17 @@ def run(trained: tuple[Path, Trainer], tmp_path: Path) -> Path:
     return tmp_path / "outer" / "run"
 
 
-def resealed(folder: Path, facts: Any = None) -> None:
-    """A manifest that fits what is there now: what somebody who means harm would do."""
-    names = ("state.pt", "config.yaml")
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-        for name in names
-    }
-    (folder / "manifest.json").write_text(Manifest(files, facts or {}).text())
-
-
 def mutated(content: bytes, seed: int) -> bytes:
     """Bytes flipped, cut out, doubled or put in, at a few random places."""
     draw, changed = random.Random(seed), bytearray(content)
     for _ in range(draw.randint(1, 4)):
         at, length = draw.randrange(len(changed) + 1), draw.choice([1, 2, 8, 100])
         piece = changed[at : at + length]
-        kind = draw.randrange(4)
-        if kind == 0:
-            changed[at : at + length] = draw.randbytes(len(piece))
-        elif kind == 1:
-            del changed[at : at + length]
-        elif kind == 2:
-            changed[at:at] = piece * 2
-        else:
-            changed[at:at] = draw.randbytes(length)
+        end, put = draw.choice([
+            (at + length, draw.randbytes(len(piece))), (at + length, b""), (at, piece * 2),
+            (at, draw.randbytes(length)),
+        ])  # fmt: skip
+        changed[at:end] = put
     return bytes(changed)
 
 
@@ -138,8 +115,7 @@ def with_one_replaced(tree: Any, value: Any, seed: int) -> Any:
     draw, changed = random.Random(seed), copy.deepcopy(tree)
     place = changed
     while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        key = draw.choice(keys)
+        key = draw.choice(list(place) if isinstance(place, dict) else list(range(len(place))))
         inner = place[key]
         if not isinstance(inner, dict | list) or not inner or draw.random() < 0.2:
             place[key] = value
@@ -151,17 +127,17 @@ def with_one_replaced(tree: Any, value: Any, seed: int) -> Any:
 def test_manifests(cases: int, run: Path) -> None:
     newest = checkpoint.newest(run)
     whole = json.loads((newest / "manifest.json").read_text())
+    assert checkpoint.read(run).global_step == 2
 
     def one(value: Any, seed: int) -> None:
         sealed = with_one_replaced(whole, value, seed)
         if seed % 2 and "content" in sealed:
             sealed["sha256"] = content_digest(sealed.get("format"), sealed["content"])
-        (newest / "manifest.json").write_text(json.dumps(sealed))
-        with ours_alone(run.parent, run):
-            checkpoint.read(run)
-        (newest / "manifest.json").write_bytes(mutated(json.dumps(sealed).encode(), seed))
-        with ours_alone(run.parent, run):
-            checkpoint.read(run)
+        text = json.dumps(sealed).encode()
+        for content in (text, mutated(text, seed)):
+            (newest / "manifest.json").write_bytes(content)
+            with ours_alone(run):
+                checkpoint.read(run)
 
     fuzzed(cases, one, trees, seeds)
 
@@ -172,17 +148,17 @@ def test_state_files(cases: int, run: Path) -> None:
     whole = (newest / "state.pt").read_bytes()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    name = next(name for name in entries if name.endswith("data.pkl"))
 
     def one(seed: int) -> None:
         if seed % 2:
             (newest / "state.pt").write_bytes(mutated(whole, seed))
         else:  # An archive in order, with a pickle that is not.
             with zipfile.ZipFile(newest / "state.pt", "w") as archive:
-                for entry, content in entries.items():
-                    archive.writestr(entry, mutated(content, seed) if entry == name else content)
-        resealed(newest)
-        with ours_alone(run.parent, run):
+                for name, content in entries.items():
+                    pickle = name.endswith("data.pkl")
+                    archive.writestr(name, mutated(content, seed) if pickle else content)
+        seal(newest)
+        with ours_alone(run):
             checkpoint.read(run)
 
     fuzzed(cases, one, seeds)
@@ -193,13 +169,14 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
     """A state that loads and is another than it should be changes nothing, or is taken whole."""
     trainer, newest = trained[1], checkpoint.newest(run)
     whole = checkpoint.read(newest)
+    resume._apply(whole, ({}, {}), newest, trainer)
 
     def one(value: Any, seed: int) -> None:
         state = with_one_replaced(whole.state, value, seed)
         snapshot = checkpoint.Snapshot(2, state, whole.config, whole.facts)
         before = checkpoint.Snapshot(0, trainer.state_dict()).to_cpu().state
         taken = False
-        with ours_alone(run.parent, run):
+        with ours_alone(run):
             resume._apply(snapshot, ({}, {}), newest, trainer)
             taken = True
         if taken:  # Back to where it was, for the next case.
@@ -214,51 +191,15 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
 def test_stored_options(cases: int, run: Path) -> None:
     newest = checkpoint.newest(run)
     whole = (newest / "config.yaml").read_text()
+    assert config_of(whole, newest, []).run.seed == 0
 
     def one(text: str, seed: int) -> None:
         changed = mutated(whole.encode(), seed).decode(errors="replace")
         for config in (changed, text, f"{whole}{text}", f"{text}: {whole}"):
-            with ours_alone(run.parent, run):
+            with ours_alone(run):
                 config_of(config, newest / "config.yaml", [])
 
     fuzzed(cases, one, st.text("ab: &*-[]{}'\"|>!\n\t\0#%é1e.", max_size=30), seeds)
-
-
-@EACH
-def test_summaries(cases: int, run: Path) -> None:
-    whole = json.loads((run / "summary.json").read_text())
-
-    def one(value: Any, seed: int) -> None:
-        changed = json.dumps(with_one_replaced(whole, value, seed))
-        for content in (changed.encode(), mutated(changed.encode(), seed)):
-            (run / "summary.json").write_bytes(content)
-            with ours_alone(run.parent, run):
-                Summary.read(run)
-            with ours_alone(run.parent, run):
-                reported(run, drawn=seed % 16 == 0)
-
-    fuzzed(cases, one, trees, seeds)
-
-
-@EACH
-def test_event_files(cases: int, run: Path) -> None:
-    (path,) = run.glob("events.out.*")
-    whole = path.read_bytes()
-
-    def one(tag: str, numbers: tuple[int, float], seed: int) -> None:
-        step, value = numbers
-        file = io.BytesIO()
-        records = RecordWriter(file)
-        values = Values(value=[Values.Value(tag=tag, simple_value=value)])
-        records.write(Event(step=step, summary=values).SerializeToString())
-        records.write(random.Random(seed).randbytes(seed % 50))  # With a checksum that is right.
-        for content in (mutated(whole, seed), whole + file.getvalue(), file.getvalue()):
-            path.write_bytes(content)
-            with ours_alone(run.parent, run):
-                reported(run, drawn=seed % 16 == 0)
-
-    steps = st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(width=32))
-    fuzzed(cases, one, st.text(max_size=8), steps, seeds)
 
 
 def reported(run: Path, drawn: bool) -> None:
@@ -270,11 +211,37 @@ def reported(run: Path, drawn: bool) -> None:
         assert "\x1b" not in as_page("t", groups, runs)
 
 
-def test_the_control_is_read(run: Path, trained: tuple[Path, Trainer]) -> None:
-    """What is changed above is whole before."""
-    assert checkpoint.read(run).global_step == 2
+@EACH
+def test_summaries(cases: int, run: Path) -> None:
+    whole = json.loads((run / "summary.json").read_text())
     assert Summary.read(run).status == "finished"
-    newest = checkpoint.newest(run)
-    assert config_of((newest / "config.yaml").read_text(), newest, []).run.seed == 0
-    resume._apply(checkpoint.read(run), ({}, {}), newest, trained[1])
-    assert torch.get_rng_state().numel() > 0
+
+    def one(value: Any, seed: int) -> None:
+        changed = json.dumps(with_one_replaced(whole, value, seed)).encode()
+        for content in (changed, mutated(changed, seed)):
+            (run / "summary.json").write_bytes(content)
+            with ours_alone(run):
+                Summary.read(run)
+            with ours_alone(run):
+                reported(run, drawn=seed % 16 == 0)
+
+    fuzzed(cases, one, trees, seeds)
+
+
+@EACH
+def test_event_files(cases: int, run: Path) -> None:
+    (path,) = run.glob("events.out.*")
+    whole = path.read_bytes()
+
+    def one(tag: str, step: int, value: float, seed: int) -> None:
+        records = RecordWriter(file := io.BytesIO())
+        values = Values(value=[Values.Value(tag=tag, simple_value=value)])
+        records.write(Event(step=step, summary=values).SerializeToString())
+        records.write(random.Random(seed).randbytes(seed % 50))  # With a checksum that is right.
+        for content in (mutated(whole, seed), whole + file.getvalue(), file.getvalue()):
+            path.write_bytes(content)
+            with ours_alone(run):
+                reported(run, drawn=seed % 16 == 0)
+
+    steps = st.integers(-(2**63), 2**63 - 1)
+    fuzzed(cases, one, st.text(max_size=8), steps, st.floats(width=32), seeds)

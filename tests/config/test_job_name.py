@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from fixtures import Patch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe.config.sweep import command_again, leave_out, name_of
@@ -26,25 +26,24 @@ def test_a_name_says_what_was_swept() -> None:
         assert name(*words) == named
 
 
-def test_what_every_job_has_alike_is_not_in_the_name() -> None:
+def test_what_every_job_has_alike_or_is_a_secret_is_not_in_the_name() -> None:
     words = ["trainer.epochs=1", "++model.width=8", "~scheduler", "seed=2"]
     assert name(*words, shared=("trainer.epochs", "model.width", "scheduler")) == "seed=2"
     assert name(*words[:1], shared=("trainer.epochs",), number=7) == "7"
+    for number in (3, 4):
+        named = f"model.token=hidden,seed=1,job={number}"
+        assert name(f"model.token={SECRET}", "seed=1", number=number) == named
 
 
 def test_what_no_folder_takes_is_replaced_and_told_apart() -> None:
     for word, start in {
-        "model=nets/wide": "model=nets_wide~",
-        "run_name='../../x'": "run_name=.._.._x~",
-        "run_name='\x1b[31m\n'": "run_name=_[31m_~",
-        "run_name='C:\\\\x'": "run_name=C_x~",
+        "model=nets/wide": "model=nets_wide~", "run_name='../../x'": "run_name=.._.._x~",
+        "run_name='\x1b[31m\n'": "run_name=_[31m_~", "run_name='C:\\\\x'": "run_name=C_x~",
         "ops.modules={head:fp32}": "ops.modules=_head_fp32_~",
-        "seed=${oc.env:N}": "seed=_oc.env_N_~",
-        "~scheduler": "_scheduler~",
-    }.items():
+        "seed=${oc.env:N}": "seed=_oc.env_N_~", "~scheduler": "_scheduler~",
+    }.items():  # fmt: skip
         named = name(word)
-        assert named.startswith(start)
-        assert len(named) == len(start) + 8
+        assert (named[: len(start)], len(named)) == (start, len(start) + 8)
         assert named == name(word)
 
 
@@ -61,19 +60,13 @@ def test_a_long_name_is_cut_to_what_a_file_system_takes() -> None:
         assert all(named.startswith("run_name=" + letter * 40) for named in names)
 
 
-def test_a_secret_is_not_in_the_name() -> None:
-    words = f"model.token={SECRET}", "seed=1"
-    assert name(*words) == "model.token=hidden,seed=1,job=3"
-    assert name(*words, number=4) == "model.token=hidden,seed=1,job=4"
-
-
 def job(*words: str, **hydra: object) -> DictConfig:
     """As Hydra composes it, but with nothing besides."""
     own = {"job": {"num": 5}, "overrides": {"task": list(words), "hydra": []}, **hydra}
     return OmegaConf.create({"hydra": own, "name": "${job_name:}"})
 
 
-def test_in_a_configuration_it_is_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_configuration_it_is_a_word(monkeypatch: Patch) -> None:
     """A reference in an option is not followed; what it refers to may be a secret, or nowhere."""
     monkeypatch.setenv("API_TOKEN", SECRET)
     assert job("seed=1", "dtype=fp32").name == "dtype=fp32,seed=1"
@@ -92,9 +85,7 @@ def test_options_are_left_out_by_hydras_own_option() -> None:
     assert config.name == "5"
 
 
-def test_the_command_that_continues_is_the_one_that_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_continues_is_what_was_typed(tmp_path: Path, monkeypatch: Patch) -> None:
     """An installed program is started by a Python that nobody typed."""
     program = tmp_path / "mpframe"
     program.touch(0o700)

@@ -1,9 +1,9 @@
 """What a `_target_` of 0.1.0 named has a new name: whoever writes the old one is told it."""
 
+import re
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import OmegaConf
@@ -25,21 +25,14 @@ def test_only_the_new_name_is_there() -> None:
             get_object(old)
 
 
-def test_a_word_with_the_old_name_is_answered_with_the_new_one() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_the_old_name_is_answered_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'model._target_={OLD}: is now {NEW}')}$"):
         find_target("model", OLD)
-    assert str(refused.value) == f"model._target_={OLD}: is now {NEW}"
-
-
-def test_a_stored_configuration_with_the_old_name_is_told_the_new_one() -> None:
     _, composed = compose_named(["model=gpt", "dataset=next_token", "dataset.root=texts"])
-    stored = OmegaConf.to_container(without_hydra(composed), resolve=True)
-    assert isinstance(stored, dict)
-    assert stored["model"]["_target_"] == NEW
-    stored["model"]["_target_"] = OLD
+    stored = OmegaConf.to_yaml(without_hydra(composed), resolve=True).replace(NEW, OLD)
     with pytest.raises(CheckpointError) as refused:
-        config_of(yaml.safe_dump(stored), Path("config.yaml"), [])
+        config_of(stored, Path("config.yaml"), [])
     line = f"config.yaml: model._target_={OLD} is now {NEW}; add model._target_={NEW}"
     assert str(refused.value) == line
-    again = config_of(yaml.safe_dump(stored), Path("config.yaml"), [f"model._target_={NEW}"])
+    again = config_of(stored, Path("config.yaml"), [f"model._target_={NEW}"])
     assert again.model["_target_"] == NEW

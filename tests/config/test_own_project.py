@@ -6,10 +6,12 @@ import shlex
 import subprocess
 import sys
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from fixtures import Patch, Shown
 from in_process import train
 from pages import Page
 
@@ -25,7 +27,7 @@ TEMPLATE = ROOT / "mpframe" / "cli" / "commands" / "template"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The current folder, whose modules are found."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -54,14 +56,13 @@ def test_every_part_stands_in_the_configuration_and_takes_part(folder: Path) -> 
     assert summary.monitor == "long_accuracy"
     weights = checkpoint.load(folder / "run")["trainer"]["weights"]
     assert weights["embedding.weight"].shape == (50, 32)
-    lines = [
-        [*map(float, x.split())] for x in (folder / "run/journal.txt").read_text().splitlines()
-    ]
+    journal = (folder / "run" / "journal.txt").read_text().splitlines()
+    lines = [[*map(float, line.split())] for line in journal]
     assert [line[0] for line in lines] == list(range(1, 9))
     assert lines[-1][1:] == [summary.train_loss, 6561.0]
 
 
-def test_a_new_project_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_project_trains(folder: Path, capsys: Shown) -> None:
     new.main(["spirals"])
     assert capsys.readouterr().out == "spirals: written; begin with spirals/README.md\n"
     written = {str(path.relative_to("spirals")) for path in Path("spirals").rglob("*")}
@@ -84,24 +85,13 @@ def test_the_page_shows_the_files_as_they_are() -> None:
 # --- with mpframe from its wheel
 
 
-def pip(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--no-index"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def run(environment: Path, folder: Path, *words: str) -> str:
+def run(environment: Path, folder: Path, program: str, *words: str) -> str:
     """The output of a program of an environment, which must succeed, in a folder."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HYDRA"))}
-    command = [str(environment / "bin" / words[0]), *words[1:]]
     done = subprocess.run(
-        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=900, check=False
-    )
+        [environment / "bin" / program, *words], cwd=folder, env=clean,
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -111,11 +101,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with mpframe from its wheel, and the packages of this one beside it."""
     pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
     folder = tmp_path_factory.mktemp("installed")
-    pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", str(folder))
+    pip = partial(run, Path(sys.prefix), folder, "python", "-m", "pip", "--quiet")
+    alone = ("--no-deps", "--no-index")
+    pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", ".", *alone)
     (wheel,) = folder.glob("mpframe-*.whl")
     venv.create(folder / "env", with_pip=False)
-    python = folder / "env" / "bin" / "python"
-    pip("--python", str(python), "install", str(wheel))
+    pip("--python", "env/bin/python", "install", str(wheel), *alone)
     (site,) = (folder / "env").glob("lib/python*/site-packages")
     # Folders that a .pth names come behind the environment's own packages, and the .pth files in
     # them are not read: this checkout, installed to be edited, is not seen.

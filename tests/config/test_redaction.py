@@ -4,39 +4,29 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from fixtures import Patch
 from omegaconf import OmegaConf
 
 from mpframe.config.redaction import Redacting, as_yaml, hide, redact, secrets_of
 from mpframe.files.text import printable
 
 SECRETS = [
-    "plain12345",
-    'it\'s "quoted" twice',
-    "back\\slash\\s and \\n",
-    "two\nlines\tand a tab",
-    "{braces: [brackets]}, commas",
-    "*alias &anchor !tag #comment",
-    "word after word " * 20 + "so that it is folded",
-    "ends in a colon:",
-    "ünïcödé ✓ 12345",
-    "8823746511",
+    *("plain12345", 'it\'s "quoted" twice', "back\\slash\\s and \\n", "two\nlines\tand a tab"),
+    *("{braces: [brackets]}, commas", "*alias &anchor !tag #comment", "ends in a colon:"),
+    *("word after word " * 20 + "so that it is folded", "ünïcödé ✓ 12345", "8823746511"),
 ]
 
 
 def test_yaml_without_a_secret_is_yaml_still() -> None:
+    def tree(shown: str) -> dict[str, Any]:
+        nested = {"within": f"a {shown} b", "listed": [shown, {"deep": shown}]}
+        return {"alone": shown, **nested, shown: "a key", "kept": "value", "number": 3}
+
     for secret in SECRETS:
-        tree: dict[str, Any] = {
-            "alone": secret, "within": f"a {secret} b", "listed": [secret, {"deep": secret}],
-            secret: "a key", "kept": "value", "number": 3,
-        }  # fmt: skip
-        config = OmegaConf.create(tree)
+        config = OmegaConf.create(tree(secret))
         for text in (as_yaml(config, [secret]), as_yaml(config, [secret], resolve=True)):
-            assert yaml.safe_load(text) == {
-                "alone": "***", "within": "a *** b", "listed": ["***", {"deep": "***"}],
-                "***": "a key", "kept": "value", "number": 3,
-            }  # fmt: skip
+            assert yaml.safe_load(text) == tree("***")
 
 
 def test_a_secret_is_hidden_however_it_is_escaped() -> None:
@@ -48,14 +38,11 @@ def test_a_secret_is_hidden_however_it_is_escaped() -> None:
 
 
 def test_a_number_that_is_a_secret_is_hidden() -> None:
-    assert redact({"a": 8823746511, "b": 88, "c": True}, ["8823746511"]) == {
-        "a": "***", "b": 88, "c": True,
-    }  # fmt: skip
+    shown = redact({"a": 8823746511, "b": 88, "c": True}, ["8823746511"])
+    assert shown == {"a": "***", "b": 88, "c": True}
 
 
-def test_a_reference_stays_and_what_it_was_handed_on_to_is_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reference_stays_and_what_it_was_handed_on_to_is_hidden(monkeypatch: Patch) -> None:
     monkeypatch.setenv("PLAIN", "plain12345")
     config = OmegaConf.create({"a": "${oc.env:PLAIN}", "b": "${a}", "c": ["${oc.env:PLAIN}", 1]})
     secrets = secrets_of(["${oc.env:PLAIN}"], {"PLAIN": "plain12345"})
@@ -86,14 +73,9 @@ def test_an_interpolation_that_holds_a_secret_is_hidden_whole() -> None:
 
 def test_a_log_line_holds_no_secret_and_steers_no_terminal() -> None:
     said = {"msg": "\x1b[2Jsaid %s\n\tand \x9b more", "args": ("plain12345",)}
-    record = logging.makeLogRecord(said)
-    line = Redacting(None, ["plain12345"]).format(record)
+    line = Redacting(None, ["plain12345"]).format(logging.makeLogRecord(said))
     assert line == "\\x1b[2Jsaid ***\n\tand \\x9b more"
-
-
-def test_what_steers_a_terminal_is_written_out() -> None:
-    said = "\x1b[31mred\x07 \x9b2J \u202e back \ud800 \x00 and\nmore, é ✓"
-    shown = printable(said)
+    shown = printable("\x1b[31mred\x07 \x9b2J \u202e back \ud800 \x00 and\nmore, é ✓")
     assert shown == "\\x1b[31mred\\x07 \\x9b2J \\u202e back \\ud800 \\x00 and\\nmore, é ✓"
     assert printable(shown) == shown
     assert printable("a\nb\tc\rd", keep="\n\t") == "a\nb\tc\\rd"

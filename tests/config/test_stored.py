@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixtures import Patch
 from omegaconf import OmegaConf
 
 from mpframe.config.command_line import compose_named, without_hydra
@@ -14,18 +15,15 @@ from mpframe.core.errors import CheckpointError, ConfigError
 FILES = {
     "model/net.yaml": "_target_: my_net.Net\nwidth: 8\ninner: {_target_: my_net.Inner}\n",
     "dataset/points.yaml": "_target_: my_data.points\nbatch_size: 16\n",
-    "experiment/points.yaml": (
-        "# @package _global_\n"
-        "defaults: [override /model: net, override /dataset: points]\n"
-        "metrics: {top: {_target_: my_metric.Top, k: 5}}\n"
-    ),
-}
+    "experiment/points.yaml": "# @package _global_\ndefaults: [override /model: net]\n"
+        "metrics: {top: {_target_: my_metric.Top, k: 5}}\n",
+}  # fmt: skip
 OWN = ["model._target_=my_net.Net", "dataset._target_=my_data.points"]
 METRIC = "metrics.top._target_=my_metric.Top"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder `conf` of a user's own, within the current one."""
     for name, text in FILES.items():
         path = tmp_path / "conf" / name
@@ -56,15 +54,12 @@ def test_all_targets_that_need_trust_are_named_in_one_line(folder: Path, stored:
 
 
 def test_what_is_added_for_trust_cannot_run_in_a_shell(folder: Path, stored: str) -> None:
-    tree = yaml.safe_load(stored)
-    tree["model"]["_target_"] = "my_net.Net; rm -r ~"
+    text = stored.replace("my_net.Net", "my_net.Net; rm -r ~")
     with pytest.raises(CheckpointError, match=r"add .* 'model\._target_=my_net\.Net; rm -r ~' "):
-        config_of(yaml.safe_dump(tree), folder, [])
+        config_of(text, folder, [])
 
 
-def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(
-    folder: Path, stored: str
-) -> None:
+def test_a_users_folder_trusts_what_it_names_where_it_names_it(folder: Path, stored: str) -> None:
     config = config_of(stored, folder, ["--config-dir=conf", "model.width=9"])
     assert config.model == {"_target_": "my_net.Net", "width": 9}
     assert config.metrics == {"top": {"_target_": "my_metric.Top", "k": 5}}
@@ -75,14 +70,11 @@ def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(
     assert not trusted.names("metrics.other", "my_metric.Top")
 
 
-def test_a_machine_has_at_most_its_cores_of_stored_workers(
-    folder: Path, stored: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_workers_fit_the_cores(folder: Path, stored: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    text = yaml.safe_dump(yaml.safe_load(stored) | {"metrics": {}})
-    text = text.replace("workers: 0", "workers: 300")
-    assert config_of(text, folder, OWN).data.workers == 2
-    assert config_of(text, folder, [*OWN, "dataset.workers=5"]).data.workers == 5
+    trusted, text = [*OWN, f"+{METRIC}"], stored.replace("workers: 0", "workers: 300")
+    assert config_of(text, folder, trusted).data.workers == 2
+    assert config_of(text, folder, [*trusted, "dataset.workers=5"]).data.workers == 5
 
 
 def test_a_checkpoint_does_not_trust_itself(folder: Path, stored: str) -> None:
@@ -98,8 +90,6 @@ def test_a_checkpoint_does_not_trust_itself(folder: Path, stored: str) -> None:
     with pytest.raises(CheckpointError, match=r"model\._target_=my_net\.Net and .* not mpframe's"):
         config_of(yaml.safe_dump(tree), folder, ["--config-dir=conf"])
 
-
-def test_a_file_that_is_no_yaml_is_named(folder: Path, stored: str) -> None:
     (folder / "conf" / "model" / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"conf/model/bad\.yaml: is not YAML; "):
         config_of(stored, folder, ["--config-dir=conf"])

@@ -2,10 +2,13 @@
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures import Patch
 
 from mpframe.core.errors import MpframeError
 from mpframe.files import file_lock
@@ -14,24 +17,31 @@ from mpframe.files.file_lock import turn_in
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def _append_slowly(folder: Path) -> None:
-    """Read a file, wait, and write one line more: without turns lines would be lost."""
-    path = folder / "lines"
-    for _ in range(5):
-        with turn_in(folder):
-            before = path.read_text() if path.exists() else ""
-            time.sleep(0.002)
-            path.write_text(f"{before}x\n")
+def started(run: Callable[[], None]) -> Any:
+    process = CONTEXT.Process(target=run)
+    process.start()
+    return process
+
+
+def ended_well(*processes: Any) -> None:
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
-    workers = [CONTEXT.Process(target=_append_slowly, args=(tmp_path,)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
-    assert (tmp_path / "lines").read_text() == 20 * "x\n"
+    path = tmp_path / "lines"
+
+    def append_slowly() -> None:
+        """Read the file, wait, and write one line more: without turns lines would be lost."""
+        for _ in range(5):
+            with turn_in(tmp_path):
+                before = path.read_text() if path.exists() else ""
+                time.sleep(0.002)
+                path.write_text(f"{before}x\n")
+
+    ended_well(*[started(append_slowly) for _ in range(4)])
+    assert path.read_text() == 20 * "x\n"
 
 
 def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
@@ -40,40 +50,25 @@ def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
             raise KeyError
 
 
-def test_who_waits_says_so(tmp_path: Path) -> None:
+def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
     """The one that waits is heard by the other, who then ends its turn."""
-    taken, release = CONTEXT.Event(), CONTEXT.Event()
+    taken, heard = CONTEXT.Event(), CONTEXT.Event()
 
     def hold() -> None:
         with turn_in(tmp_path):
             taken.set()
-            assert release.wait(60)
+            assert heard.wait(60)
 
-    holder = CONTEXT.Process(target=hold)
-    holder.start()
+    def wait() -> None:
+        said: list[str] = []
+        log = SimpleNamespace(info=lambda message: (said.append(message), heard.set()))
+        monkeypatch.setattr(file_lock, "log", log)
+        with turn_in(tmp_path, "the other is there"):
+            assert said == ["the other is there"]
+
+    holder = started(hold)
     assert taken.wait(60)
-    waiter = CONTEXT.Process(target=_wait, args=(tmp_path, release))
-    waiter.start()
-    waiter.join(60)
-    holder.join(60)
-    assert (waiter.exitcode, holder.exitcode) == (0, 0)
-
-
-class Heard:
-    """A log of its own: what other tests have made of the logging of this process is not asked."""
-
-    def __init__(self, release: Any) -> None:
-        self._release = release
-
-    def info(self, message: str) -> None:
-        assert message == "the other is there"
-        self._release.set()
-
-
-def _wait(folder: Path, release: Any) -> None:
-    file_lock.log = Heard(release)  # type: ignore[assignment]
-    with turn_in(folder, "the other is there"):
-        pass
+    ended_well(started(wait), holder)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

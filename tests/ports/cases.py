@@ -1,14 +1,11 @@
-"""Counts the ported cases, and writes the table of README.md beside this file.
-
-python tests/ports/cases.py        after a change of the ports
+"""Counts the ported cases and writes the table of README.md: `python tests/ports/cases.py`.
 
 A case is one collected test. Where it comes out otherwise here, it is marked
 `differs("reason")`, asserts what happens here, and its reason stands in the table.
 """
 
 import os
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -17,10 +14,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 BEGIN, END = "<!-- cases -->\n", "<!-- end of cases -->\n"
-
-# The databases of torch grow with it.
-COUNTED = f"Counted with torch {torch.__version__.split('+')[0]}."
-
+COUNTED = f"Counted with torch {torch.__version__.split('+')[0]}."  # Its databases grow with it.
 SUITES = {
     "test_torch_grad_scaler": "torch, GradScaler (test/test_torch.py, test/test_cuda.py)",
     "test_torch_optim_db": "torch, optimizer database (common_optimizers.optim_db)",
@@ -34,69 +28,36 @@ SUITES = {
 }
 
 
-@dataclass
-class Suite:
-    """The cases of one file.
-
-    Attributes:
-        cases: how many.
-        reasons: why some differ, and how many for each reason.
-    """
-
-    cases: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-
-
 class Collector:
-    """A plugin of pytest that counts what is collected."""
+    """A plugin of pytest that counts what is collected, and what differs, by file."""
 
     def __init__(self) -> None:
-        self.suites: dict[str, Suite] = {}
+        self.cases: Counter[str] = Counter()
+        self.reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Count `item` in its file's suite."""
-        suite = self.suites.setdefault(item.path.stem, Suite())
-        suite.cases += 1
+        self.cases[item.path.stem] += 1
         for mark in item.iter_markers("differs"):
-            suite.reasons[mark.args[0]] += 1
+            self.reasons[item.path.stem][mark.args[0]] += 1
 
 
-def collected() -> dict[str, Suite]:
-    """The suites of this folder by file, those that run in long tests included."""
-    collector = Collector()
-    code = pytest.main(["--collect-only", "-qq", "-m", "", str(HERE)], plugins=[collector])
-    if code != pytest.ExitCode.OK:
-        raise SystemExit(f"collecting failed: {code}")
-    return collector.suites
-
-
-def table(suites: dict[str, Suite]) -> str:
-    """Two Markdown tables: counts by suite, and each difference with its reason."""
-    known = {name: suites[name] for name in SUITES if name in suites}
+def table() -> str:
+    """Two Markdown tables: counts by suite, long tests too, and each difference with its reason."""
+    found = Collector()
+    code = pytest.main(["--collect-only", "-qq", "-m", "", str(HERE)], plugins=[found])
+    assert code == pytest.ExitCode.OK, f"collecting failed: {code}"
     lines = [COUNTED, "", "| suite | test | cases | agree | differ |", "|---|---|---|---|---|"]
-    for name, suite in known.items():
-        differ = sum(suite.reasons.values())
-        lines.append(
-            f"| {SUITES[name]} | `{name}` | {suite.cases} | {suite.cases - differ} | {differ} |"
-        )
+    for name, suite in SUITES.items():
+        cases, differ = found.cases[name], found.reasons[name].total()
+        lines.append(f"| {suite} | `{name}` | {cases} | {cases - differ} | {differ} |")
     lines += ["", "| test | differ | how, and why |", "|---|---|---|"]
-    for name, suite in known.items():
-        lines += [f"| `{name}` | {count} | {why} |" for why, count in suite.reasons.items()]
+    for name in SUITES:
+        lines += [f"| `{name}` | {count} | {why} |" for why, count in found.reasons[name].items()]
     return "\n".join(lines) + "\n"
 
 
-def written(text: str, rows: str) -> str:
-    """`text` with the table between its marks replaced."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + rows + END + rest.split(END)[1]
-
-
-def main() -> None:
-    """Write the page."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    PAGE.write_text(written(PAGE.read_text(), table(collected())))
-    print(f"written: {PAGE}")
-
-
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    (before, rest), rows = PAGE.read_text().split(BEGIN), table()
+    PAGE.write_text(before + BEGIN + rows + END + rest.split(END)[1])
+    print(f"written: {PAGE}")

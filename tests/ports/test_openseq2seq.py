@@ -1,41 +1,30 @@
-"""OpenSeq2Seq's tests of its mixed precision wrapper and of iter_size, and its Backoff rule.
-
-Each test names the file of that suite whose cases it stands for.
-"""
+"""OpenSeq2Seq's tests (each file named here) of mixed precision, iter_size and its Backoff rule."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from ported import INF, scales_after
+from torch import nn
+from vocabulary import HALVES
 
 from mpframe import Backoff, MasterWeights, Precision
 
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-INF = float("inf")
 
-
+@pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("half", HALVES)
-def test_weight_decay_acts_on_the_masters(half: str) -> None:
-    """mp_wrapper_test, regularization_mixed: a decay of 1e-4 * 1e-4 reaches the fp32 weight."""
+def test_weight_decay_acts_on_the_masters(half: str, masters: bool) -> None:
+    """mp_wrapper_test, regularization_mixed and _normal: a decay of 1e-8, a ten-thousandth of the
+    weight, reaches the fp32 master; in half alone it changes nothing."""
     weight = torch.full((2, 1), 1e-4)
     stored = nn.Parameter(weight.to(HALVES[half]))
-    decay = torch.optim.SGD([stored], lr=1.0, weight_decay=1e-4)
-    optimizer = MasterWeights(decay, {stored: weight.clone()})
+    before, decay = stored.detach().clone(), torch.optim.SGD([stored], lr=1.0, weight_decay=1e-4)
+    kept = {stored: weight.clone()} if masters else None
+    optimizer = MasterWeights(decay, kept, keep_masters=masters)
     stored.grad = torch.zeros_like(stored)
     optimizer.step()
-    wanted = weight - 1e-4 * weight  # 1e-8, a ten-thousandth of the weight
-    assert torch.equal(optimizer.master_of(stored), wanted)
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_weight_decay_is_lost_without_masters(half: str) -> None:
-    """mp_wrapper_test, regularization_normal: in half alone the same decay changes nothing."""
-    stored = nn.Parameter(torch.full((2, 1), 1e-4, dtype=HALVES[half]))
-    before = stored.detach().clone()
-    decay = torch.optim.SGD([stored], lr=1.0, weight_decay=1e-4)
-    optimizer = MasterWeights(decay, keep_masters=False)
-    stored.grad = torch.zeros_like(stored)
-    optimizer.step()
-    assert torch.equal(stored, before)
+    if masters:
+        assert torch.equal(optimizer.master_of(stored), weight - 1e-4 * weight)
+    else:
+        assert torch.equal(stored, before)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -49,8 +38,7 @@ def test_convergence(mode: str) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.linalg.qr(torch.randn(8, 4, generator=generator))[0]
     solution = torch.tensor([[0.5], [-0.25], [0.75], [0.1]])
-    model = nn.Linear(4, 1, bias=False)
-    precision = Precision(mode, "float16")
+    model, precision = nn.Linear(4, 1, bias=False), Precision(mode, "float16")
     _, optimizer = precision.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05))
     for step in range(300):
         optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 300)
@@ -62,45 +50,29 @@ def test_convergence(mode: str) -> None:
     assert torch.allclose(optimizer.master_of(model.weight), solution.t(), rtol=0.0, atol=0.01)
 
 
-def window(model: nn.Linear, optimizer: MasterWeights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """One micro-batch accumulated; its gradient by the formula 2 X'(Xw - y) / n."""
-    nn.functional.mse_loss(model(inputs), targets).backward()
-    optimizer.accumulate()
-    residual = inputs @ model.weight.detach().t() - targets
-    return 2 * (inputs.t() @ residual).t() / len(inputs)
+CUT = pytest.mark.differs(
+    "a window cut short is divided by the micro-batches it has, not by iter_size"
+)
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_iter_size(size: int) -> None:
-    """optimizers_test, updates: nothing moves within a window, then by the mean of its gradients.
-
-    1e-6: the formula sums its ten terms in another order than the kernel, 10 * 2^-24.
-    """
+@pytest.mark.parametrize(("size", "windows"), [(4, 3), (8, 3), pytest.param(4, 1, marks=CUT)])
+def test_iter_size(size: int, windows: int) -> None:
+    """optimizers_test, updates: nothing moves within a window, then by the mean of its gradients
+    2 X'(Xw - y) / n; there, four micro-batches in a window of eight move by half the mean."""
     torch.manual_seed(0)
     inputs, targets = torch.rand(10, 5), torch.rand(10, 1)
     model = nn.Linear(5, 1, bias=False)
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
+    for _ in range(windows):
         before = model.weight.detach().clone()
         for _ in range(size):
-            gradient = window(model, optimizer, inputs, targets)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.accumulate()
             assert torch.equal(model.weight, before)
+        gradient = 2 * (inputs.t() @ (inputs @ before.t() - targets)).t() / len(inputs)
         optimizer.step()
+        # The formula sums its ten terms in another order than the kernel, 10 * 2^-24.
         torch.testing.assert_close(model.weight, before - 0.1 * gradient, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.differs("a window cut short is divided by the micro-batches it has, not by iter_size")
-def test_a_window_cut_short() -> None:
-    """optimizers_test, updates: four micro-batches in a window of eight move by half the mean."""
-    torch.manual_seed(0)
-    inputs, targets = torch.rand(10, 5), torch.rand(10, 1)
-    model = nn.Linear(5, 1, bias=False)
-    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = model.weight.detach().clone()
-    for _ in range(4):
-        gradient = window(model, optimizer, inputs, targets)
-    optimizer.step()
-    torch.testing.assert_close(model.weight, before - 0.1 * gradient, rtol=1e-6, atol=1e-6)
 
 
 def scales_of_the_rule(verdicts: str, window: int) -> list[float]:
@@ -120,8 +92,5 @@ def scales_of_the_rule(verdicts: str, window: int) -> list[float]:
 def test_backoff(verdicts: str, length: int) -> None:
     """automatic_loss_scaler: halves on overflow, doubles after a window, floor 1, ceiling 2^14."""
     scaler = Backoff(init_scale=2.0**14, max_scale=2.0**14, growth_interval=length)
-    scales = []
-    for verdict in verdicts:
-        scaler.update(torch.tensor(INF if verdict == "x" else 1.0))
-        scales.append(scaler.scale.item())
+    scales = scales_after(scaler, [INF if verdict == "x" else 1.0 for verdict in verdicts])
     assert scales == scales_of_the_rule(verdicts, length)

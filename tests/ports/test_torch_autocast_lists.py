@@ -1,11 +1,8 @@
-"""The cases with which torch tests its own autocast: what its lists promise for CUDA holds here.
-
-The same promise is asked of both of torch's tables, CUDA's and the CPU's, as our lists are the same
-on every device. Each difference stands in `DIFFERS` with its reason.
-"""
+"""torch's tests of its autocast: what its lists promise for CUDA and for the CPU holds here."""
 
 import contextlib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,13 +33,11 @@ DIFFERS = {
 
 
 class Case(NamedTuple):
-    """A call, and the kind of format that the list it stands in promises."""
-
     module: str
     op: str
     args: Any
     kwargs: dict[str, Any]
-    promise: str  # half, fp32, or bool
+    promise: str  # of the list it stands in: half, fp32, or bool
 
 
 def promise_of(name: str, last: Any) -> str:
@@ -54,13 +49,12 @@ def promise_of(name: str, last: Any) -> str:
 def cases(lists: Any) -> Iterator[Case]:
     """The calls of every list of a table of torch's."""
     for name, rows in vars(lists).items():
-        module = name.split("_")[0]
         for op, *rest in rows:
             kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
             calls = [part for part in rest if isinstance(part, tuple) and part] or [()]
-            module = "nn" if name == "banned" else module
+            place = "nn" if name == "banned" else name.split("_")[0]
             for args in calls:
-                yield Case(module, op, args, kwargs, promise_of(name, rest[-1]))
+                yield Case(place, op, args, kwargs, promise_of(name, rest[-1]))
 
 
 TABLES = {"CUDA": AutocastTestLists("cpu"), "CPU": AutocastCPUTestLists("cpu")}
@@ -71,18 +65,14 @@ CASES = {
 }
 
 
-def with_half(args: Any, half: torch.dtype) -> Any:
-    """`args` with its half tensors in `half`."""
-    narrow = HALVES.values()
-    return tree_map(
-        lambda x: x.to(half) if isinstance(x, torch.Tensor) and x.dtype in narrow else x, args
-    )
-
-
 def kept(case: Case, half: str, compute: str) -> bool:
-    """Whether the promise holds."""
-    function = getattr(MODULES[case.module], case.op)
-    args = with_half(case.args, HALVES[half])
+    """Whether the promise holds, with half tensors in `half`."""
+
+    def convert(x: Any) -> Any:
+        narrow = isinstance(x, torch.Tensor) and x.dtype in HALVES.values()
+        return x.to(HALVES[half]) if narrow else x
+
+    function, args = getattr(MODULES[case.module], case.op), tree_map(convert, case.args)
     with Precision("amp", half, compute=compute).cast():
         result = function(*args, **case.kwargs)
     first = result[0] if isinstance(result, (tuple, list)) else result
@@ -91,24 +81,19 @@ def kept(case: Case, half: str, compute: str) -> bool:
     return bool(first.dtype == {"half": HALVES[half], "fp32": FP32}[case.promise])
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.op not in DIFFERS])
-def test_what_torch_promises_for_cuda_holds(case: str) -> None:
-    for half in HALVES:
-        assert kept(CASES[case], half, "emulated")
-        assert kept(CASES[case], half, "native")
+def rows() -> Iterator[Any]:
+    for name, case in CASES.items():
+        marks = [pytest.mark.differs(DIFFERS[case.op])] if case.op in DIFFERS else []
+        yield pytest.param(case, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=pytest.mark.differs(DIFFERS[case.op]))
-        for name, case in CASES.items()
-        if case.op in DIFFERS
-    ],
-)
-def test_each_difference_is_one(case: str) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # no kernel, or no such arguments
-        assert not kept(CASES[case], "bfloat16", "native")
+@pytest.mark.parametrize("case", [*rows()])
+def test_what_torch_promises_for_cuda_holds_or_differs(case: Case) -> None:
+    if case.op in DIFFERS:
+        with contextlib.suppress(RuntimeError, ValueError):  # no kernel, or no such arguments
+            assert not kept(case, "bfloat16", "native")
+    else:
+        assert all(kept(case, *how) for how in product(HALVES, ("emulated", "native")))
 
 
 def test_no_difference_without_a_case() -> None:

@@ -1,9 +1,7 @@
-"""torch's GradScaler, case by case, beside the real one.
+"""torch's GradScaler, case by case: gradients given by hand, beside the real one over fp32 weights.
 
-Each case is a list of steps with gradients given by hand, or a small model. The reference is
-torch.amp.GradScaler("cpu") around the plain optimizer over fp32 weights; ours is `Backoff` with the
-same numbers and `MasterWeights`, over fp32 weights and over half ones, whose gradients are rounded
-to half. Scales are powers of two, so equal means torch.equal.
+Ours is `Backoff` with the same numbers and `MasterWeights`, over fp32 weights and over half ones,
+whose gradients are rounded to half. Scales are powers of two, so equal means torch.equal.
 """
 
 import copy
@@ -12,28 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from ported import INF, NAN, scales_after
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
-INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")
-FOREVER = 2**30
 RULES: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}
+Make = Callable[[Any], torch.optim.Optimizer]
+differs, each = pytest.mark.differs, pytest.mark.parametrize
 
 
 class Twins:
     """The same weights twice: ours in a storage format, and torch's in fp32."""
 
     def __init__(
-        self,
-        kept: str,
-        make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.5),
-        scale: float = 2.0**7,
-        **rules: Any,
+        self, kept: str, make: Make = lambda p: SGD(p, lr=0.5), scale: float = 2.0**7, **rules: Any
     ) -> None:
         rules = {**RULES, **rules}
         precision = Precision("fp32") if kept == "fp32" else Precision("mixed", kept)
@@ -42,15 +38,15 @@ class Twins:
         self.twin = copy.deepcopy(self.model)
         self.model, self.optimizer = precision.prepare(self.model, make(self.model.parameters()))
         self.reference = make(self.twin.parameters())
+        self.pairs = [*zip(self.model.parameters(), self.twin.parameters(), strict=True)]
         self.scaler = Backoff(init_scale=scale, max_scale=2.0**100, min_scale=2.0**-100, **rules)
         self.grad_scaler = GradScaler("cpu", init_scale=scale, **rules)
         self.grad_scaler.scale(torch.ones(()))  # It makes its state when it is first used.
 
     def give(self, gradients: Sequence[Tensor], *, spoil: float | None = None, at: int = 0) -> None:
         """Leave what a backward pass of the scaled loss leaves; `spoil` lands in parameter `at`."""
-        pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
-        for index, ((ours, theirs), gradient) in enumerate(zip(pairs, gradients, strict=True)):
-            scaled = gradient * self.scaler.scale
+        for index, ((ours, theirs), own) in enumerate(zip(self.pairs, gradients, strict=True)):
+            scaled = own * self.scaler.scale
             if spoil is not None and index == at:
                 scaled[0] = spoil
             ours.grad = scaled.to(ours.dtype)
@@ -70,11 +66,17 @@ class Twins:
 
     def agree(self) -> bool:
         """Weights, masters and scale are the same on both sides."""
-        pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
         return self.scaler.scale.item() == self.grad_scaler.get_scale() and all(
             torch.equal(self.optimizer.master_of(p), t) and torch.equal(p, t.to(p.dtype))
-            for p, t in pairs
+            for p, t in self.pairs
         )
+
+    def train(self, bad_steps: Sequence[bool], bad: float = INF, **options: Any) -> None:
+        """Steps, of which the bad ones are skipped; after each both sides agree."""
+        for step, spoilt in enumerate(bad_steps):
+            self.give(gradients(step), spoil=bad if spoilt else None, at=step % 2)
+            assert self.step(**options) == spoilt
+            assert self.agree()
 
 
 def gradients(step: int) -> list[Tensor]:
@@ -86,57 +88,41 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def test_the_scale_grows_after_an_interval_and_falls_on_overflow() -> None:
-    """torch's rule, step by step: 4, 4, 8 after two clean steps, 2 after an overflow."""
-    scaler = Backoff(init_scale=4.0, **RULES)
-    seen = []
-    for amax in (1.0, 1.0, INF, 1.0, NAN, 1.0, 1.0):
-        scaler.update(torch.tensor(amax))
-        seen.append(scaler.scale.item())
-    assert seen == [4.0, 8.0, 2.0, 2.0, 1.0, 1.0, 2.0]  # 0.5 is below the default floor of 1
+    """torch's rule, step by step: doubled after two clean steps, a quarter after an overflow."""
+    scales = scales_after(Backoff(init_scale=4.0, **RULES), (1.0, 1.0, INF, 1.0, NAN, 1.0, 1.0))
+    assert scales == [4.0, 8.0, 2.0, 2.0, 1.0, 1.0, 2.0]  # 0.5 is below the default floor of 1
 
 
-@pytest.mark.parametrize("verdicts", ["....", ".x..", "xx..", "..x.x...", "......x."])
-@pytest.mark.parametrize("interval", [1, 2, 3])
+@each("verdicts", ["....", ".x..", "xx..", "..x.x...", "......x."])
+@each("interval", [1, 2, 3])
 def test_scales_beside_torch(verdicts: str, interval: int) -> None:
     """torch's growth tracker: an overflow starts the count anew, growth does, too."""
-    twins = Twins("fp32", growth_interval=interval)
-    for step, verdict in enumerate(verdicts):
-        twins.give(gradients(step), spoil=INF if verdict == "x" else None)
-        assert twins.step() == (verdict == "x")
-        assert twins.agree()
+    Twins("fp32", growth_interval=interval).train([verdict == "x" for verdict in verdicts])
+
+
+STEEP: dict[str, Any] = {"growth_factor": 16.0, "backoff_factor": 0.5, "growth_interval": 1}
 
 
 def test_the_scale_never_becomes_infinite() -> None:
     """torch stops growing at the last finite scale; so do we, at max_scale."""
-    limit = 2.0**127
-    scaler = Backoff(
-        init_scale=2.0**126, growth_factor=16.0, growth_interval=1, max_scale=limit, min_scale=1.0
-    )
-    for _ in range(3):
-        scaler.update(torch.tensor(1.0))
-        assert scaler.scale.isfinite()
+    scaler = Backoff(init_scale=2.0**126, max_scale=2.0**127, min_scale=1.0, **STEEP)
+    assert all(scale < INF for scale in scales_after(scaler, [1.0] * 3))
 
 
-@pytest.mark.differs("a growth beyond the ceiling ends there; torch leaves it out")
+@differs("a growth beyond the ceiling ends there; torch leaves it out")
 def test_growth_into_the_ceiling() -> None:
     """torch's rule: a product that is not finite is not taken."""
-    rules: dict[str, Any] = {"growth_factor": 16.0, "backoff_factor": 0.5, "growth_interval": 1}
-    theirs = GradScaler("cpu", init_scale=2.0**126, **rules)
+    theirs = GradScaler("cpu", init_scale=2.0**126, **STEEP)
     theirs.scale(torch.ones(()))
-    theirs._scale, _ = (
-        theirs._scale,
-        torch._amp_update_scale_(  # type: ignore[attr-defined]
-            theirs._scale, theirs._growth_tracker, torch.zeros(()), 16.0, 0.5, 1
-        ),
-    )
-    ours = Backoff(init_scale=2.0**126, max_scale=2.0**127, **rules)
-    ours.update(torch.tensor(1.0))
-    assert (theirs.get_scale(), ours.scale.item()) == (2.0**126, 2.0**127)
+    torch._amp_update_scale_(theirs._scale, theirs._growth_tracker, torch.zeros(()), 16.0, 0.5, 1)
+    ours = scales_after(Backoff(init_scale=2.0**126, max_scale=2.0**127, **STEEP), [1.0])
+    assert (theirs.get_scale(), ours) == (2.0**126, [2.0**127])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_factor", 0.5)]
-)
+FACTORS = [("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_factor", 0.5)]
+
+
+@each(("name", "value"), FACTORS)
 def test_senseless_factors_are_refused(name: str, value: float) -> None:
     """torch asserts growth_factor > 1 and backoff_factor < 1."""
     with pytest.raises(AssertionError):
@@ -145,8 +131,8 @@ def test_senseless_factors_are_refused(name: str, value: float) -> None:
         Backoff(**{name: value})
 
 
-@pytest.mark.differs("torch takes any scale; here it must be a positive, finite float32")
-@pytest.mark.parametrize("scale", [0.0, -1.0, INF, NAN])
+@differs("torch takes any scale; here it must be a positive, finite float32")
+@each("scale", [0.0, -1.0, INF, NAN])
 def test_senseless_scales(scale: float) -> None:
     """torch multiplies by whatever it was given."""
     GradScaler("cpu", init_scale=scale)
@@ -159,9 +145,7 @@ def test_a_saved_scaler_goes_on() -> None:
     first, second = Backoff(init_scale=2.0, **RULES), Backoff(init_scale=4.0, **RULES)
     first.update(torch.tensor(1.0))
     second.load_state_dict(first.state_dict())
-    for scaler in (first, second):
-        scaler.update(torch.tensor(1.0))
-    assert first.scale == second.scale == 4.0
+    assert scales_after(first, [1.0]) == scales_after(second, [1.0]) == [4.0]
 
 
 # torch: unscaling and the search for inf and nan.
@@ -173,27 +157,27 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("bad", [None, INF, NAN])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.bfloat16])
-def test_unscaling_gradients_of_every_layout(
-    layout: str, bad: float | None, kept: torch.dtype
-) -> None:
+def skips(weights: list[nn.Parameter], bad: bool, scale: float = 4.0) -> bool:
+    """Whether a step of SGD with these gradients of 4 skips, or takes 1 from each weight."""
+    result = MasterWeights(SGD(weights, lr=1.0)).step(Static(scale))
+    assert all(torch.equal(w, torch.full_like(w, 0.0 if bad else -1.0)) for w in weights)
+    return bool(result.skipped)
+
+
+@each("bad", [None, INF, NAN])
+@each("layout", LAYOUTS)
+@each("kept", [torch.float32, torch.float16, torch.bfloat16])
+def test_unscaling_gradients_of_every_layout(layout: str, bad: float | None, kept: Any) -> None:
     """torch: gradients of 4 at scale 4 are exactly 1; one inf or nan anywhere is found."""
     gradient = LAYOUTS[layout](torch.full((20, 20), 4.0, dtype=kept))
     weight, other = (nn.Parameter(torch.zeros_like(gradient)) for _ in range(2))
-    optimizer = MasterWeights(torch.optim.SGD([other, weight], lr=1.0))
     other.grad, weight.grad = gradient.clone(), gradient
     if bad is not None:
         weight.grad[2, 2] = bad
-    result = optimizer.step(Static(4.0))
-    assert bool(result.skipped) == (bad is not None)
-    moved = torch.zeros_like(weight) if bad is not None else -torch.ones_like(weight)
-    assert torch.equal(weight, moved)
-    assert torch.equal(other, moved)
+    assert skips([other, weight], bad is not None) == (bad is not None)
 
 
-@pytest.mark.parametrize("where", range(-1, 4))
+@each("where", range(-1, 4))
 def test_an_inf_is_found_in_any_of_many_formats(where: int) -> None:
     """torch's perfect storm: fp32 and half gradients, contiguous and not, in one optimizer."""
     g = torch.full((20, 20), 4.0)
@@ -203,57 +187,53 @@ def test_an_inf_is_found_in_any_of_many_formats(where: int) -> None:
         weight.grad = gradient
     if where >= 0:
         storm[where][2, 2] = INF
-    result = MasterWeights(torch.optim.SGD(weights, lr=1.0)).step(Static(4.0))
-    assert bool(result.skipped) == (where >= 0)
-    assert all(torch.equal(w, torch.full_like(w, 0.0 if where >= 0 else -1.0)) for w in weights)
+    assert skips(weights, where >= 0) == (where >= 0)
 
 
-@pytest.mark.differs("torch refuses to unscale half gradients; here they are unscaled in fp32")
+@differs("torch refuses to unscale half gradients; here they are unscaled in fp32")
 def test_half_gradients() -> None:
     """torch raises where it meets one: 2^-14 / 2^14 is 0 in half."""
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     scaler = GradScaler("cpu", init_scale=2.0**14)
     weight.grad = scaler.scale(torch.full((2,), 2.0**-28)).half()
     with pytest.raises(ValueError, match="FP16"):
-        scaler.step(torch.optim.SGD([weight], lr=1.0))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        scaler.step(SGD([weight], lr=1.0))
+    optimizer = MasterWeights(SGD([weight], lr=1.0))
     optimizer.step(Static(2.0**14))
     assert torch.equal(optimizer.master_of(weight), torch.full((2,), -(2.0**-28)))
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bad", [None, INF, NAN])
+def sparse_weight(places: list[list[int]], values: list[float], kept: torch.dtype) -> nn.Parameter:
+    weight, own = nn.Parameter(torch.zeros(2, 3, dtype=kept)), torch.tensor(values, dtype=kept)
+    weight.grad = torch.sparse_coo_tensor(places, own, (2, 3), check_invariants=False)
+    return weight
+
+
+@each("kept", [torch.float32, torch.float16])
+@each("bad", [None, INF, NAN])
 def test_sparse_gradients(kept: torch.dtype, bad: float | None) -> None:
-    """torch: 16, 32, 64 at scale 4, with two values in one place; an inf or nan is found."""
-    where = torch.tensor([[0, 1, 1], [2, 0, 2]])
-    values = torch.tensor([16.0, 32.0, 64.0 if bad is None else bad], dtype=kept)
-    weight = nn.Parameter(torch.zeros(2, 3, dtype=kept))
-    weight.grad = torch.sparse_coo_tensor(where, values, (2, 3), check_invariants=False)
-    result = MasterWeights(torch.optim.SGD([weight], lr=1.0)).step(Static(4.0))
+    """torch: 16, 32, 64 at scale 4, each in its place; an inf or nan is found."""
+    last = 64.0 if bad is None else bad
+    weight = sparse_weight([[0, 1, 1], [2, 0, 2]], [16.0, 32.0, last], kept)
+    result = MasterWeights(SGD([weight], lr=1.0)).step(Static(4.0))
     assert bool(result.skipped) == (bad is not None)
-    wanted = torch.zeros(2, 3, dtype=kept)
-    if bad is None:
-        wanted[0, 2], wanted[1, 0], wanted[1, 2] = -4.0, -8.0, -16.0
-    assert torch.equal(weight, wanted)
+    moved = [[0.0, 0.0, -4.0], [-8.0, 0.0, -16.0]]
+    assert weight.tolist() == (moved if bad is None else [[0.0] * 3] * 2)
 
 
-@pytest.mark.differs("torch adds duplicates in half and finds inf; here they are added in fp32")
+@differs("torch adds duplicates in half and finds inf; here they are added in fp32")
 def test_sparse_duplicates_that_overflow_in_half() -> None:
     """torch: 64000 twice in one place is an overflow of float16."""
-    where, values = torch.tensor([[0, 1, 0], [2, 0, 2]]), torch.tensor([64000.0, 32.0, 64000.0])
-    weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float16))
-    weight.grad = torch.sparse_coo_tensor(where, values.half(), (2, 3), check_invariants=False)
-    result = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10)).step(Static(4.0))
-    assert not result.skipped
-    assert result.amax == 32000.0
-    assert weight[0, 2] == -31.25
+    places, values = [[0, 1, 0], [2, 0, 2]], [64000.0, 32.0, 64000.0]
+    weight = sparse_weight(places, values, torch.float16)
+    result = MasterWeights(SGD([weight], lr=2.0**-10)).step(Static(4.0))
+    assert (bool(result.skipped), result.amax, weight[0, 2]) == (False, 32000.0, -31.25)
 
 
-@pytest.mark.differs("torch raises where no gradient was found; here nothing moves and amax is 0")
+@differs("torch raises where no gradient was found; here nothing moves and amax is 0")
 def test_a_step_without_gradients() -> None:
     """torch: no inf checks were recorded for this optimizer."""
     twins = Twins("fp32")
-    twins.twin.zero_grad()
     with pytest.raises(AssertionError, match="No inf checks"):
         twins.grad_scaler.step(twins.reference)
     assert twins.optimizer.step(twins.scaler).amax == 0
@@ -261,93 +241,78 @@ def test_a_step_without_gradients() -> None:
 
 # torch: whole training runs, with an inf planted in one of the steps.
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adam, amsgrad, foreach": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-    "sgd, fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.5),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: Adam(p, lr=0.1),
+    "adamw, foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
+    "adam, amsgrad, foreach": lambda p: Adam(p, lr=0.1, amsgrad=True, foreach=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.1),
+    "adam, fused": lambda p: Adam(p, lr=0.1, fused=True),
+    "adamw, fused": lambda p: AdamW(p, lr=0.1, fused=True),
+    "adagrad, fused": lambda p: Adagrad(p, lr=0.1, fused=True),
+    "sgd, fused": lambda p: SGD(p, lr=0.1, fused=True),
 }
 
 
 @pytest.mark.usefixtures("waited_for")
-@pytest.mark.parametrize("kept", FORMATS)
-@pytest.mark.parametrize("spoilt", [None, 0, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("kept", FORMATS)
+@each("spoilt", [None, 0, 2])
+@each("name", OPTIMIZERS)
 def test_training_with_one_bad_step(name: str, spoilt: int | None, kept: str) -> None:
     """torch: the step with an inf is skipped, the others are those of training without scaling.
 
     A fused optimizer of torch multiplies by the inverse of the scale inside its kernel: by a power
     of two, so exactly.
     """
-    twins = Twins(kept, OPTIMIZERS[name])
-    for step in range(5):
-        twins.give(gradients(step), spoil=INF if step == spoilt else None, at=step % 2)
-        assert twins.step() == (step == spoilt)
-        assert twins.agree()
+    Twins(kept, OPTIMIZERS[name]).train([step == spoilt for step in range(5)])
 
 
 @pytest.mark.usefixtures("waited_for")
-@pytest.mark.differs("torch's fused SGD keeps a momentum that its skipped first step never wrote")
-@pytest.mark.parametrize("kept", FORMATS)
+@differs("torch's fused SGD keeps a momentum that its skipped first step never wrote")
+@each("kept", FORMATS)
 def test_fused_momentum_after_a_bad_first_step(kept: str) -> None:
     """torch: the kernel of a skipped step returns early, over momentum that was only allocated."""
-    fused = Twins(kept, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5, fused=True))
-    plain = Twins(kept, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5))
+    fused, plain = (
+        Twins(kept, lambda p, f=f: SGD(p, lr=0.5, momentum=0.5, fused=f)) for f in (True, None)
+    )
     for step in range(4):
         for twins in (fused, plain):
             twins.give(gradients(step), spoil=INF if step == 0 else None)
             twins.optimizer.step(twins.scaler)
     # Nearly: the fused kernel may multiply and add in one rounding, a unit in the last place.
-    for ours, theirs in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
+    for (ours, _), (theirs, _) in zip(fused.pairs, plain.pairs, strict=True):
         masters = fused.optimizer.master_of(ours), plain.optimizer.master_of(theirs)
         assert torch.allclose(*masters, rtol=2.0**-20, atol=2.0**-20)
 
 
-@pytest.mark.parametrize("kept", FORMATS)
-@pytest.mark.parametrize("spoilt", [None, 1])
+@each("kept", FORMATS)
+@each("spoilt", [None, 1])
 def test_clipping(spoilt: int | None, kept: str) -> None:
     """torch: unscale_, then clip_grad_norm_, then step; an inf still skips."""
-    twins = Twins(kept)
-    for step in range(4):
-        twins.give(gradients(step), spoil=NAN if step == spoilt else None)
-        assert twins.step(max_norm=0.5) == (step == spoilt)
-        assert twins.agree()
+    Twins(kept).train([step == spoilt for step in range(4)], NAN, max_norm=0.5)
 
 
-@pytest.mark.parametrize("scale", [2.0**4, 2.0**10])
+@each("scale", [2.0**4, 2.0**10])
 def test_disabled_is_the_same_as_never_there(scale: float) -> None:
     """torch: with enabled=False the run is that of the bare optimizer; here scaler=None."""
-    twins = Twins("fp32", scale=scale)
-    off = GradScaler("cpu", enabled=False)
+    twins, off = Twins("fp32", scale=scale), GradScaler("cpu", enabled=False)
     for step in range(3):
-        for ours, theirs, gradient in zip(
-            twins.model.parameters(), twins.twin.parameters(), gradients(step), strict=True
-        ):
+        for (ours, theirs), gradient in zip(twins.pairs, gradients(step), strict=True):
             ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         twins.optimizer.step()
         off.step(twins.reference)
         off.update()
-        for ours, theirs in zip(twins.model.parameters(), twins.twin.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+        assert all(torch.equal(ours, theirs) for ours, theirs in twins.pairs)
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    inputs, targets = batch(step)
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = (torch.randn(8, size, generator=generator) for size in (4, 3))
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@each("size", [2, 4])
 def test_accumulation(size: int) -> None:
     """torch: losses divided by the window's size, one step for each window.
 
@@ -363,14 +328,13 @@ def test_accumulation(size: int) -> None:
             assert twins.agree()
 
 
-@pytest.mark.parametrize("spoilt", [None, 1])
+@each("spoilt", [None, 1])
 def test_gradient_penalty(spoilt: int | None) -> None:
     """torch: scaled gradients are taken with a graph, unscaled by hand, and their norm added."""
 
     def penalised(model: nn.Module, step: int, scale: Tensor) -> Tensor:
         loss = loss_of(model, step)
-        parameters = list(model.parameters())
-        scaled = torch.autograd.grad(loss * scale, parameters, create_graph=True)
+        scaled = torch.autograd.grad(loss * scale, [*model.parameters()], create_graph=True)
         return loss + torch.stack([(g / scale).square().sum() for g in scaled]).sum().sqrt()
 
     twins = Twins("fp32")
@@ -385,22 +349,20 @@ def test_gradient_penalty(spoilt: int | None) -> None:
         assert twins.agree()
 
 
-@pytest.mark.parametrize("spoilt", [None, "first", "second"])
-@pytest.mark.parametrize("kept", FORMATS)
+@each("spoilt", [None, "first", "second"])
+@each("kept", FORMATS)
 def test_two_optimizers_with_one_scaler(spoilt: str | None, kept: str) -> None:
     """torch: only the optimizer with an inf in its gradients skips; the scale falls for both."""
-    first, second = Twins(kept), Twins(kept, OPTIMIZERS["adam"])
-    second.scaler, second.grad_scaler = first.scaler, first.grad_scaler
-    joint = MultiOptimizer(
-        {"first": first.optimizer, "second": second.optimizer}, skip="each", own_losses=True
-    )
+    both = {"first": Twins(kept), "second": Twins(kept, OPTIMIZERS["adam"])}
+    scaler, theirs = both["first"].scaler, both["first"].grad_scaler
+    both["second"].scaler, both["second"].grad_scaler = scaler, theirs
+    parts = {name: twins.optimizer for name, twins in both.items()}
+    joint = MultiOptimizer(parts, skip="each", own_losses=True)
     for step in range(4):
-        for name, twins in (("first", first), ("second", second)):
-            spoil = INF if step == 1 and name == spoilt else None
-            twins.give(gradients(step), spoil=spoil)
-        for twins in (first, second):
-            first.grad_scaler.step(twins.reference)
-        first.grad_scaler.update()
-        joint.step(first.scaler)
-        assert first.agree()
-        assert second.agree()
+        for name, twins in both.items():
+            twins.give(gradients(step), spoil=INF if step == 1 and name == spoilt else None)
+        for twins in both.values():
+            theirs.step(twins.reference)
+        theirs.update()
+        joint.step(scaler)
+        assert all(twins.agree() for twins in both.values())

@@ -1,9 +1,7 @@
-"""Every module of torch's own module database trains in every mode where it trains in fp32.
+"""torch's module database `module_db`: a module that trains in fp32 trains in `amp` and `mixed`.
 
-`module_db` is what torch tests the modules of `torch.nn` with. Each is built, called on its sample
-inputs in fp32 and differentiated; what works is done again in `amp` and `mixed`, on fp32 and on
-half inputs, as after an fp32 and after a half layer. No example is given: the classes decide which
-weights are half.
+On fp32 and on half inputs, as after an fp32 and after a half layer. No example is given: the
+classes decide which weights are half.
 """
 
 import copy
@@ -35,10 +33,8 @@ CASES = [
 
 def samples(info: ModuleInfo, training: bool, count: int) -> Iterator[ModuleInput]:
     torch.manual_seed(0)
-    made = info.module_inputs_func(
-        info, device="cpu", dtype=FP32, requires_grad=True, training=training
-    )
-    return itertools.islice(made, count)
+    how: Any = {"device": "cpu", "dtype": FP32, "requires_grad": True, "training": training}
+    return itertools.islice(info.module_inputs_func(info, **how), count)
 
 
 def converted(node: Any, dtype: torch.dtype) -> Any:
@@ -53,11 +49,7 @@ def converted(node: Any, dtype: torch.dtype) -> Any:
 
 
 def train(
-    module: nn.Module,
-    sample: ModuleInput,
-    precision: Precision,
-    dtype: torch.dtype,
-    traced: bool = False,
+    module: nn.Module, sample: ModuleInput, precision: Precision, dtype: Any, traced: bool = False
 ) -> None:
     """One forward and backward pass; a lazy module learns its shapes from a call before."""
     if any(map(nn.parameter.is_lazy, module.parameters())):
@@ -69,15 +61,11 @@ def train(
         module, _ = precision.prepare(module, optimizer, example)
     with precision.cast():
         result = module(*args, **kwargs)
-    results = [t for t in tree_leaves(tuple_of(result)) if isinstance(t, Tensor)]
+    plain = tuple(result) if isinstance(result, tuple) else result  # no pytree: a named tuple
+    results = [t for t in tree_leaves(plain) if isinstance(t, Tensor)]
     totals = [t.float().sum() for t in results if t.requires_grad]
     if totals:
         torch.stack(totals).sum().backward()
-
-
-def tuple_of(result: Any) -> Any:
-    """Named tuples of torch that its pytrees do not know, as plain ones."""
-    return tuple(result) if isinstance(result, tuple) else result
 
 
 def failures(info: ModuleInfo, training: bool, count: int, traced: bool = False) -> set[str]:
@@ -90,12 +78,12 @@ def failures(info: ModuleInfo, training: bool, count: int, traced: bool = False)
             train(copy.deepcopy(module), sample, Precision("fp32"), FP32)
         except Exception:
             continue
-        for mode, (name, half) in itertools.product(("amp", "mixed"), HALVES.items()):
-            for dtype in (FP32, half):
-                try:
-                    train(copy.deepcopy(module), sample, Precision(mode, name), dtype, traced)
-                except Exception as error:
-                    found.add(f"{mode} {name} on {dtype}: {error}".splitlines()[0])
+        for mode, name, wide in itertools.product(("amp", "mixed"), HALVES, (True, False)):
+            dtype = FP32 if wide else HALVES[name]
+            try:
+                train(copy.deepcopy(module), sample, Precision(mode, name), dtype, traced)
+            except Exception as error:
+                found.add(f"{mode} {name} on {dtype}: {error}".splitlines()[0])
     return found
 
 

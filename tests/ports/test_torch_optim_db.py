@@ -1,7 +1,7 @@
-"""torch's optimizer database: every optimizer, every configuration torch tests it with.
+"""torch's optimizer database: every optimizer, in every configuration torch tests it with.
 
-In fp32 the wrapper is the plain optimizer bit for bit. In half the masters are what the plain
-optimizer makes of the same gradients in fp32, and the weights are their rounding.
+The masters are, bit for bit, what the plain optimizer makes of the same gradients in fp32, and half
+weights are their rounding.
 """
 
 import copy
@@ -21,9 +21,7 @@ from mpframe.training.optimizers.lbfgs import step_with_closure
 STEPS = 4
 SCALE = 2.0**10  # a power of two: scaling and unscaling take no bit
 FORMATS = ("fp32", "float16", "bfloat16")
-PRECISIONS = {
-    kept: Precision(*(("fp32",) if kept == "fp32" else ("mixed", kept))) for kept in FORMATS
-}
+PRECISIONS = {"fp32": Precision("fp32"), **{h: Precision("mixed", h) for h in FORMATS[1:]}}
 
 
 def configurations(*, closures: bool) -> Iterator[Any]:
@@ -70,18 +68,9 @@ def state_of(optimizer: Optimizer) -> list[Any]:
     return [value for p in parameters for _, value in sorted(optimizer.state[p].items())]
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
-
-
 @pytest.mark.parametrize("kept", FORMATS)
 @pytest.mark.parametrize(("info", "kwargs"), list(configurations(closures=False)))
-def test_the_wrapper_is_the_optimizer(
-    info: OptimizerInfo, kwargs: dict[str, Any], kept: str
-) -> None:
-    """Whose behaviour: each optimizer's own, as torch tests it over its database."""
+def test_the_wrapper_is_the_optimizer(info: OptimizerInfo, kwargs: Any, kept: str) -> None:
     model, twin = layer(info), layer(info)
     plain = list(twin.parameters())
     reference = info.optim_cls(plain, **copy.deepcopy(kwargs))
@@ -96,27 +85,24 @@ def test_the_wrapper_is_the_optimizer(
         reference.step()
         assert not wrapped.step(Static(SCALE)).skipped
     masters = [wrapped.master_of(s) for s in stored]
-    assert all(torch.equal(m, p) for m, p in zip(masters, plain, strict=True))
+    assert all(map(torch.equal, masters, plain))
     assert all(torch.equal(s, m.to(s.dtype)) for s, m in zip(stored, masters, strict=True))
-    ours, theirs = state_of(optimizer), state_of(reference)
-    assert len(ours) == len(theirs)
-    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    states = zip(state_of(optimizer), state_of(reference), strict=True)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in states)
 
 
 @pytest.mark.parametrize(("info", "kwargs"), list(configurations(closures=True)))
 def test_closures(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
-    """Whose behaviour: LBFGS's, which evaluates the loss itself. In fp32 it is the same."""
+    """LBFGS evaluates the loss itself. In fp32 it is the same."""
     model, twin = layer(info), layer(info)
-    reference = info.optim_cls(twin.parameters(), **copy.deepcopy(kwargs))
-    _, wrapped = PRECISIONS["fp32"].prepare(
-        model, info.optim_cls(model.parameters(), **copy.deepcopy(kwargs))
+    reference, optimizer = (
+        info.optim_cls(own.parameters(), **copy.deepcopy(kwargs)) for own in (twin, model)
     )
+    _, wrapped = PRECISIONS["fp32"].prepare(model, optimizer)
     for _ in range(STEPS):
         reference.step(distance_to_one(twin))
         step_with_closure(wrapped, distance_to_one(model))
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 @pytest.mark.differs(
@@ -124,7 +110,7 @@ def test_closures(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("kept", ["float16", "bfloat16"])
 def test_closures_over_half_weights(kept: str) -> None:
-    """Whose behaviour: LBFGS's."""
+
     model = nn.Linear(3, 5)
     _, wrapped = PRECISIONS[kept].prepare(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ConfigError, match="half weights"):
