@@ -166,24 +166,6 @@ def test_a_trace_takes_any_buffer() -> None:
         assert getattr(model[1], name) is buffer
 
 
-@pytest.mark.parametrize("resize", ["resize_", "data", "register_buffer"])
-def test_a_trace_takes_a_buffer_that_is_resized(resize) -> None:
-    class Resizes(nn.Linear):
-        def forward(self, x):
-            if resize == "resize_":
-                self.size.resize_(9).fill_(1)
-            elif resize == "data":
-                self.size.data = torch.ones(9)
-            else:
-                self.register_buffer("size", torch.ones(9))
-            return super().forward(x)
-
-    model = Resizes(4, 4)
-    model.register_buffer("size", torch.zeros(4))
-    Precision("mixed").prepare(model, torch.optim.SGD(model.parameters()), batch(3)[0])
-    assert torch.equal(model.size, torch.zeros(4))
-
-
 @pytest.mark.parametrize(
     ("kind", "mode", "half", "fused", "first"),
     [
