@@ -54,10 +54,10 @@ def wrapped(dtype=FP32, cls=SGD, keep_masters=True, **options):
     return params, MasterWeights(cls(params, **{"lr": 0.05, **options}), keep_masters=keep_masters)
 
 
-def one(value, lr=1.0):
+def one(value, lr=1.0, **options):
     """A weight and SGD, which moves it by its gradient."""
     weight = nn.Parameter(value)
-    return weight, MasterWeights(SGD([weight], lr=lr))
+    return weight, MasterWeights(SGD([weight], lr=lr, **options))
 
 
 def state_tensors(optimizer):
