@@ -162,24 +162,6 @@ def test_a_probe_leaves_no_trace(mode, half) -> None:
     assert first == [float(plain.train_step(batch()).loss) for _ in range(3)]
 
 
-def test_gradients_of_activations_count() -> None:
-    """A loss with a gradient of 64 on its input and of 2^-10 on the only weight."""
-
-    class Weak(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, x):
-            return self.weight * x
-
-    scaler, loss = Backoff(init_scale="probe"), supervised(lambda y, _: 64.0 * y.sum())
-    trainer = trainer_of(nn.Sequential(Weak(), nn.Identity()), "amp", "float16", scaler, loss)
-    trainer.probe((torch.tensor([2.0**-16]), None))
-    # 2^8 is the largest power of two that 64 times is within 65504 / 2.
-    assert float(scaler.scale) == 2.0**8
-
-
 ROWS, LABELS = torch.linspace(-2, 2, 32).sin().view(4, 8), torch.tensor([0, 1, 2, 0])
 
 

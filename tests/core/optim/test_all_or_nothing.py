@@ -6,10 +6,9 @@ import pytest
 import small_steps as small
 import torch
 from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, STEPPING, AdamW, give, one, wrapped
-from torch import nn
 from vocabulary import same_bits
 
-from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
+from mpframe import Backoff, LogMax, MasterWeights, Static
 from mpframe.core.errors import ConfigError
 
 Adagrad, SparseAdam = torch.optim.Adagrad, torch.optim.SparseAdam
@@ -158,26 +157,3 @@ def test_an_accumulated_mean_is_not_absorbed_by_the_next_window() -> None:
             optimizer.accumulate()
         optimizer.step()
         assert weight.item() == expected
-
-
-@pytest.mark.parametrize(("mode", "clears"), [("fp32", True), ("amp", True), ("mixed", False)])
-def test_no_gradient_is_applied_twice(mode, clears) -> None:
-    """A layer frozen in mid-run stays where it is, however gradients are cleared."""
-    torch.manual_seed(0)
-    model, precision = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Precision(mode)
-    model, optimizer = precision.prepare(model, SGD(model.parameters(), lr=0.1))
-
-    def step() -> None:
-        if clears:
-            model.zero_grad()
-        with precision.cast():
-            loss = nn.functional.mse_loss(model(torch.ones(2, 4)).float(), torch.ones(2, 4))
-        loss.backward()
-        optimizer.step()
-
-    step()
-    model[0].requires_grad_(False)
-    frozen, trained = model[0].weight.clone(), model[1].weight.clone()
-    step()
-    assert torch.equal(model[0].weight, frozen)
-    assert not torch.equal(model[1].weight, trained)

@@ -11,7 +11,6 @@ from vocabulary import same_bits
 
 from mpframe import Backoff, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.core import buffers
 from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
@@ -198,19 +197,6 @@ def test_so_does_a_dropped_micro_batch(kind) -> None:
     assert int(trainer.train_step(good, bad, other).dropped) == 1
     without.train_step(good, other)
     assert_same(state_of(trainer.model), state_of(without.model))
-
-
-@pytest.mark.usefixtures("waited_for")
-def test_the_host_waits_only_where_more_than_values_changed(monkeypatch) -> None:
-    reads, original = [], buffers.read
-    monkeypatch.setattr(buffers, "read", lambda steps: (reads.append(steps), original(steps))[1])
-    for kind, expected in (("batch norm", 0), ("rotary", 1), ("codebook", 4)):
-        trainer = trainer_of(kind, fused=True)
-        trainer.train_step(batch(2))  # Known on the host: the optimizer's state is made.
-        reads.clear()
-        for number in range(4):
-            trainer.train_step(batch(3, number))
-        assert len(reads) == expected, kind
 
 
 def test_an_expanded_buffer_gets_its_values_back_though_it_cannot_be_written() -> None:
