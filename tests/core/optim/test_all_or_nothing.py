@@ -147,13 +147,3 @@ def test_a_second_step_is_refused() -> None:
     ):
         between()
         optimizer.step()
-
-
-def test_an_accumulated_mean_is_not_absorbed_by_the_next_window() -> None:
-    weight, optimizer = one(torch.zeros(1))
-    for expected in (-1.0, -2.0):
-        for _ in range(2):
-            weight.grad = torch.ones(1) if weight.grad is None else weight.grad + 1
-            optimizer.accumulate()
-        optimizer.step()
-        assert weight.item() == expected

@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from stateful import KINDS, Codebook
+from stateful import KINDS
 from torch import Tensor, nn
 from vocabulary import same_bits
 
@@ -119,10 +119,7 @@ def test_a_trace_leaves_first_values_to_the_first_batch(mode, half, replaces) ->
         def forward(self, x):
             if not self.filled:
                 first = 1 / x.detach().float().std(0)
-                if replaces:
-                    self.scale.data = first
-                else:
-                    self.scale.data.copy_(first)
+                self.scale.data = first if replaces else self.scale.data.copy_(first)
                 self.filled.fill_(True)
             return x * self.scale
 
@@ -136,9 +133,9 @@ def test_a_trace_leaves_first_values_to_the_first_batch(mode, half, replaces) ->
 
 
 def test_giving_lazy_layers_their_shape_is_a_dry_run() -> None:
-    model = nn.Sequential(Codebook(), nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    model = nn.Sequential(KINDS["codebook"](), nn.LazyLinear(3), nn.LazyBatchNorm1d())
     Precision("mixed").trace(model, batch(3)[0])
-    assert (model[0].calls, model[0].log, model[0].mean.any()) == (0, [], False)
+    assert (model[0].calls, model[0].log, model[0].kept.any()) == (0, [], False)
     assert (model[1].weight.shape, model[1].in_features) == ((3, 4), 4)
     assert model[2].running_mean.shape == (3,)
 
@@ -249,7 +246,7 @@ def test_an_earlier_state_is_put_back(kind) -> None:
 def test_a_checkpoint_of_anybody_sets_nothing_else() -> None:
     trainer = trainer_of("bank")
     rows = (
-        *(("1.other", torch.zeros(3)), ("1.rows", 3), ("1.next", torch.zeros(3))),
+        *(("1.other", torch.zeros(3)), ("1.kept", 3), ("1.next", torch.zeros(3))),
         *(("1.next", "three"), ("1._buffers", None), ("1.training", False), ("1.forward", 1)),
     )
     for name, value in rows:

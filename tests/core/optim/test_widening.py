@@ -46,16 +46,8 @@ def net(by_data=True):
     return nn.Sequential(nn.Linear(16, 16), Head(by_data))
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def fused(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
 def fit(model, precision, optimizer, parts):
@@ -78,24 +70,25 @@ class TestTurnedHalf:
     """A forward pass sets the `.data` of a parameter to half."""
 
     @pytest.mark.parametrize(
-        ("mode", "half", "parts", "make"),
+        ("mode", "half", "parts", "fused"),
         [
-            ("amp", "float16", 1, adamw),
-            ("amp", "bfloat16", 2, fused),
-            ("mixed", "float16", 2, sgd),
-            ("mixed", "bfloat16", 1, fused),
-            ("amp", "float16", 1, "an optimizer for each module"),
+            ("amp", "float16", 1, False),
+            ("amp", "bfloat16", 2, True),
+            ("mixed", "float16", 2, False),
+            ("mixed", "bfloat16", 1, True),
         ],
     )
-    def test_it_is_stepped_as_if_it_were_cast(self, mode, half, parts, make) -> None:
+    @pytest.mark.parametrize("several", [False, True])
+    def test_it_is_stepped_as_if_it_were_cast(self, mode, half, parts, fused, several) -> None:
+        """By one optimizer, or by one for each module."""
         runs = []
         for by_data in (True, False):
             precision, model = Precision(mode, half), net(by_data)
-            if callable(make):
-                optimizer = precision.prepare(model, make(model.parameters()))[1]
-            else:
-                own = (precision.prepare(model, adamw(layer.parameters()))[1] for layer in model)
-                optimizer = MultiOptimizer(dict(zip(("trunk", "head"), own, strict=True)))
+            stepped = {"trunk": model[0], "head": model[1]} if several else {"all": model}
+            own = {name: adamw(part.parameters(), fused=fused) for name, part in stepped.items()}
+            optimizer = MultiOptimizer(
+                {name: precision.prepare(model, plain)[1] for name, plain in own.items()}
+            )
             losses = fit(model, precision, optimizer, parts)
             masters = [optimizer.master_of(p).detach() for p in model.parameters()]
             runs.append([*losses, *masters])
@@ -142,19 +135,15 @@ class TestTurnedHalf:
             assert differing(whole.state_dict(), own.state_dict()) == []
 
 
-def move(teacher, online) -> None:
+def move(teacher, online, way="BYOL") -> None:
+    """As those do."""
     for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.mul_(0.999).add_(a, alpha=0.001)  # As BYOL does.
-
-
-def move_data(teacher, online) -> None:
-    for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.data.mul_(0.999).add_(a.data, alpha=0.001)  # As DINO does.
-
-
-def move_by_new_data(teacher, online) -> None:
-    for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.data = b.data * 0.999 + a.data * 0.001  # As MoCo does.
+        if way == "BYOL":
+            b.mul_(0.999).add_(a, alpha=0.001)
+        elif way == "DINO":
+            b.data.mul_(0.999).add_(a.data, alpha=0.001)
+        elif way == "MoCo":
+            b.data = b.data * 0.999 + a.data * 0.001
 
 
 class Student(nn.Module):
@@ -194,14 +183,10 @@ class TestTeachers:
     """A frozen copy that follows the weights by a thousandth in each step."""
 
     @pytest.mark.parametrize(
-        ("half", "kept", "moved"),
-        [
-            ("float16", True, move),
-            ("bfloat16", True, move_data),
-            ("bfloat16", SplitMaster, move_by_new_data),
-        ],
+        ("half", "kept", "way"),
+        [("float16", True, "BYOL"), ("bfloat16", True, "DINO"), ("bfloat16", SplitMaster, "MoCo")],
     )
-    def test_a_copy_made_after_prepare_moves_in_fp32(self, half, kept, moved) -> None:
+    def test_a_copy_made_after_prepare_moves_in_fp32(self, half, kept, way) -> None:
         """Beside a copy of the masters that is moved by the same half weights."""
         precision, online = Precision("mixed", half, master_weights=kept), Student().online
         _, optimizer = precision.prepare(online, adamw(online.parameters()))
@@ -211,30 +196,30 @@ class TestTeachers:
         assert same_bits(teacher.parameters(), expected.parameters())
         assert online[0].weight.dtype == HALVES[half]
         both = (teacher, expected)
-        train(online, optimizer, precision, lambda: [moved(own, online) for own in both], 4)
+        train(online, optimizer, precision, lambda: [move(own, online, way) for own in both], 4)
         assert same_bits(teacher.parameters(), expected.parameters())
         assert teacher[0].weight.dtype == torch.float32
 
     @pytest.mark.parametrize(
-        ("half", "kept", "grouped", "moved"),
+        ("half", "kept", "grouped", "way"),
         [
-            ("float16", True, True, move),
-            ("float16", True, False, move_data),
-            ("bfloat16", True, True, move_by_new_data),
-            ("bfloat16", SplitMaster, True, move_data),
-            ("bfloat16", SplitMaster, False, move_by_new_data),
+            ("float16", True, True, "BYOL"),
+            ("float16", True, False, "DINO"),
+            ("bfloat16", True, True, "MoCo"),
+            ("bfloat16", SplitMaster, True, "DINO"),
+            ("bfloat16", SplitMaster, False, "MoCo"),
         ],
     )
     def test_one_inside_the_model_turns_fp32_where_it_is_moved(
-        self, half, kept, grouped, moved, caplog
+        self, half, kept, grouped, way, caplog
     ) -> None:
         model, optimizer, precision = student(half, grouped, kept)
         copies = []
 
         def after() -> None:
-            moved(model.teacher, model.online)
+            move(model.teacher, model.online, way)
             if copies:
-                moved(copies[0], model.online)
+                move(copies[0], model.online, way)
             elif model.teacher[0].weight.dtype == torch.float32:
                 copies.append(copy.deepcopy(model.teacher))
 
@@ -247,14 +232,12 @@ class TestTeachers:
         assert "teacher.0.weight" in caplog.messages[0]
         assert caplog.messages[0].endswith(said)
 
-    @pytest.mark.parametrize(
-        ("moved", "grouped"), [(move, False), (move_data, True), (move_by_new_data, True)]
-    )
-    def test_as_on_an_accelerator(self, moved, grouped, monkeypatch) -> None:
+    @pytest.mark.parametrize(("way", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
+    def test_as_on_an_accelerator(self, way, grouped, monkeypatch) -> None:
         """There values are compared in the first steps alone: `.data.mul_` raises no counter."""
         monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
         model, *rest = student("bfloat16", grouped)
-        train(model, *rest, lambda: moved(model.teacher, model.online), 3)
+        train(model, *rest, lambda: move(model.teacher, model.online, way), 3)
         assert model.teacher[0].weight.dtype == torch.float32
         before = model.teacher[0].weight.detach().clone()
         train(model, *rest, lambda: None, 1)
@@ -310,26 +293,26 @@ class TestTeachers:
 
 
 @pytest.mark.parametrize(
-    ("mode", "half", "early", "of_ema"),
+    ("mode", "half", "arguments"),
     [
-        ("mixed", "float16", True, False),
-        ("mixed", "bfloat16", False, True),
-        ("mixed", "float16", False, False),
-        ("amp", "float16", True, True),
+        ("mixed", "float16", {}),
+        ("mixed", "bfloat16", {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}),
+        ("amp", "float16", {}),
     ],
 )
-def test_torchs_averaged_model_averages_masters(mode, half, early, of_ema) -> None:
-    arguments = {"multi_avg_fn": get_ema_multi_avg_fn(0.999)} if of_ema else {}
+def test_torchs_averaged_model_averages_masters(mode, half, arguments) -> None:
+    """Made before the weights turn half, or after."""
     precision, model = Precision(mode, half), Student().online
-    before = AveragedModel(model, **arguments)
+    early = AveragedModel(model, **arguments)
     _, optimizer = precision.prepare(model, adamw(model.parameters()))
-    averaged = before if early else AveragedModel(model, **arguments)
     reference = nn.ParameterList(optimizer.master_of(p) for p in model.parameters())
-    expected = AveragedModel(reference, **arguments)
+    late, expected = (AveragedModel(own, **arguments) for own in (model, reference))
 
     def after() -> None:
-        averaged.update_parameters(model)
+        early.update_parameters(model)
+        late.update_parameters(model)
         expected.update_parameters(reference)
 
     train(model, optimizer, precision, after, 3)
-    assert same_bits(averaged.module.parameters(), expected.module.parameters())
+    for averaged in (early, late):
+        assert same_bits(averaged.module.parameters(), expected.module.parameters())
