@@ -174,18 +174,6 @@ def test_weights_may_have_any_layout(odd) -> None:
     assert torch.equal(weight, torch.full_like(weight, 0.875))
 
 
-def test_a_second_prepare_goes_on_from_the_masters() -> None:
-    """2^-13 is no update that a half weight of 1 can take; 2 optimizers make one of them."""
-    model = nn.Linear(4, 4)
-    nn.init.ones_(model.weight)
-    for _ in range(2):
-        gc.collect()  # The first optimizer is gone when the second is made.
-        precision = Precision("mixed", "bfloat16")
-        optimizer = precision.prepare(model, sgd(model.parameters(), 2.0**-13))[1]
-        step(optimizer, model.weight, value=1.0)
-    assert same_bits([optimizer.master_of(model.weight)], [full(1 - 2.0**-12)])
-
-
 def test_a_scale_is_taken_out_of_shared_steps_too() -> None:
     model, first, start = linear()
     second = Precision("mixed").prepare(model, sgd(model.parameters()))[1]

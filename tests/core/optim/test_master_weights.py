@@ -9,7 +9,7 @@ from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, STEPPING, AdamW
 from torch import nn
 from vocabulary import HALVES, formats, same_bits
 
-from mpframe import MasterWeights, Precision, Static
+from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.optimizers.lbfgs import step_with_closure
@@ -142,6 +142,12 @@ def test_frozen_unused_and_empty_parameters_stay(dtype, options) -> None:
     assert not torch.equal(after[0], before[0])
     assert same_bits(after[1:], before[1:])
     assert wrapped.master_of(frozen).requires_grad is False
+
+
+def test_a_step_may_have_no_gradients() -> None:
+    own = MasterWeights(AdamW([{"params": small.parameters(HALF)}, {"params": []}]))
+    result = own.step(Backoff(), max_norm=1.0)
+    assert (result.amax.item(), result.grad_norm.item(), bool(result.skipped)) == (0, 0, False)
 
 
 def test_tied_weights_have_one_master() -> None:

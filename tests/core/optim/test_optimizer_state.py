@@ -56,12 +56,6 @@ def test_into_a_plain_optimizer_and_back() -> None:
     assert same_bits([again.master_of(p) for p in params], masters)
 
 
-def test_masters_of_a_mixed_run_go_into_an_fp32_run() -> None:
-    (params, optimizer), (fp32_params, other) = trained(SGD), wrapped()
-    other.load_state_dict(optimizer.state_dict())
-    assert same_bits(fp32_params, [optimizer.master_of(p) for p in params])
-
-
 def test_a_state_of_other_parameters_is_refused_and_nothing_loaded() -> None:
     params, optimizer = trained(AdamW)
     before = small.snapshot(optimizer, params)
