@@ -13,36 +13,27 @@ import math
 from statistics import NormalDist
 
 import torch
-from torch import Tensor
 
-OVERFLOW_VALUE = 2.0**16
-LOG_MAX = 16.0
 FAST, SLOW = 0.99, 0.999
 
 
 class PublishedLogMax:
     """The published state machine behind the same two names: `scale` and `update`."""
 
-    def __init__(
-        self,
-        init_scale: float = 1.0,
-        overflow_probability: float = 0.001,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**14,
-    ) -> None:
+    def __init__(self, init_scale=1.0, probability=0.001, min_scale=1.0, max_scale=2.0**14):
         self.scale = torch.tensor(init_scale)
-        self._quantile = -NormalDist().inv_cdf(overflow_probability)
+        self._quantile = -NormalDist().inv_cdf(probability)
         self._bounds = (math.log2(min_scale), math.log2(max_scale))
         self._fast = self._slow = self._square = torch.zeros(())
         self._steps = 0
 
-    def update(self, amax: Tensor) -> None:
+    def update(self, amax) -> None:
         self._steps += 1
-        x = torch.where(amax.isfinite(), amax.log2(), OVERFLOW_VALUE)
+        x = torch.where(amax.isfinite(), amax.log2(), 2.0**16)
         self._fast = FAST * self._fast + (1 - FAST) * x
         self._slow = SLOW * self._slow + (1 - SLOW) * x
         self._square = SLOW * self._square + (1 - SLOW) * x.square()
         fast_weight, slow_weight = 1 - FAST**self._steps, 1 - SLOW**self._steps
         spread = self._square / slow_weight - (self._slow / slow_weight).square()
         cutoff = self._fast / fast_weight + self._quantile * spread.clamp(min=0).sqrt()
-        self.scale = (LOG_MAX - cutoff).clamp(*self._bounds).exp2()
+        self.scale = (16.0 - cutoff).clamp(*self._bounds).exp2()

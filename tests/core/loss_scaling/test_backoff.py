@@ -2,121 +2,48 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mpframe.core.loss_scaling import Backoff
 
-CLEAN, OVERFLOW = torch.tensor(1.0), torch.tensor(math.inf)
+AMAX = {".": torch.tensor(1.0), "0": torch.tensor(0.0), "x": torch.tensor(math.inf),
+        "n": torch.tensor(math.nan)}  # fmt: skip
 NO_CLAMPS = {"min_scale": 2.0**-126, "max_scale": 2.0**127}
+LARGEST = torch.finfo(torch.float32).max
 repeatable = settings(max_examples=15, derandomize=True, deadline=None, database=None)
+seeds = st.integers(0, 2**32 - 1)
 
 
-def scales(scaler: Backoff, steps: str) -> list[float]:
-    """The scale after each step; `.` is a clean step, `x` an overflow."""
+def scales(scaler, steps):
+    """The scale after each step, by the signs of `AMAX`."""
     seen = []
     for step in steps:
-        scaler.update(OVERFLOW if step == "x" else CLEAN)
+        scaler.update(AMAX[step])
         seen.append(scaler.scale.item())
     return seen
 
 
-def random_overflows(seed: int, steps: int = 40, streams: int = 20) -> Tensor:
-    """(steps, streams) bool, each stream with its own share of overflows."""
-    chance = torch.Generator().manual_seed(seed)
-    return torch.rand(steps, streams, generator=chance) < torch.rand(streams, generator=chance)
-
-
-def replay(scaler: Backoff, overflows: Tensor) -> Tensor:
-    rows = []
-    for overflow in overflows:
-        scaler.update(torch.where(overflow, OVERFLOW, CLEAN))
-        rows.append(scaler.scale)
-    return torch.stack(rows)
-
-
-def test_the_interval_ends_in_growth_and_an_overflow_halves_and_starts_the_count_anew() -> None:
-    scaler = Backoff(init_scale=16.0, growth_interval=3)
-    assert scales(scaler, ".......") == [16, 16, 32, 32, 32, 64, 64]
-    assert scales(scaler, ".x..." + "xx.") == [64, 32, 32, 32, 64, 32, 16, 16]
-
-
-def test_nan_is_an_overflow_and_zero_is_not() -> None:
-    scaler = Backoff(init_scale=16.0, growth_interval=2)
-    scaler.update(torch.tensor(math.nan))
-    assert scaler.scale == 8
-    scaler.update(torch.tensor(0.0))
-    scaler.update(torch.tensor(0.0))
-    assert scaler.scale == 16
-
-
-def test_the_scale_is_clamped_at_both_ends() -> None:
-    scaler = Backoff(init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=10.0)
-    assert scales(scaler, "..xxx..") == [8, 10, 5, 3, 3, 6, 10]
-    highest = torch.finfo(torch.float32).max
-    scaler = Backoff(init_scale=2.0**126, growth_interval=1, max_scale=highest)
-    assert scales(scaler, "....") == [2.0**127, highest, highest, highest]
-
-
-def test_only_growth_refills_the_hysteresis() -> None:
-    scaler = Backoff(init_scale=16.0, growth_interval=3, hysteresis=2)
-    # The first overflow is forgiven, the second is not, nor a third after two clean steps; after
-    # three clean steps the scale grows and the next overflow is forgiven again.
-    assert scales(scaler, "xx..x" + "...xx") == [16, 8, 8, 8, 4, 4, 4, 8, 8, 4]
-
-
-def test_growth_refills_the_hysteresis_at_the_ceiling_too() -> None:
-    scaler = Backoff(init_scale=8.0, growth_interval=2, hysteresis=2, max_scale=8.0)
-    assert scales(scaler, "x..xx") == [8, 8, 8, 8, 4]
-
-
-@repeatable
-@given(st.integers(0, 2**32 - 1), st.integers(1, 10))
-def test_equals_the_kernel_of_grad_scaler(seed: int, interval: int) -> None:
-    overflows = random_overflows(seed)
-    ours = replay(Backoff(growth_interval=interval, **NO_CLAMPS), overflows)
-    for stream in range(overflows.shape[1]):
-        scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-        theirs = []
-        for found_inf in overflows[:, stream].float().unbind():
-            torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval)
-            theirs.append(scale.clone())
-        assert torch.equal(ours[:, stream], torch.stack(theirs))
-
-
-class Megatron:
-    """The rule of Megatron's dynamic scaler, from its equations."""
-
-    def __init__(self, interval: int, hysteresis: int) -> None:
-        self.interval, self.hysteresis = interval, hysteresis
-        self.scale, self.growth, self.left = 2.0**16, 0, hysteresis
-
-    def update(self, overflow: bool) -> float:
-        if overflow:
-            self.growth = 0
-            self.left -= 1
-            if self.left <= 0:
-                self.scale = max(self.scale * 0.5, 1.0)
-        else:
-            self.growth += 1
-            if self.growth == self.interval:
-                self.growth, self.left = 0, self.hysteresis
-                self.scale *= 2.0
-        return self.scale
-
-
-@repeatable
-@given(st.integers(0, 2**32 - 1), st.integers(1, 10), st.integers(1, 5))
-def test_hysteresis_equals_megatrons(seed: int, interval: int, hysteresis: int) -> None:
-    overflows = random_overflows(seed)
-    scaler = Backoff(growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**127)
-    ours = replay(scaler, overflows)
-    for stream in range(overflows.shape[1]):
-        reference = Megatron(interval, hysteresis)
-        theirs = [reference.update(bool(overflow)) for overflow in overflows[:, stream].tolist()]
-        assert ours[:, stream].tolist() == theirs
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"),
+    [
+        # The interval ends in growth; an overflow halves and starts the count anew.
+        ((16, 3), "........x...xx.", [16, 16, 32, 32, 32, 64, 64, 64, 32, 32, 32, 64, 32, 16, 16]),
+        ((16, 2), "n00", [8, 8, 16]),
+        ((4, 1, 1, 3, 10), "..xxx..", [8, 10, 5, 3, 3, 6, 10]),
+        ((2**126, 1, 1, 1, LARGEST), "....", [2.0**127, LARGEST, LARGEST, LARGEST]),
+        # The first overflow is forgiven, the second is not, nor a third after two clean steps;
+        # after three clean steps the scale grows and the next overflow is forgiven again.
+        ((16, 3, 2), "xx..x...xx", [16, 8, 8, 8, 4, 4, 4, 8, 8, 4]),
+        ((8, 2, 2, 1, 8), "x..xx", [8, 8, 8, 8, 4]),
+    ],
+    ids=["growth", "nan and 0", "clamped", "largest", "hysteresis", "hysteresis at the ceiling"],
+)
+def test_sequence(options, steps, expected) -> None:
+    names = ("init_scale", "growth_interval", "hysteresis", "min_scale", "max_scale")
+    assert scales(Backoff(**dict(zip(names, options, strict=False))), steps) == expected
 
 
 def test_more_clean_steps_than_a_shorter_interval_grow_at_once() -> None:
@@ -125,3 +52,46 @@ def test_more_clean_steps_than_a_shorter_interval_grow_at_once() -> None:
     scales(scaler, "." * 50)
     resumed.load_state_dict(scaler.state_dict())
     assert scales(resumed, "..") == [2.0**9, 2.0**9]
+
+
+def replay(scaler, seed, steps=40, streams=20):
+    """Random overflows, (steps, streams), each stream with its own share, and the scales."""
+    chance = torch.Generator().manual_seed(seed)
+    share = torch.rand(steps, streams, generator=chance) < torch.rand(streams, generator=chance)
+    rows = []
+    for overflow in share:
+        scaler.update(torch.where(overflow, AMAX["x"], AMAX["."]))
+        rows.append(scaler.scale)
+    return zip(share.unbind(1), torch.stack(rows).unbind(1), strict=True)
+
+
+@repeatable
+@given(seeds, st.integers(1, 10))
+def test_equals_the_kernel_of_grad_scaler(seed, interval) -> None:
+    for overflows, ours in replay(Backoff(growth_interval=interval, **NO_CLAMPS), seed):
+        scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+        theirs = []
+        for found_inf in overflows.float().unbind():
+            torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval)
+            theirs.append(scale.clone())
+        assert torch.equal(ours, torch.stack(theirs))
+
+
+def megatron(overflows, interval, hysteresis):
+    """The rule of Megatron's dynamic scaler, from its equations."""
+    scale, growth, left = 2.0**16, 0, hysteresis
+    for overflow in overflows:
+        growth, left = (0, left - 1) if overflow else (growth + 1, left)
+        if overflow and left <= 0:
+            scale = max(scale * 0.5, 1.0)
+        elif growth == interval:
+            scale, growth, left = scale * 2.0, 0, hysteresis
+        yield scale
+
+
+@repeatable
+@given(seeds, st.integers(1, 10), st.integers(1, 5))
+def test_hysteresis_equals_megatrons(seed, interval, hysteresis) -> None:
+    scaler = Backoff(growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**127)
+    for overflows, ours in replay(scaler, seed):
+        assert ours.tolist() == [*megatron(overflows.tolist(), interval, hysteresis)]

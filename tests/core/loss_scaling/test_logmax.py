@@ -7,32 +7,23 @@ overflows follows from the scale the scaler chose, as it does in training.
 
 import copy
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
 from published_logmax import PublishedLogMax
-from torch import Tensor
 
-from mpframe.core.loss_scaling import Backoff, LogMax, logmax
+from mpframe.core.loss_scaling import LogMax, logmax
 
 LIMIT = torch.finfo(torch.float16).max
 WIDE = {"min_scale": 2.0**-40, "max_scale": 2.0**60}  # so far out that no clamp takes part
 PROBABILITY = 0.001
 
-Scaler = LogMax | Backoff | PublishedLogMax
-Make = Callable[..., Scaler]
+# Per step and stream: the scale used, and whether the step overflowed with it.
+Replay = namedtuple("Replay", ["scale", "overflow"])
 
 
-class Replay(NamedTuple):
-    """Per step and stream: the scale used, and whether the step overflowed with it."""
-
-    scale: Tensor
-    overflow: Tensor
-
-
-def replay(scaler: Scaler, amax: Tensor, limit: float | Tensor = LIMIT) -> Replay:
+def replay(scaler, amax, limit=LIMIT):
     """Train over `amax` (steps, streams): each step overflows if scale * amax is above `limit`."""
     scales, overflows = [], []
     for row in amax:
@@ -44,81 +35,58 @@ def replay(scaler: Scaler, amax: Tensor, limit: float | Tensor = LIMIT) -> Repla
     return Replay(torch.stack(scales), torch.stack(overflows))
 
 
-def log_normal(steps: int, log2_mean: Tensor, std: Tensor | float, seed: int = 0) -> Tensor:
+def log_normal(steps, log2_mean, std, seed=0):
     """Largest gradients whose log2 is normal, one stream per mean: (steps, streams) float32."""
     noise = torch.randn(steps, len(log2_mean), generator=torch.Generator().manual_seed(seed))
     return (log2_mean + std * noise).exp2()
 
 
-def octaves_between(scale: Tensor, other: Tensor) -> Tensor:
+def octaves_between(scale, other):
     return (scale.log2() - other.log2()).abs()
 
 
 # Each property is a function that raises AssertionError where a scaler lacks it.
 
 
-def constant_gradients_fit(make: Make) -> None:
-    """1: after a first clean step no overflow; from the 50th on limit/4 < s a <= limit."""
-    amax = torch.linspace(-12, 12, 500).exp2().expand(400, -1)
-    scale, overflow = replay(make(**WIDE), amax)
-    clean_before = torch.cumsum(~overflow, 0) - (~overflow).long()
-    assert not (overflow & (clean_before >= 1)).any()
-    scaled = (amax.double() * scale)[clean_before >= 50]
-    assert ((scaled > LIMIT / 4) & (scaled <= LIMIT)).all()
-
-
-def keeps_its_promise(make: Make, steps: int = 20_000) -> None:
-    """2: log-normal: share of overflows <= 2 p, median unused room <= 3.1 std + 1.5 octaves."""
+def keeps_its_promise(make, steps=20_000) -> None:
+    """1: log-normal: share of overflows <= 2 p, median unused room <= 3.1 std + 1.5 octaves."""
     std = torch.tensor([0.5, 1.0, 2.0]).repeat_interleave(24)
     mean = torch.linspace(-6, 6, 24).repeat(3)
     amax = log_normal(steps + 100, mean, std)
     scale, overflow = (table[100:] for table in replay(make(**WIDE), amax))
     room = math.log2(LIMIT) - (amax[100:] * scale).log2()
     if steps < 20_000:  # One stream may have more by chance: those of a spread are judged together.
-        room, overflow = (
-            own.view(-1, 3, 24).transpose(1, 2).reshape(-1, 3) for own in (room, overflow)
-        )
+        room, overflow = (t.view(-1, 3, 24).mT.reshape(-1, 3) for t in (room, overflow))
         std = std[::24]
     assert (overflow.double().mean(0) <= 2 * PROBABILITY).all()
     assert (room.median(0).values <= 3.1 * std + 1.5).all()
 
 
-def forgives_one_overflow(
-    make: Make,
-    bad: float = torch.nan,
-    std: tuple[float, ...] = (0.0, 0.5),
-    after_steps: tuple[int, ...] = (10, 30, 100),
-) -> None:
-    """3: one nan or inf halves the scale at once; within 50 clean steps it is back, or nearly."""
+def forgives_one_overflow(make, bad=torch.nan, std=(0.0, 0.5), after=(10, 30, 100)) -> None:
+    """2: one nan or inf halves the scale at once; within 50 clean steps it is back, or nearly."""
     mean, spread = torch.linspace(-6, 6, 100).repeat(2), torch.tensor(std).repeat_interleave(100)
-    for steps in after_steps:
+    for steps in after:
         scaler = make(**WIDE)
         replay(scaler, log_normal(steps, mean, spread))
         before = scaler.scale
         scaler.update(torch.full_like(mean, bad))
         assert (scaler.scale <= before / 2).all()
-        after = replay(scaler, log_normal(50, mean, spread, seed=1)).scale
-        assert (after.amax(0) >= before / 2).all()
+        back = replay(scaler, log_normal(50, mean, spread, seed=1)).scale
+        assert (back.amax(0) >= before / 2).all()
 
 
-def ignores_zero(make: Make) -> None:
-    """4: amax = 0 changes nothing, at the start or later; the ends of float32 do no harm."""
+def ignores_zero(make) -> None:
+    """3: amax = 0 changes nothing, at the start or later."""
     fresh, used = make(), make()
     replay(used, log_normal(20, torch.tensor([-3.0]), 0.5))
     for scaler in (fresh, used):
         before = scaler.scale
         scaler.update(torch.zeros(1))
         assert torch.equal(scaler.scale, before.expand(1))
-    float32 = torch.finfo(torch.float32)
-    for extreme in (float32.smallest_normal * 2.0**-23, float32.max):
-        scaler = make()
-        for _ in range(100):
-            scaler.update(torch.tensor([extreme]))
-            assert 1 <= scaler.scale <= 2.0**24
 
 
-def follows_a_jump(make: Make) -> None:
-    """5: 2^8 up costs at most 10 skips; 2^8 down is within a factor 4 of rest in 500 steps."""
+def follows_a_jump(make) -> None:
+    """4: 2^8 up costs at most 10 skips; 2^8 down is within a factor 4 of rest in 500 steps."""
     mean = torch.linspace(-4, 0, 100).repeat(4)
     std = torch.tensor([0.0, 0.5, 1.0, 2.0]).repeat_interleave(100)
     scaler = make(**WIDE)
@@ -127,81 +95,41 @@ def follows_a_jump(make: Make) -> None:
     # Up to 4 of 500 steps overflow by chance alone: 0.5 are expected.
     assert (up.overflow.sum(0) <= 10).all()
     down = replay(scaler, log_normal(501, mean - 8, std, seed=2)).scale[-1]
-    quantile = 3.09 * std
-    rest = (math.log2(LIMIT) - (mean - 8) - quantile).floor().exp2()
+    rest = (math.log2(LIMIT) - (mean - 8) - 3.09 * std).floor().exp2()
     assert (octaves_between(down, rest) <= 2).all()
 
 
-def is_equivariant(make: Make) -> None:
-    """6: gradients and start shifted by 2^k shift every scale by 2^-k; all are powers of two.
-
-    From the first gradient on no trace of the start is left, so that the shift needs none there.
-    """
-    amax = log_normal(300, torch.linspace(-3, 3, 64), 1.5)
-    amax[torch.rand(amax.shape, generator=torch.Generator().manual_seed(3)) < 0.03] = torch.inf
-    amax[0] = 1.0
-    plain = _scales(make(init_scale=2.0**16, **WIDE), amax)
-    assert (torch.frexp(plain).mantissa == 0.5).all()
-    for k, start in ((-10, 2.0**26), (3, 2.0**13), (10, 2.0**16)):
-        shifted = _scales(make(init_scale=start, **WIDE), amax * 2.0**k)
-        assert torch.equal(shifted, plain * 2.0**-k)
-
-
-def starts_cold(make: Make) -> None:
-    """7: any true amax from 2^-20 to 2^15 costs at most 6 skips in the first 100 steps."""
+def starts_cold(make) -> None:
+    """5: any true amax from 2^-20 to 2^15 costs at most 6 skips in the first 100 steps."""
     mean, std = torch.linspace(-20, 15, 2000), 0.5
     # At amax = 2^15 a floor of 1 leaves two std of room: 2 more overflows that no scaler can
     # avoid. So the floor is lower here, and the ceiling higher.
     scale, overflow = replay(make(init_scale=2.0**16, **WIDE), log_normal(100, mean, std))
     assert (overflow.sum(0) <= 6).all()
     # A scale that stays at the floor skips nothing either, so it must also be of use by then.
-    room = math.log2(LIMIT) - mean - scale[-1].log2()
-    assert (room <= 3.1 * std + 3).all()
-
-
-def _scales(scaler: Scaler, amax: Tensor) -> Tensor:
-    scales = []
-    for row in amax:
-        scaler.update(row)
-        scales.append(scaler.scale)
-    return torch.stack(scales)
+    assert (math.log2(LIMIT) - mean - scale[-1].log2() <= 3.1 * std + 3).all()
 
 
 PROPERTIES = (
-    constant_gradients_fit,
     pytest.param(lambda make: keeps_its_promise(make, 1500), id="keeps_its_promise_for_short"),
     pytest.param(keeps_its_promise, marks=pytest.mark.slow),
     forgives_one_overflow,
     ignores_zero,
     follows_a_jump,
-    is_equivariant,
     starts_cold,
 )
 
 
 @pytest.mark.parametrize("holds", PROPERTIES)
-def test_logmax_has_the_property(holds: Callable[[Make], None]) -> None:
+def test_logmax_has_the_property_and_the_published_algorithm_lacks_it(holds) -> None:
     holds(LogMax)
-
-
-@pytest.mark.parametrize("holds", PROPERTIES)
-def test_the_published_algorithm_lacks_it(holds: Callable[[Make], None]) -> None:
     with pytest.raises(AssertionError):
         holds(PublishedLogMax)
 
 
-def test_halving_alone_starts_too_slowly() -> None:
-    """The other control of 7, for its count: the published algorithm gives up at the floor."""
-    amax = torch.full((100, 1), 2.0**15)
-    assert replay(Backoff(min_scale=2.0**-24), amax).overflow.sum() > 6
-
-
-def test_one_overflow_is_forgiven_whatever_it_was() -> None:
+def test_one_overflow_is_forgiven_whatever_it_was_and_at_a_wide_spread_once_it_is_learnt() -> None:
     forgives_one_overflow(LogMax, bad=torch.inf)
-
-
-def test_one_overflow_is_forgiven_at_a_wide_spread_once_it_is_learnt() -> None:
-    forgives_one_overflow(LogMax, std=(1.0, 2.0), after_steps=(100, 300))
+    forgives_one_overflow(LogMax, std=(1.0, 2.0), after=(100, 300))
 
 
 # Where the model is wrong. Each overflow that is judged adds 1 - p to the margin m and each other
@@ -211,51 +139,44 @@ def test_one_overflow_is_forgiven_at_a_wide_spread_once_it_is_learnt() -> None:
 # margin, which breaks the bound in every stream.
 
 
-def hidden_limit(steps: int) -> tuple[Tensor, Tensor]:
+def hidden_limit(steps):
     """Something in the backward pass is 2^k times as large as a, k = 1 to 6."""
     amax = log_normal(steps, torch.linspace(-4, 0, 4).repeat(6), 0.5)
-    octaves = torch.arange(1.0, 7.0).repeat_interleave(4)
-    return amax, LIMIT / octaves.exp2()
+    return amax, LIMIT / torch.arange(1.0, 7.0).repeat_interleave(4).exp2()
 
 
-def spikes(steps: int) -> tuple[Tensor, Tensor]:
+def spikes(steps):
     """One step in a hundred is 2^8 times as large as the others."""
     amax = log_normal(steps, torch.linspace(-4, 0, 8), 0.3, seed=1)
     spike = torch.rand(amax.shape, generator=torch.Generator().manual_seed(1)) < 0.01
     return torch.where(spike, amax * 2.0**8, amax), torch.full((8,), LIMIT)
 
 
-def heavy_tail(steps: int) -> tuple[Tensor, Tensor]:
+def heavy_tail(steps):
     """log2 a falls off exponentially: 0.6 % of it lie where a normal one has 0.1 %."""
     noise = torch.rand(2, steps, 8, generator=torch.Generator().manual_seed(2)).log()
     return (2**0.5 * (noise[0] - noise[1])).exp2(), torch.full((8,), LIMIT)
 
 
-def one_with_spikes(steps: int) -> tuple[Tensor, Tensor]:
+def one_with_spikes(steps):
     """A single stream is computed with floats, and fast."""
     amax, limit = spikes(steps)
     return amax[:, 0], limit[0]
 
 
-def all_of_them(steps: int) -> tuple[Tensor, Tensor]:
-    made = [case(steps) for case in (hidden_limit, spikes, heavy_tail)]
-    return torch.cat([amax for amax, _ in made], 1), torch.cat([limit for _, limit in made])
+def all_of_them(steps):
+    amax, limit = zip(*(case(steps) for case in (hidden_limit, spikes, heavy_tail)), strict=True)
+    return torch.cat(amax, 1), torch.cat(limit)
 
 
 WRONG = [(one_with_spikes, 6000), pytest.param(all_of_them, 20_000, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("case", "steps"), WRONG)
-@pytest.mark.parametrize("has_margin", [True, False])
-def test_a_margin_keeps_overflows_as_rare_as_promised(
-    case: Callable[[int], tuple[Tensor, Tensor]],
-    steps: int,
-    has_margin: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_margin_keeps_overflows_as_rare_as_promised(case, steps, monkeypatch) -> None:
     bound = PROBABILITY + (logmax.MAX_MARGIN + 2 * logmax.JUDGED_AFTER) / steps
-    if not has_margin:
-        monkeypatch.setattr(logmax, "MAX_MARGIN", 0.0)
-    amax, limit = case(steps)
-    kept = replay(LogMax(**WIDE), amax, limit).overflow.double().mean(0) <= bound
-    assert kept.all() if has_margin else not kept.any()
+    kept = replay(LogMax(**WIDE), *case(steps)).overflow.double().mean(0) <= bound
+    assert kept.all()
+    monkeypatch.setattr(logmax, "MAX_MARGIN", 0.0)
+    kept = replay(LogMax(**WIDE), *case(steps)).overflow.double().mean(0) <= bound
+    assert not kept.any()

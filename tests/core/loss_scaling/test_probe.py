@@ -3,11 +3,10 @@
 import copy
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vocabulary import HALVES
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
@@ -16,75 +15,75 @@ from mpframe.core.objective import supervised
 from mpframe.training.objectives import model_loss
 from mpframe.training.probe import probe_amax, safe_scale
 
-MODES = [("mixed", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
-ADAPTIVE = pytest.mark.parametrize("kind", [Backoff, LogMax])
-WIDE = {"min_scale": 2.0**-60, "max_scale": 2.0**100}
+INF, NAN = math.inf, math.nan
+adaptive = pytest.mark.parametrize("kind", [Backoff, LogMax])
+in_half = pytest.mark.parametrize(
+    ("mode", "half"), [("mixed", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+)
 
 
-def probed(kind: Any, amax: float, **options: Any) -> float:
+def probed(kind, amax, **options):
     scaler = kind(init_scale="probe", **options)
     scaler.start_from(torch.tensor(amax, dtype=torch.float32))
     return float(scaler.scale)
 
 
-@ADAPTIVE
+@adaptive
 @pytest.mark.parametrize("half", HALVES.values())
-def test_it_is_the_largest_power_of_two_that_is_safe(kind: Any, half: torch.dtype) -> None:
-    limit = torch.finfo(half).max / 2
+def test_it_is_the_largest_power_of_two_that_is_safe(kind, half) -> None:
+    limit, top = torch.finfo(half).max / 2, 2.0**100
     for log2_amax, mantissa in itertools.product(range(-40, 40, 13), (1.0, 1.3, 1.999, 1.9995)):
         amax = torch.tensor(mantissa * 2.0**log2_amax).item()
-        scale = probed(kind, amax, half=half, **WIDE)
+        scale = probed(kind, amax, half=half, min_scale=2.0**-60, max_scale=top)
         assert scale * amax <= limit
-        assert 2 * scale * amax > limit or scale == WIDE["max_scale"]
+        assert 2 * scale * amax > limit or scale == top
         assert math.frexp(scale)[0] == 0.5
 
 
-@ADAPTIVE
-@pytest.mark.parametrize(
-    ("amax", "scale"),
-    [(2.0**-149, 2.0**24), (2.0**20, 1.0), (1.0, 2.0**14), (32752.0, 1.0), (32752.01, 0.5)],
-)
-def test_the_limit_itself_fits_and_both_ends_clamp(kind: Any, amax: float, scale: float) -> None:
-    assert probed(kind, amax, min_scale=0.5 if scale == 0.5 else 1.0) == scale
+@adaptive
+def test_the_limit_itself_fits_both_ends_clamp_and_no_number_leaves_the_default(kind) -> None:
+    for amax, floor, scale in (
+        (2.0**-149, 1.0, 2.0**24),
+        (2.0**20, 1.0, 1.0),
+        (1.0, 1.0, 2.0**14),
+        (32752.0, 1.0, 1.0),
+        (32752.01, 0.5, 0.5),
+        *((nothing, 1.0, 2.0**16) for nothing in (0.0, INF, NAN)),  # It says nothing.
+    ):
+        assert probed(kind, amax, min_scale=floor) == scale
+    for nothing in (0.0, INF, NAN):
+        assert probed(kind, nothing, max_scale=2.0**10) == 2.0**10
+        assert safe_scale(nothing, torch.float16) is None
 
 
-@ADAPTIVE
-@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
-def test_a_probe_that_says_nothing_leaves_the_default(kind: Any, amax: float) -> None:
-    for options, default in (({}, 2.0**16), ({"max_scale": 2.0**10}, 2.0**10)):
-        assert kind(init_scale="probe", **options).scale == default
-        assert probed(kind, amax, **options) == default
-
-
-@ADAPTIVE
-def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts(kind: Any) -> None:
+@adaptive
+def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts(kind) -> None:
     assert not kind().wants_probe
     for start in (kind.start_from, kind.update):
         scaler = kind(init_scale="probe")
-        assert scaler.wants_probe
+        assert (scaler.wants_probe, scaler.scale) == (True, 2.0**16)
         start(scaler, torch.tensor(1.0))
         assert not scaler.wants_probe
 
 
-@ADAPTIVE
-@pytest.mark.parametrize("waiting", [True, False])
-def test_a_resumed_run_probes_only_if_it_had_not(kind: Any, waiting: bool) -> None:
-    saved, loaded = kind(init_scale="probe"), kind(init_scale="probe" if not waiting else 1.0)
-    if not waiting:
-        saved.start_from(torch.tensor(1.0))
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.wants_probe is waiting
+@adaptive
+def test_a_resumed_run_probes_only_if_it_had_not(kind) -> None:
+    waiting, started = kind(init_scale="probe"), kind(init_scale="probe")
+    started.start_from(torch.tensor(1.0))
+    for saved, start in ((waiting, 1.0), (started, "probe")):
+        loaded = kind(init_scale=start)
+        loaded.load_state_dict(saved.state_dict())
+        assert loaded.wants_probe is saved.wants_probe
 
 
-@ADAPTIVE
-def test_a_probe_starts_anew(kind: Any) -> None:
+@adaptive
+def test_a_probe_starts_anew(kind) -> None:
     used, fresh = kind(), kind()
-    for amax in (1.0, 4.0, math.inf, 2.0):
+    for amax in (1.0, 4.0, INF, 2.0):
         used.update(torch.tensor(amax))
     for scaler in (used, fresh):
         scaler.start_from(torch.tensor(0.25))
-    for name, value in fresh.state_dict().items():
-        assert used.state_dict()[name] == value
+    assert used.state_dict() == fresh.state_dict()
 
 
 def test_powers_of_two_are_exact_over_all_of_float32() -> None:
@@ -95,137 +94,108 @@ def test_powers_of_two_are_exact_over_all_of_float32() -> None:
 
 
 @pytest.mark.parametrize("half", HALVES.values())
-def test_a_safe_scale_leaves_the_octaves_free_and_no_more(half: torch.dtype) -> None:
+def test_a_safe_scale_leaves_the_octaves_free_and_no_more(half) -> None:
     """A gradient at the edge still fits, and the next number does not."""
     for free, exponent in ((0, -140), (1, -24), (3, 0), (1, 15)):
         edge = math.ldexp(torch.finfo(half).max, exponent - free)  # Moved exactly.
         assert safe_scale(edge, half, free) == math.ldexp(1.0, -exponent)
-        beyond = math.nextafter(edge, math.inf)
+        beyond = math.nextafter(edge, INF)
         assert safe_scale(beyond, half, free) == math.ldexp(1.0, -exponent - 1)
     limit = torch.finfo(half).max / 2
     for amax in (2.0**-149, 1e-9, 0.3, 3e38):
         scale = safe_scale(amax, half)
-        assert scale is not None
         assert scale * amax <= limit < 2 * scale * amax
 
 
-@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
-def test_what_tells_nothing_has_no_safe_scale(amax: float) -> None:
-    assert safe_scale(amax, torch.float16) is None
-
-
-def make_trainer(mode: str, half: str, scaler: Any) -> Trainer:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
-        nn.Linear(144, 10),
-    )  # fmt: skip
+def trainer_of(model, mode, half, scaler, objective=None):
     precision = Precision(mode, half)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    objective = supervised(nn.CrossEntropyLoss())
+    objective = objective or supervised(nn.CrossEntropyLoss())
     return Trainer(model, optimizer, objective, precision=precision, scaler=scaler)
 
 
-def batch(factor: float = 1.0) -> Any:
+def convolutions():
+    torch.manual_seed(0)
+    head = (nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 10))
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head)
+
+
+def batch():
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8, 1, 8, 8, generator=generator)
-    return inputs * factor, torch.randint(0, 10, (8,), generator=generator)
+    return inputs, torch.randint(0, 10, (8,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("mode", "half", "make"), [(*MODES[0], Backoff), (*MODES[1], LogMax), (*MODES[2], LogMax)]
-)
-def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(
-    mode: str, half: str, make: Any
-) -> None:
-    dtype = getattr(torch, half)
-    bounds = {"min_scale": 2.0**-20, "max_scale": 2.0**100}
-    trainer = make_trainer(mode, half, make(init_scale="probe", half=dtype, **bounds))
-    trainer.probe(batch())
-    scale = float(trainer.scaler.scale)
-    assert not trainer.scaler.wants_probe
-    result = trainer.train_step(batch())
+@in_half
+def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(mode, half) -> None:
+    def trainer(start):
+        own = {"half": half, "min_scale": 2.0**-20, "max_scale": 2.0**100}
+        kind = Backoff if mode == "mixed" else LogMax
+        return trainer_of(convolutions(), mode, half, kind(init_scale=start, **own))
+
+    probing = trainer("probe")
+    probing.probe(batch())
+    scale = float(probing.scaler.scale)
+    assert not probing.scaler.wants_probe
+    result = probing.train_step(batch())
     assert not bool(result.skipped)
     # The largest parameter gradient is no larger than what the probe saw, so it stays in range.
-    assert float(result.amax) * scale <= torch.finfo(dtype).max
-    higher = make_trainer(
-        mode, half, make(init_scale=min(scale * 2.0**6, 2.0**100), half=dtype, **bounds)
-    )
+    assert float(result.amax) * scale <= torch.finfo(HALVES[half]).max
     if half == "float16":
-        assert bool(higher.train_step(batch()).skipped)
+        assert bool(trainer(scale * 2.0**6).train_step(batch()).skipped)
 
 
-def test_gradients_of_activations_count() -> None:
-    """A loss with a gradient of 64 on its input and of 2^-10 on the only weight."""
-
-    class Weak(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight * x
-
-    model = nn.Sequential(Weak(), nn.Identity())
-    precision = Precision("amp")
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    scaler = Backoff(init_scale="probe")
-    objective = supervised(lambda y, _: 64.0 * y.sum())
-    trainer = Trainer(model, optimizer, objective, precision=precision, scaler=scaler)
-    trainer.probe((torch.tensor([2.0**-16]), None))
-    # 2^9 is the largest power of two with 2^9 * 64 <= 65504 / 2.
-    assert float(scaler.scale) == 2.0**8 or float(scaler.scale) == 2.0**9
-    assert float(scaler.scale) * 64.0 <= 65504.0 / 2.0
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_a_probe_leaves_no_trace(mode: str, half: str) -> None:
+@in_half
+def test_a_probe_leaves_no_trace(mode, half) -> None:
     """Steps after a probe are bit for bit those without it, at the same scale."""
-    probed = make_trainer(mode, half, Backoff(init_scale="probe", min_scale=1.0))
-    before = copy.deepcopy(probed.state_dict()["weights"])
+    probing = trainer_of(convolutions(), mode, half, Backoff(init_scale="probe", min_scale=1.0))
+    before = copy.deepcopy(probing.state_dict()["weights"])
     torch.manual_seed(5)
-    probed.probe(batch())
-    after = probed.state_dict()["weights"]
+    probing.probe(batch())
+    after = probing.state_dict()["weights"]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(parameter.grad is None for parameter in probed.model.parameters())
-    scale = float(probed.scaler.scale)
-    first = [float(probed.train_step(batch()).loss) for _ in range(3)]
-    plain = make_trainer(mode, half, Backoff(init_scale=scale))
+    assert all(parameter.grad is None for parameter in probing.model.parameters())
+    scale = float(probing.scaler.scale)
+    first = [float(probing.train_step(batch()).loss) for _ in range(3)]
+    plain = trainer_of(convolutions(), mode, half, Backoff(init_scale=scale))
     torch.manual_seed(5)
-    second = [float(plain.train_step(batch()).loss) for _ in range(3)]
-    assert first == second
+    assert first == [float(plain.train_step(batch()).loss) for _ in range(3)]
+
+
+ROWS, LABELS = torch.linspace(-2, 2, 32).sin().view(4, 8), torch.tensor([0, 1, 2, 0])
 
 
 @pytest.mark.parametrize(("ops", "half"), [("none", "float16"), ("default", "bfloat16")])
-def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops: str, half: str) -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
+def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops, half) -> None:
+    torch.manual_seed(0)
     precision = Precision("mixed", half, ops=OpLists.named(ops), compute="emulated")
-    narrow, full = model(), model()
+    narrow, full = (
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        for _ in range(2)
+    )
     precision.prepare(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
     full.load_state_dict(narrow.state_dict())  # The same rounded weights, stored in fp32.
-    batch, loss = (torch.randn(4, 8), torch.tensor([0, 1, 2, 0])), supervised(nn.CrossEntropyLoss())
-    formats = [p.dtype for p in narrow.parameters()]
-    probed = probe_amax(narrow, loss, precision, batch)
-    assert torch.equal(probed, probe_amax(full, loss, Precision(), batch))
+    loss, formats = supervised(nn.CrossEntropyLoss()), [p.dtype for p in narrow.parameters()]
+    amaxes = [
+        probe_amax(model, loss, own, (ROWS, LABELS))
+        for model, own in ((narrow, precision), (full, Precision()))
+    ]
+    assert torch.equal(*amaxes)
     assert [p.dtype for p in narrow.parameters()] == formats
     pairs = zip(narrow.parameters(), full.parameters(), strict=True)
     assert all(torch.equal(a.float(), b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_a_model_that_returns_its_loss_is_probed_as_one_beside_a_loss(mode: str, half: str) -> None:
+@in_half
+def test_a_model_that_returns_its_loss_is_probed_as_one_beside_a_loss(mode, half) -> None:
     class OwnLoss(nn.Linear):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        def forward(self, x, labels):
             return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
 
-    inputs, targets = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
     amaxes = []
     for kind, objective, given in (
-        (nn.Linear, supervised(nn.CrossEntropyLoss()), (inputs, targets)),
-        (OwnLoss, model_loss, {"x": inputs, "labels": targets}),
+        (nn.Linear, supervised(nn.CrossEntropyLoss()), (ROWS, LABELS)),
+        (OwnLoss, model_loss, {"x": ROWS, "labels": LABELS}),
     ):
         torch.manual_seed(0)
         model, precision = kind(8, 3), Precision(mode, half)

@@ -2,70 +2,58 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vocabulary import HALVES, differing, same_bits
 
-from mpframe import Backoff, MasterWeights, Precision, Trainer
-from mpframe.core.objective import StepOutput
+from mpframe import Backoff, MasterWeights, OpLists, Precision, Trainer
+from mpframe.core.objective import supervised
 from mpframe.core.optim import masters as core_masters
 from mpframe.core.optim.widening import fp32_weights
 from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.split_master import SplitMaster
 
-in_half = pytest.mark.parametrize(("mode", "half"), [("amp", "bfloat16"), ("mixed", "float16")])
+OBJECTIVE = supervised(nn.CrossEntropyLoss())
 
 
-def batches(count: int, features: int = 16) -> list[tuple[Tensor, Tensor]]:
+def batches(count):
     generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(32, features, generator=generator) for _ in range(count)]
+    inputs = [torch.randn(32, 16, generator=generator) for _ in range(count)]
     return [(x, x.argmax(1) % 8) for x in inputs]
 
 
 class Head(nn.Module):
     """As heads of metric learning have it: the weight follows the format of the embedding."""
 
-    def __init__(self, *, by_data: bool = True) -> None:
+    def __init__(self, by_data=True):
         super().__init__()
         self.W = nn.Parameter(torch.randn(16, 8))
         self.by_data = by_data
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z):
         if self.by_data:
             self.W.data = self.W.data.to(z.dtype)
-        W = self.W.to(z.dtype)
-        return F.normalize(z) @ F.normalize(W, dim=0) * 8
+        return F.normalize(z) @ F.normalize(self.W.to(z.dtype), dim=0) * 8
 
 
-def net(head: Callable[[], nn.Module] = Head) -> nn.Sequential:
+def net(by_data=True):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), head())
+    return nn.Sequential(nn.Linear(16, 16), Head(by_data))
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": adamw,
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-}
-
-
-def fit(
-    model: nn.Module, precision: Precision, optimizer: Any, scaler: Any, given: Any, parts: int = 1
-) -> list[Tensor]:
+def fit(model, precision, optimizer, parts):
     """Losses; the third step overflows, so that it is skipped."""
-    losses = []
-    for number, (inputs, targets) in enumerate(given):
+    losses, scaler = [], Backoff(2.0**10)
+    for number, (inputs, targets) in enumerate(batches(5)):
         optimizer.zero_grad()
         for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
             with precision.cast():
@@ -82,70 +70,55 @@ class TestTurnedHalf:
     """A forward pass sets the `.data` of a parameter to half."""
 
     @pytest.mark.parametrize(
-        ("mode", "half", "parts", "make"),
+        ("mode", "half", "parts", "fused"),
         [
-            ("amp", "float16", 1, OPTIMIZERS["AdamW"]),
-            ("amp", "bfloat16", 2, OPTIMIZERS["fused"]),
-            ("mixed", "float16", 2, OPTIMIZERS["SGD"]),
-            ("mixed", "bfloat16", 1, OPTIMIZERS["fused"]),
+            ("amp", "float16", 1, False),
+            ("amp", "bfloat16", 2, True),
+            ("mixed", "float16", 2, False),
+            ("mixed", "bfloat16", 1, True),
         ],
     )
-    def test_it_is_stepped_as_if_it_were_cast(
-        self, mode: str, half: str, parts: int, make: Callable[[Any], Any]
-    ) -> None:
+    @pytest.mark.parametrize("several", [False, True])
+    def test_it_is_stepped_as_if_it_were_cast(self, mode, half, parts, fused, several) -> None:
+        """By one optimizer, or by one for each module."""
         runs = []
         for by_data in (True, False):
-            precision = Precision(mode, half)
-            model = net(lambda: Head(by_data=by_data))  # noqa: B023
-            model, optimizer = precision.prepare(model, make(model.parameters()))
-            losses = fit(model, precision, optimizer, Backoff(2.0**10), batches(5), parts)
-            masters = [optimizer.master_of(p) for p in model.parameters()]
-            runs.append([*losses, *(m.detach() for m in masters)])
+            precision, model = Precision(mode, half), net(by_data)
+            stepped = {"trunk": model[0], "head": model[1]} if several else {"all": model}
+            own = {name: adamw(part.parameters(), fused=fused) for name, part in stepped.items()}
+            optimizer = MultiOptimizer(
+                {name: precision.prepare(model, plain)[1] for name, plain in own.items()}
+            )
+            losses = fit(model, precision, optimizer, parts)
+            masters = [optimizer.master_of(p).detach() for p in model.parameters()]
+            runs.append([*losses, *masters])
             assert all(master.dtype == torch.float32 for master in masters)
         assert same_bits(*runs)
 
-    def test_beside_another_optimizer(self) -> None:
-        runs = []
-        for by_data in (True, False):
-            precision = Precision("amp")
-            model = net(lambda: Head(by_data=by_data))  # noqa: B023
-            parts = {
-                name: precision.prepare(model, adamw(model[index].parameters()))[1]
-                for index, name in enumerate(("trunk", "head"))
-            }
-            losses = fit(model, precision, MultiOptimizer(parts), Backoff(2.0**10), batches(5))
-            runs.append([*losses, parts["head"].master_of(model[1].W).detach()])
-        assert same_bits(*runs)
-
     @pytest.mark.parametrize(("named", "half"), [(True, "float16"), (False, "bfloat16")])
-    def test_outside_of_the_casts_it_is_rounded_once_and_said(
-        self, named: bool, half: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_outside_of_the_casts_it_is_rounded_once_and_said(self, named, half, caplog) -> None:
         model, dtype = net(), HALVES[half]
         plain = torch.optim.SGD(model[1].parameters(), lr=1.0)
         optimizer = Precision().prepare(model, plain)[1] if named else MasterWeights(plain)
-        start = model[1].W.detach().clone()
+        moved = model[1].W.detach().to(dtype).float()
         for _ in range(3):
             model[1].W.data = model[1].W.data.to(dtype)
             model[1].W.grad = torch.full_like(model[1].W, 2.0**-14)  # Lost beside 1 in half.
             optimizer.step()
-        moved = start.to(dtype).float()
-        for _ in range(3):
             moved -= 2.0**-14
         assert torch.equal(model[1].W, moved)
-        what = "1.W" if named else r"a weight of shape (16, 8)"
-        assert caplog.messages == [
-            f"optimizer: {what} turned half outside of cast(), and was rounded once"
-        ]
+        what = "1.W" if named else "a weight of shape (16, 8)"
+        said = f"optimizer: {what} turned half outside of cast(), and was rounded once"
+        assert caplog.messages == [said]
 
-    @in_half
-    def test_a_trainer_goes_on_and_resumes_bit_for_bit(self, mode: str, half: str) -> None:
-        def trainer() -> Trainer:
+    @pytest.mark.parametrize(("mode", "half"), [("amp", "bfloat16"), ("mixed", "float16")])
+    def test_a_trainer_goes_on_and_resumes_bit_for_bit(self, mode, half) -> None:
+        def trainer():
             model, precision = net(), Precision(mode, half)
             model, optimizer = precision.prepare(model, adamw(model.parameters()))
             ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9)
             algorithms = {"ema": AverageWeights(ema, model)}
-            return Trainer(model, optimizer, objective, precision, algorithms=algorithms)
+            return Trainer(model, optimizer, OBJECTIVE, precision, algorithms=algorithms)
 
         given = batches(6)
         whole, first, second = trainer(), trainer(), trainer()
@@ -153,63 +126,49 @@ class TestTurnedHalf:
             whole.train_step(batch)
         for batch in given[:3]:
             first.train_step(batch)
-        evaluate(first, given[0])  # The averages are rounded, too, and put back.
+        with torch.no_grad(), ema_of(first).apply(), first.precision.cast():
+            first.model(given[0][0])  # The averages are rounded, too, and put back.
         second.load_state_dict(copy.deepcopy(first.state_dict()))
-        for batch in given[3:]:
-            second.train_step(batch)
-            first.train_step(batch)
-        assert differing(whole.state_dict(), first.state_dict()) == []
-        assert differing(whole.state_dict(), second.state_dict()) == []
+        for own in (first, second):
+            for batch in given[3:]:
+                own.train_step(batch)
+            assert differing(whole.state_dict(), own.state_dict()) == []
 
 
-def objective(model: nn.Module, batch: Any) -> StepOutput:
-    outputs = model(batch[0])
-    return StepOutput(F.cross_entropy(outputs, batch[1]), outputs, batch[1])
-
-
-def evaluate(trainer: Trainer, batch: Any) -> None:
-    ema = ema_of(trainer)
-    assert ema is not None
-    with torch.no_grad(), ema.apply(), trainer.precision.cast():
-        trainer.model(batch[0])
-
-
-def move(teacher: nn.Module, online: nn.Module) -> None:
+def move(teacher, online, way="BYOL") -> None:
+    """As those do."""
     for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.mul_(0.999).add_(a, alpha=0.001)
-
-
-def move_data(teacher: nn.Module, online: nn.Module) -> None:
-    for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.data.mul_(0.999).add_(a.data, alpha=0.001)
-
-
-def move_by_new_data(teacher: nn.Module, online: nn.Module) -> None:
-    for b, a in zip(teacher.parameters(), online.parameters(), strict=True):
-        b.data = b.data * 0.999 + a.data * 0.001
-
-
-MOVES = {"BYOL": move, "DINO": move_data, "MoCo": move_by_new_data}
+        if way == "BYOL":
+            b.mul_(0.999).add_(a, alpha=0.001)
+        elif way == "DINO":
+            b.data.mul_(0.999).add_(a.data, alpha=0.001)
+        elif way == "MoCo":
+            b.data = b.data * 0.999 + a.data * 0.001
 
 
 class Student(nn.Module):
     """A model that holds its teacher, as lightly's do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.online = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
         self.teacher = copy.deepcopy(self.online).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             self.teacher(x)
         return self.online(x)
 
 
-def train(
-    model: nn.Module, optimizer: Any, precision: Precision, after: Callable[[], Any], steps: int
-) -> None:
+def student(half="float16", grouped=True, kept=True, **options):
+    """One with its optimizer, in which the teacher has its place or not."""
+    precision, model = Precision("mixed", half, master_weights=kept, **options), Student()
+    plain = adamw((model if grouped else model.online).parameters())
+    return model, precision.prepare(model, plain)[1], precision
+
+
+def train(model, optimizer, precision, after, steps) -> None:
     for inputs, targets in batches(steps):
         optimizer.zero_grad()
         with precision.cast():
@@ -224,16 +183,10 @@ class TestTeachers:
     """A frozen copy that follows the weights by a thousandth in each step."""
 
     @pytest.mark.parametrize(
-        ("half", "kept", "moved"),
-        [
-            ("float16", True, move),
-            ("bfloat16", True, move_data),
-            ("bfloat16", SplitMaster, move_by_new_data),
-        ],
+        ("half", "kept", "way"),
+        [("float16", True, "BYOL"), ("bfloat16", True, "DINO"), ("bfloat16", SplitMaster, "MoCo")],
     )
-    def test_a_copy_made_after_prepare_moves_in_fp32(
-        self, half: str, kept: Any, moved: Callable[..., None]
-    ) -> None:
+    def test_a_copy_made_after_prepare_moves_in_fp32(self, half, kept, way) -> None:
         """Beside a copy of the masters that is moved by the same half weights."""
         precision, online = Precision("mixed", half, master_weights=kept), Student().online
         _, optimizer = precision.prepare(online, adamw(online.parameters()))
@@ -242,38 +195,31 @@ class TestTeachers:
             expected = copy.deepcopy(online)
         assert same_bits(teacher.parameters(), expected.parameters())
         assert online[0].weight.dtype == HALVES[half]
-        train(
-            online,
-            optimizer,
-            precision,
-            lambda: (moved(teacher, online), moved(expected, online)),
-            4,
-        )
+        both = (teacher, expected)
+        train(online, optimizer, precision, lambda: [move(own, online, way) for own in both], 4)
         assert same_bits(teacher.parameters(), expected.parameters())
         assert teacher[0].weight.dtype == torch.float32
 
     @pytest.mark.parametrize(
-        ("half", "kept", "grouped", "moved"),
+        ("half", "kept", "grouped", "way"),
         [
-            ("float16", True, True, move),
-            ("float16", True, False, move_data),
-            ("bfloat16", True, True, move_by_new_data),
-            ("bfloat16", SplitMaster, True, move_data),
-            ("bfloat16", SplitMaster, False, move_by_new_data),
+            ("float16", True, True, "BYOL"),
+            ("float16", True, False, "DINO"),
+            ("bfloat16", True, True, "MoCo"),
+            ("bfloat16", SplitMaster, True, "DINO"),
+            ("bfloat16", SplitMaster, False, "MoCo"),
         ],
     )
     def test_one_inside_the_model_turns_fp32_where_it_is_moved(
-        self, half: str, kept: Any, grouped: bool, moved: Any, caplog: pytest.LogCaptureFixture
+        self, half, kept, grouped, way, caplog
     ) -> None:
-        precision, model = Precision("mixed", half, master_weights=kept), Student()
-        plain = adamw((model if grouped else model.online).parameters())
-        _, optimizer = precision.prepare(model, plain)
-        copies: list[nn.Module] = []
+        model, optimizer, precision = student(half, grouped, kept)
+        copies = []
 
         def after() -> None:
-            moved(model.teacher, model.online)
+            move(model.teacher, model.online, way)
             if copies:
-                moved(copies[0], model.online)
+                move(copies[0], model.online, way)
             elif model.teacher[0].weight.dtype == torch.float32:
                 copies.append(copy.deepcopy(model.teacher))
 
@@ -282,67 +228,56 @@ class TestTeachers:
         # Small biases may take some steps until a move shows in half.
         assert torch.equal(model.teacher[0].weight, copies[0][0].weight)
         assert model.online[0].weight.dtype == HALVES[half]
+        said = ": frozen, and written outside of the step: stored in float32 from now on"
         assert "teacher.0.weight" in caplog.messages[0]
-        assert caplog.messages[0].endswith(
-            ": frozen, and written outside of the step: stored in float32 from now on"
-        )
+        assert caplog.messages[0].endswith(said)
 
-    @pytest.mark.parametrize(("name", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
-    def test_as_on_an_accelerator(
-        self, name: str, grouped: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize(("way", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
+    def test_as_on_an_accelerator(self, way, grouped, monkeypatch) -> None:
         """There values are compared in the first steps alone: `.data.mul_` raises no counter."""
         monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
-        precision, model = Precision("mixed", "bfloat16"), Student()
-        plain = adamw((model if grouped else model.online).parameters())
-        _, optimizer = precision.prepare(model, plain)
-        train(model, optimizer, precision, lambda: MOVES[name](model.teacher, model.online), 3)
+        model, *rest = student("bfloat16", grouped)
+        train(model, *rest, lambda: move(model.teacher, model.online, way), 3)
         assert model.teacher[0].weight.dtype == torch.float32
         before = model.teacher[0].weight.detach().clone()
-        train(model, optimizer, precision, lambda: None, 1)
+        train(model, *rest, lambda: None, 1)
         assert torch.equal(model.teacher[0].weight, before)  # No master writes over it.
 
     @pytest.mark.parametrize(("looks", "half"), [(True, "float16"), (False, "bfloat16")])
-    def test_what_nobody_moves_stays_half(
-        self, half: str, looks: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_nobody_moves_stays_half(self, half, looks, monkeypatch, caplog) -> None:
         """Also if it was loaded before the first step, or is exchanged and put back."""
+        caplog.set_level(logging.INFO)
         if not looks:
             monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
-        precision, model = Precision("mixed", half), Student()
-        _, optimizer = precision.prepare(model, adamw(model.online.parameters()))
+        model, *rest = student(half, grouped=False)
         weight = model.teacher[0].weight
-        with torch.no_grad():
-            weight.fill_(0.5)
+        weight.detach().fill_(0.5)
 
         def exchange() -> None:
             kept = weight.clone()
             weight.fill_(1.0)
             weight.copy_(kept)
 
-        train(model, optimizer, precision, exchange, 6)
+        train(model, *rest, exchange, 6)
         assert weight.dtype == HALVES[half]
         assert weight.unique().tolist() == [0.5]
+        assert caplog.messages == []
 
     @pytest.mark.parametrize(
         ("grouped", "kept"), [(True, True), (False, True), (True, SplitMaster)]
     )
-    def test_a_resumed_run_moves_it_in_fp32_at_once(self, kept: Any, grouped: bool) -> None:
-        def trainer() -> Trainer:
-            precision, model = Precision("mixed", "bfloat16", master_weights=kept), Student()
-            plain = adamw((model if grouped else model.online).parameters())
-            _, optimizer = precision.prepare(model, plain)
-            return Trainer(model, optimizer, objective, precision)
+    def test_a_resumed_run_moves_it_in_fp32_at_once(self, kept, grouped) -> None:
+        def trainer():
+            model, optimizer, precision = student("bfloat16", grouped, kept)
+            return Trainer(model, optimizer, OBJECTIVE, precision)
 
-        def follow(trainer: Trainer, given: list[Any]) -> None:
+        def follow(trainer, given) -> None:
             for batch in given:
                 trainer.train_step(batch)
                 with torch.no_grad():
-                    model: Any = trainer.model
-                    move(model.teacher, model.online)
+                    move(trainer.model.teacher, trainer.model.online)
 
-        given = batches(8)
-        whole, second = trainer(), trainer()
+        given, whole, second = batches(8), trainer(), trainer()
         follow(whole, given[:4])
         second.load_state_dict(copy.deepcopy(whole.state_dict()))
         follow(whole, given[4:])
@@ -352,49 +287,32 @@ class TestTeachers:
 
     def test_without_lists_it_stays_half(self) -> None:
         """No op is cast there, so that all weights need one format."""
-        from mpframe import OpLists
-
-        precision, model = Precision("mixed", "bfloat16", ops=OpLists()), Student()
-        _, optimizer = precision.prepare(model, adamw(model.parameters()))
-        train(model, optimizer, precision, lambda: move(model.teacher, model.online), 4)
+        model, *rest = student("bfloat16", ops=OpLists())
+        train(model, *rest, lambda: move(model.teacher, model.online), 4)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-class TestAveragedModel:
-    """torch's AveragedModel over a model with half weights averages the masters."""
-
-    @pytest.mark.parametrize(
-        ("mode", "half", "early", "arguments"),
-        [
-            ("mixed", "float16", True, {}),
-            ("mixed", "bfloat16", False, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}),
-            ("mixed", "float16", False, {}),
-            ("amp", "float16", True, {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}),
-        ],
-    )
-    def test_averages_masters(
-        self, mode: str, half: str, early: bool, arguments: dict[str, Any]
-    ) -> None:
-        precision, model = Precision(mode, half), Student().online
-        if early:
-            averaged = AveragedModel(model, **arguments)
-        _, optimizer = precision.prepare(model, adamw(model.parameters()))
-        if not early:
-            averaged = AveragedModel(model, **arguments)
-        reference = nn.ParameterList(optimizer.master_of(p) for p in model.parameters())
-        expected = AveragedModel(reference, **arguments)
-
-        def after() -> None:
-            averaged.update_parameters(model)
-            expected.update_parameters(reference)
-
-        train(model, optimizer, precision, after, 3)
-        assert same_bits(averaged.module.parameters(), expected.module.parameters())
-
-
-def test_no_line_without_a_write(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    precision, model = Precision("mixed"), Student()
+@pytest.mark.parametrize(
+    ("mode", "half", "arguments"),
+    [
+        ("mixed", "float16", {}),
+        ("mixed", "bfloat16", {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}),
+        ("amp", "float16", {}),
+    ],
+)
+def test_torchs_averaged_model_averages_masters(mode, half, arguments) -> None:
+    """Made before the weights turn half, or after."""
+    precision, model = Precision(mode, half), Student().online
+    early = AveragedModel(model, **arguments)
     _, optimizer = precision.prepare(model, adamw(model.parameters()))
-    train(model, optimizer, precision, lambda: None, 6)
-    assert caplog.messages == []
+    reference = nn.ParameterList(optimizer.master_of(p) for p in model.parameters())
+    late, expected = (AveragedModel(own, **arguments) for own in (model, reference))
+
+    def after() -> None:
+        early.update_parameters(model)
+        late.update_parameters(model)
+        expected.update_parameters(reference)
+
+    train(model, optimizer, precision, after, 3)
+    for averaged in (early, late):
+        assert same_bits(averaged.module.parameters(), expected.module.parameters())
