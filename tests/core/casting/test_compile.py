@@ -82,7 +82,9 @@ def test_one_graph_without_a_first_run() -> None:
 
     def forward(x: Tensor) -> Tensor:
         with precision.cast():
-            return F.normalize(1 / (model(x) + 9), dim=-1)
+            held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
+            y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
+            return F.normalize(1 / (y + 9), dim=-1)
 
     x = torch.rand(2, 3, 8)
     traced = torch.compile(forward, fullgraph=True, backend="eager")(x)
