@@ -77,13 +77,3 @@ def test_tensors_by_their_path() -> None:
     assert {name: tensor[0].item() for name, tensor in named_tensors(batch)} == expected
     for node, names in (({"a": UserDict(b=half(1))}, ["a.b"]), (half(1), [""]), ("word", [])):
         assert [name for name, _ in named_tensors(node)] == names
-
-
-def test_a_model_output() -> None:
-    """Of transformers: an OrderedDict and a dataclass, whose items are attributes too."""
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    wide = to_fp32(outputs.BaseModelOutput(last_hidden_state=half(1), hidden_states=(half(2),)))
-    assert isinstance(wide, outputs.BaseModelOutput)
-    assert wide.last_hidden_state is wide["last_hidden_state"]
-    assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}
-    assert wide.hidden_states[0].dtype == torch.float32

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vocabulary import HALVES, Kernels, formats, in_another_thread, same_bits
+from vocabulary import HALVES, Kernels, formats, in_another_thread
 
 from mpframe import OpLists, Precision
 
@@ -183,22 +183,3 @@ class TestThreads:
             leave.set()
             thread.join()
         assert found == [[HALF, HALF, FP32]]
-
-    @torch.no_grad()
-    def test_many_threads_at_once(self, pinned: Pinned) -> None:
-        (precision, _, forward), found = pinned, list[list[Tensor]]()
-
-        @torch.no_grad()
-        def steps() -> None:
-            for _ in range(20):
-                with precision.cast():
-                    found.append(forward())
-
-        steps()
-        threads = [Thread(target=steps) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 100
-        assert all(same_bits(result, found[0]) for result in found)

@@ -11,11 +11,8 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.objective import supervised
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.workloads.detection import SSD, detection
-from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 from mpframe.workloads.images import cnn, mlp, resnet18
 from mpframe.workloads.segmentation.model import UNet, dice_cross_entropy
 from mpframe.workloads.speech import LSTM, ctc
@@ -96,21 +93,6 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
         trainer.train_step(batch, batch)
     assert not result.skipped
     assert torch.isfinite(result.loss)  # type: ignore[arg-type]
-
-
-def test_no_silent_promotion_with_two_losses() -> None:
-    precision, model = Precision("mixed"), Gan((3, 16, 16), latent=4, hidden=8)
-    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
-    parts = {name: torch.optim.Adam(getattr(model, name).parameters()) for name in objectives}
-    prepared = {name: precision.prepare(model, own)[1] for name, own in parts.items()}
-    optimizer = MultiOptimizer(prepared, skip="all", own_losses=True)
-    trainer = MultiObjectiveTrainer(
-        model, optimizer, objectives, precision, scaler=Backoff(2.0**8), plan=Plan(clip_norm=1.0)
-    )
-    with NoSilentPromotion():
-        result = trainer.train_step((IMAGES, TARGETS))
-        trainer.train_step((IMAGES, TARGETS), (IMAGES, TARGETS))
-    assert not result.any_skipped()
 
 
 def test_every_shipped_model_is_here() -> None:

@@ -318,16 +318,6 @@ def test_casts_elsewhere_are_those_of_eager(
     assert same_bits(elsewhere(way, models[1], precision.cast), expected)
 
 
-def test_products_are_not_quantised_in_a_region() -> None:
-    x, precision = torch.rand(32, 32), Precision("amp", "bfloat16", products="mxfp8")
-    with precision.cast():
-        narrow = F.linear(x, x)
-        with off():
-            wide = F.linear(x, x)
-    assert torch.equal(wide, F.linear(x, x))
-    assert not torch.equal(narrow, F.linear(x.bfloat16(), x.bfloat16()))
-
-
 def test_ops_that_torch_autocast_leaves_alone() -> None:
     """It stays on while they run: nothing of theirs is in its lists, on no device."""
     named = {op.strip("_").removeprefix("r").replace("getitem", "index") for op in NOT_AUTOCAST}

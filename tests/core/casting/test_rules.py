@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from vocabulary import HALVES, same_bits
 
 from mpframe import OpLists, Precision
@@ -48,17 +48,6 @@ class TestNeverCast:
         with amp().cast():
             for kernel in (torch.ops.aten.mm, torch.ops.aten.mm.default):
                 assert kernel(x, x).dtype == FP32
-
-    @pytest.mark.filterwarnings(
-        "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-    )
-    def test_script_modules(self) -> None:
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4)
-        scripted, traced = torch.jit.script(model), torch.jit.trace(model, x)
-        plain = model(x)
-        with amp().cast():
-            assert model[0](x).dtype == HALF
-            assert same_bits([scripted(x), traced(x)], [plain, plain])
 
 
 @pytest.mark.parametrize(

@@ -262,14 +262,6 @@ class TestPins:
         prepare(model, ROWS, ops=ops)
         assert in_half(model) == {"1.weight", "1.bias"}
 
-    def test_a_reader_elsewhere_pinned_to_fp32_keeps_the_weight_in_fp32(self) -> None:
-        for pins, expected in (({}, {"layer.weight"}), ({"reads": "fp32"}, set())):
-            parts = nn.Linear(4, 4, bias=False), Reads(lambda m, x, weight: F.linear(x, weight))
-            read = lambda m, x: m.reads(m.layer(x), m.layer.weight)  # noqa: E731
-            model = holding(read, layer=parts[0], reads=parts[1])
-            prepare(model, ROWS, ops=OpLists(allow=frozenset({"linear"}), modules=pins))
-            assert in_half(model) == expected
-
     def test_a_pin_of_its_own_module_comes_first(self) -> None:
         """Also where it is only the storage that is pinned: `mul` follows its inputs."""
         model = nn.Sequential(addmm(), nn.LayerNorm(4), listed())
