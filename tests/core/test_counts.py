@@ -1,8 +1,6 @@
 """A step is that of one large batch, however its samples are cut into micro-batches and ranks.
 
-A loss is the mean of a number of samples, or of labels, and `StepOutput.count` is that number. The
-comparisons are with one process and one batch. SGD has a learning rate of 1 in all of them, so that
-a weight moves by its gradient.
+SGD has a learning rate of 1 in all comparisons, so that a weight moves by its gradient.
 """
 
 import copy
@@ -90,14 +88,8 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 def assert_one_step(mode: str, step: tuple[Any, dict[str, Tensor]], batch: Any) -> None:
     """A step is that of one process on the whole batch.
 
-    A gradient is a mean over labels of products of size <= 2: a word's value (<= 1) or twice a
-    weight of the head (<= 8 ** -0.5), times what the loss gives to the logits (<= 1).
-
-    fp32: a logit is a sum of 9 products, together <= 4, so two orders of that sum differ by up to
-    2 * 9 * 4 u with u = 2 ** -24, and the softmax by twice as much. The sum over up to 108 labels
-    adds as many u, and weights and means a few: below 2 ** 9 u for each of the products.
-    Half: the gradient of the logits, that of the hidden values, that of the weight and what is sent
-    are rounded once each, in both ways: 8 u with u = 2 ** -11. The fp32 part vanishes beside it.
+    A gradient is a mean of products <= 2. fp32: sums of 9 and of up to 108 of them in two orders,
+    below 2 ** 9 u with u = 2 ** -24. Half: four roundings, in both ways: 8 u with u = 2 ** -11.
     """
     trainer = trainer_of(mode)
     result = trainer.train_step(batch)

@@ -105,8 +105,6 @@ class TestWeightsOfABlock:
 
 
 class Net(nn.Module):
-    """A half product, a recurrent layer and a head, which may be pinned."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body, self.cell, self.head = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)

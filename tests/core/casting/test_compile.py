@@ -57,15 +57,8 @@ def losses(precision: Precision, compiled: bool, steps: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "half"), [("mixed", "float16"), ("amp", "bfloat16")])
 def test_twenty_steps_are_those_of_eager(mode: str, half: str) -> None:
-    """A compiler may leave out the rounding between two fused element-wise ops, and add in another
-    order. Per step that is at most R roundings of relative size u along the way to the loss, each
-    of which changes the loss, and by its gradient the next weights, by a share u of themselves:
-
-        |difference after n steps| <= n R u max|loss|
-
-    R = 16 element-wise ops, products and sums between input and loss; u is half a unit in the last
-    place of the run's format.
-    """
+    """A compiler may leave out roundings of fused ops, and add in another order: R = 16 of size
+    u, half a unit in the last place, on the way to the loss, so after n steps n R u max|loss|."""
     eager, compiled = (losses(Precision(mode, half), graph, 20) for graph in (False, True))
     u = torch.finfo(HALVES[half]).eps / 2
     for step, (one, other) in enumerate(zip(eager, compiled, strict=True), 1):

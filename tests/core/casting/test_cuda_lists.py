@@ -1,8 +1,4 @@
-"""The default lists beside torch's CUDA autocast: the same formats, except for the ops named here.
-
-Fake tensors have a device and a format and no memory: torch's own CUDA autocast decides about them
-on a machine without a GPU.
-"""
+"""The default lists beside torch's CUDA autocast, deciding about fake tensors, without a GPU."""
 
 import logging
 import warnings

@@ -37,8 +37,6 @@ class Count(OpHandler):
 
 
 class HardSigmoid(OpHandler):
-    """Replaces an op by another."""
-
     def handler_of(self, op: str, recipe: str | None) -> Handler | None:
         return self.run if op == "sigmoid" else None
 

@@ -206,9 +206,8 @@ def test_half_is_what_only_half_ops_read(name: str, half: str, compute: str) -> 
 
 @pytest.mark.parametrize("op", ["batch_norm", "instance_norm"])
 def test_weights_beside_statistics_stay_fp32_in_any_list(op: str) -> None:
-    model = Reads(lambda m, x: getattr(F, op)(x, m.mean, m.variance, m.weight), weight=(3,))
-    model.register_buffer("mean", torch.zeros(3))
-    model.register_buffer("variance", torch.ones(3))
+    read = lambda m, x: getattr(F, op)(x, torch.zeros(3), torch.ones(3), m.weight)  # noqa: E731
+    model = Reads(read, weight=(3,))
     precision = prepare(model, IMAGE, ops=OpLists.named().moved({op: "allow"}))
     assert [read.op for read in precision.uses(model).of(model.parameters())] == [op]
     assert in_half(model) == set()
