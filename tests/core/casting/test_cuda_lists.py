@@ -1,4 +1,4 @@
-"""The default lists beside torch's CUDA autocast, deciding about fake tensors, without a GPU."""
+"""The default lists beside torch's CUDA autocast, which fake tensors show without a GPU."""
 
 import logging
 import warnings

@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,23 +112,6 @@ def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before: Re
     assert torch.equal(x.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
     del y
     gc.collect()
-    assert functions() == before
-
-
-def test_two_threads_begin_at_once(before: Replaced) -> None:
-    precisions, barrier = [Precision("amp") for _ in range(8)], threading.Barrier(8)
-
-    def run(precision: Precision) -> None:
-        barrier.wait(60)
-        enter(precision)
-
-    threads = [threading.Thread(target=run, args=(precision,)) for precision in precisions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for precision in precisions:
-        precision.release()
     assert functions() == before
 
 
