@@ -261,6 +261,13 @@ class TestPins:
         prepare(model, ROWS, ops=ops)
         assert in_half(model) == {"1.weight", "1.bias"}
 
+    def test_a_reader_elsewhere_pinned_to_fp32_keeps_the_weight_in_fp32(self) -> None:
+        read = lambda m, x: m.reads(m.layer(x), m.layer.weight)  # noqa: E731
+        reader = Reads(lambda m, x, weight: F.linear(x, weight))
+        model = holding(read, layer=nn.Linear(4, 4, bias=False), reads=reader)
+        prepare(model, ROWS, ops=OpLists(frozenset({"linear"}), modules={"reads": "fp32"}))
+        assert in_half(model) == set()
+
     def test_a_pin_of_its_own_module_comes_first(self) -> None:
         """Also where it is only the storage that is pinned: `mul` follows its inputs."""
         model = nn.Sequential(addmm(), nn.LayerNorm(4), listed())
