@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
 
 from mpframe import Precision
-from mpframe.core.casting.emulation import is_faulty
+from mpframe.core.casting.emulation import half_values, is_faulty, round_to
 from mpframe.core.casting.policy import has_native_half
 
 ALLOWED = set().union(*(lists.allow for lists in LISTS.values()))
@@ -92,6 +92,12 @@ def test_one_rounding_after_sums_in_fp32() -> None:
         sums = [ones @ ones.T, torch.full((1, 2), 40000.0) @ torch.ones(2, 1)]
     assert [p.item() for p in ends + small] == [65504, math.inf, 2.0**-24, 0]
     assert [s.item() for s in sums] == [4096, math.inf]
+
+
+def test_rounding_helpers() -> None:
+    x, half = torch.tensor([1 + 2.0**-12, 1e-3, -70000.0, float("nan")]), torch.float16
+    assert same_bits([half_values(x, half), round_to(x, half)], [x.half().float(), x.half()])
+    assert round_to(torch.arange(3), half).dtype == torch.int64
 
 
 class TestAWeightUsedAgain:
