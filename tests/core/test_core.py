@@ -8,8 +8,6 @@ from pathlib import Path
 
 from checkout import ROOT
 
-import mpframe.core
-
 CORE = ROOT / "mpframe" / "core"
 FILES = sorted(CORE.rglob("*.py"))
 WALK = (ROOT / "docs" / "core.md").read_text()
@@ -32,11 +30,6 @@ def test_it_imports_torch_the_standard_library_and_itself() -> None:
     own = ("torch", *sys.stdlib_module_names)
     strange = [n for n in names if n[1].partition(".")[0] not in own]
     assert [n for n in strange if not n[1].startswith("mpframe.core")] == []
-
-
-def test_its_docstring_names_each_file() -> None:
-    words = set(re.findall(r"\w+", str(mpframe.core.__doc__)))
-    assert {file.stem for file in CORE.glob("*.py")} - {"__init__"} <= words
 
 
 def test_the_walk_shows_what_is_there() -> None:

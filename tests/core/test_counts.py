@@ -1,11 +1,10 @@
 """A step is that of one large batch, however its samples are cut into micro-batches and ranks.
 
-A loss is the mean of a number of samples, or of labels, and `StepOutput.count` is that number. The
-comparisons are with one process and one batch. SGD has a learning rate of 1 in all of them, so that
-a weight moves by its gradient.
+SGD has a learning rate of 1 in all comparisons, so that a weight moves by its gradient.
 """
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from vocabulary import same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
@@ -59,10 +59,8 @@ def joint(*batches: Any) -> Any:
 
 
 class Recorder(Static):
-    """Keeps what it is told."""
-
     def update(self, amax: Tensor) -> None:
-        """Keep it."""
+        """Keep what it is told."""
         self.amax = amax
 
 
@@ -77,9 +75,8 @@ def trainer_of(
     _, optimizer = precision.prepare(model, plain)
     scaler = None if mode == "fp32" else Recorder(2.0**10)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
-    return Trainer(
-        model, optimizer, objective, precision, scaler, plan=plan, comm=comm, evaluator=Evaluator()
-    )
+    options: Any = {"plan": plan, "comm": comm, "evaluator": Evaluator()}
+    return Trainer(model, optimizer, objective, precision, scaler, **options)
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -91,14 +88,8 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 def assert_one_step(mode: str, step: tuple[Any, dict[str, Tensor]], batch: Any) -> None:
     """A step is that of one process on the whole batch.
 
-    A gradient is a mean over labels of products of size <= 2: a word's value (<= 1) or twice a
-    weight of the head (<= 8 ** -0.5), times what the loss gives to the logits (<= 1).
-
-    fp32: a logit is a sum of 9 products, together <= 4, so two orders of that sum differ by up to
-    2 * 9 * 4 u with u = 2 ** -24, and the softmax by twice as much. The sum over up to 108 labels
-    adds as many u, and weights and means a few: below 2 ** 9 u for each of the products.
-    Half: the gradient of the logits, that of the hidden values, that of the weight and what is sent
-    are rounded once each, in both ways: 8 u with u = 2 ** -11. The fp32 part vanishes beside it.
+    A gradient is a mean of products <= 2. fp32: sums of 9 and of up to 108 of them in two orders,
+    below 2 ** 9 u with u = 2 ** -24. Half: four roundings, in both ways: 8 u with u = 2 ** -11.
     """
     trainer = trainer_of(mode)
     result = trainer.train_step(batch)
@@ -146,8 +137,7 @@ def test_ranks_weigh_as_many_labels_as_they_have(
     first, second = two(stepped, mode, reduce, cut)
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     assert first[0] == second[0]
-    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
-    assert_one_step(mode, first, batch)
+    assert_one_step(mode, first, joint(*(texts(*lengths) for own in cut for lengths in own)))
 
 
 def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
@@ -159,15 +149,13 @@ def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
 
 
 @pytest.mark.parametrize(
-    ("window", "reduce"),
-    [(1, "in_backward"), (2, "in_backward"), (2, "after_backward"), (1, "fsdp"), (2, "fsdp")],
+    ("window", "reduce"), [(1, "in_backward"), (2, "after_backward"), (1, "fsdp"), (2, "fsdp")]
 )
 def test_a_rank_without_labels_adds_nothing(two: Ranks, reduce: str, window: int) -> None:
     """Even if its loss and gradients are nan. The scaler is told of the others."""
     cut = [[[0, 0], [3, 1]][:window], [[32, 2], [7, 9]][:window]]
     first, _ = two(stepped, "amp", reduce, cut, bad_mean)
-    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
-    assert_one_step("amp", first, batch)
+    assert_one_step("amp", first, joint(*(texts(*lengths) for own in cut for lengths in own)))
 
 
 @pytest.mark.parametrize(
@@ -223,58 +211,45 @@ def test_the_divisor_is_that_of_the_micro_batches_that_were_not_dropped() -> Non
     ],
 )
 def test_equal_counts_change_no_bit(kind: Any, counts: tuple[Any, ...]) -> None:
-    """Also of a parameter that only some micro-batches use; of sparse gradients, too."""
-    generator = torch.Generator().manual_seed(0)
+    """Also of a parameter that only some micro-batches use."""
     dtype = torch.float32 if kind == "sparse" else kind
-    gradients = torch.randn(3, 5, 2, dtype=dtype, generator=generator)
-    results = []
+    gradients = torch.randn(3, 5, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    first, second, third = gradients
+    by_hand = -((first + second) + third) / 3, -(second + third) / 3
     for given in (counts, (1, 1, 1)):
-        weight, late = (nn.Parameter(torch.zeros(5, 2, dtype=dtype)) for _ in range(2))
-        optimizer = MasterWeights(torch.optim.SGD([weight, late], lr=1.0))
-        for number, count in enumerate(given):
-            weight.grad = gradients[number].clone()
-            if kind == "sparse":
-                weight.grad = weight.grad.to_sparse(1)
-            if number:
-                late.grad = weight.grad.clone()
+        weights = [nn.Parameter(torch.zeros(5, 2, dtype=dtype)) for _ in range(2)]
+        optimizer = MasterWeights(torch.optim.SGD(weights, lr=1.0))
+        for number, (count, gradient) in enumerate(zip(given, gradients, strict=True)):
+            for weight in weights[: number + 1]:
+                own = gradient.clone()
+                weight.grad = own.to_sparse(1) if kind == "sparse" else own
             optimizer.accumulate(count=count)
         optimizer.step()
-        results.append((weight.detach(), late.detach()))
-    by_hand = (
-        -((gradients[0] + gradients[1]) + gradients[2]) / 3,
-        -(gradients[1] + gradients[2]) / 3,
-    )
-    for mine, theirs, hand in zip(*results, by_hand, strict=True):
-        assert torch.equal(mine, theirs)
-        assert torch.equal(mine, hand)
+        assert same_bits((w.detach() for w in weights), by_hand)
 
 
-def two_losses(skip: str) -> MultiObjectiveTrainer:
-    """One counts labels, the other one texts."""
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_each_of_several_losses_has_its_own_counts(skip: str) -> None:
+    """The bound of fp32, as above. One loss counts labels, the other one, whose products are
+    <= 2 * 8 * 1, texts."""
 
     def by_text(model: Any, batch: Any) -> StepOutput:
         hidden = model.words(batch["input_ids"]).sum(2)
         return StepOutput(hidden.square().mean(1).mean())
 
-    torch.manual_seed(0)
-    model = Tagger()
-    parts = {
-        "head": MasterWeights(torch.optim.SGD(model.head.parameters(), lr=1.0)),
-        "words": MasterWeights(torch.optim.SGD(model.words.parameters(), lr=1.0)),
-    }
-    optimizer: Any = MultiOptimizer(parts, skip=skip, own_losses=True)
-    return MultiObjectiveTrainer(model, optimizer, {"head": model_loss, "words": by_text})
-
-
-@pytest.mark.parametrize("skip", ["each", "all"])
-def test_each_of_several_losses_has_its_own_counts(skip: str) -> None:
-    """The bound of fp32, as above; the second loss has products <= 2 * 8 * 1."""
-    trainer, batches = two_losses(skip), [texts(1, 2, 3), texts(32)]
-    result = trainer.train_step(*batches)
-    whole = two_losses(skip)
-    expected = whole.train_step(joint(*batches))
-    assert float(result.loss) == pytest.approx(float(expected.loss), abs=2**-10)  # type: ignore[arg-type]
-    for mine, theirs in zip(trainer.weights().values(), whole.weights().values(), strict=True):
+    found = []
+    for given in ((texts(1, 2, 3), texts(32)), (joint(texts(1, 2, 3), texts(32)),)):
+        torch.manual_seed(0)
+        model: Any = Tagger()
+        losses = {"head": model_loss, "words": by_text}
+        sgd = {n: torch.optim.SGD(getattr(model, n).parameters(), lr=1.0) for n in losses}
+        parts = {name: MasterWeights(own) for name, own in sgd.items()}
+        optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
+        trainer = MultiObjectiveTrainer(model, optimizer, losses)
+        found.append((float(trainer.train_step(*given).loss), trainer.weights().values()))  # type: ignore[arg-type]
+    (loss, weights), (whole_loss, whole) = found
+    assert loss == pytest.approx(whole_loss, abs=2**-10)
+    for mine, theirs in zip(weights, whole, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=2**-11)
 
 
@@ -292,6 +267,7 @@ class WordsLMHeadModel(Kind):
 
 
 LABELS = torch.tensor([[1, 2, -100], [3, 4, 0]])
+SHIFTED = {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}
 
 
 @pytest.mark.parametrize(
@@ -305,7 +281,7 @@ LABELS = torch.tensor([[1, 2, -100], [3, 4, 0]])
         (Kind("ForConditionalGeneration", both=True), {}, 5),
         (WordsLMHeadModel(None), {}, 3),
         (torch.compile(WordsLMHeadModel(None), backend="eager"), {}, 3),
-        (Kind("ForCausalLM"), {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}, 5),
+        (Kind("ForCausalLM"), SHIFTED, 5),
         (Kind("ForCTC"), {}, 2),
         (Kind("ForCausalLM"), {"labels": torch.tensor([0.5, 0.5])}, 2),
         (Kind("ForSequenceClassification"), {"labels": torch.tensor([0, -100])}, 1),
@@ -316,24 +292,15 @@ def test_labels_are_counted_as_the_model_averages_them(
     model: Any, extra: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": LABELS, **extra}
-
-    def loss(_: Any, **__: Any) -> dict[str, Tensor]:
-        return {"loss": torch.zeros((), requires_grad=True)}
-
-    monkeypatch.setattr(Tagger, "forward", loss)
-    output = compute(model_loss, model, batch)
-    assert count_of(output.count, batch) == count
+    loss = torch.zeros((), requires_grad=True)
+    monkeypatch.setattr(Tagger, "forward", lambda *_, **__: {"loss": loss})
+    assert count_of(compute(model_loss, model, batch).count, batch) == count
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode: str) -> None:
-    class Data:
-        def epoch(self, _: int) -> list[Any]:
-            return [texts(1), texts(0), texts(32)]
-
-    loader: Any = Data()
-    trainer = trainer_of(mode)
-    weighed, whole = trainer.evaluate(loader).loss, trainer_of(mode)
+    loader: Any = SimpleNamespace(epoch=lambda _: [texts(1), texts(0), texts(32)])
+    weighed, whole = trainer_of(mode).evaluate(loader).loss, trainer_of(mode)
     with torch.no_grad(), whole.precision.cast():
         expected = compute(model_loss, whole.model, joint(texts(1), texts(32))).loss
     # The logits are the same; 33 labels are summed in two orders, each loss is below 4.

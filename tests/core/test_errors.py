@@ -30,7 +30,5 @@ def test_only_near_names_are_offered(name: str, known: list[str], offered: str) 
 
 
 def test_at_most_so_many_are_offered_the_nearest_first() -> None:
-    known = ["step", "stepping", "stops", "steps"]
-    assert nearest("stepz", known) == "nearest: step, steps"
-    numbered = [f"step_{number}" for number in range(9)]
-    assert nearest("step", numbered, 2) == "nearest: step_0, step_1"
+    assert nearest("stepz", ["step", "stepping", "stops", "steps"]) == "nearest: step, steps"
+    assert nearest("step", [f"step_{n}" for n in range(9)], 2) == "nearest: step_0, step_1"

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,19 +13,6 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import OpLists, Precision
 from mpframe.training.optimizers.split_master import SplitMaster
-
-
-class Net(nn.Module):
-    """A recurrent layer, which fits its inputs, and two layers that may be pinned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.cell, self.head = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        cell, _ = self.cell(self.body(x))
-        return [cell, self.head(cell)]
 
 
 def pickled(model: nn.Module) -> Any:
@@ -40,26 +28,29 @@ def pickled(model: nn.Module) -> Any:
         ("bfloat16", "mixed", "none", pickled),
     ],
 )
-def test_a_prepared_model(
-    half: str, mode: str, ops: str, again: Callable[[nn.Module], Any]
-) -> None:
-    lists = OpLists.named(ops)
-    pinned = OpLists(lists.allow, lists.deny, lists.infer, {"body": "half", "head": "fp32"})
-    precision, model, x = Precision(mode, half, ops=pinned), Net(), torch.rand(2, 3, 8)
-    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+def test_a_prepared_model(half: str, mode: str, ops: str, again: Callable[[Any], Any]) -> None:
+    """With a recurrent layer, which fits its inputs, and two layers that are pinned."""
+
+    def precision() -> Precision:
+        pins = {"0": "half", "2": "fp32"}
+        return Precision(mode, half, ops=replace(OpLists.named(ops), modules=pins))
+
+    def run(model: Any) -> list[Tensor]:
+        cell, _ = model[1](model[0](x))
+        return [cell, model[2](cell)]
+
+    own, x = precision(), torch.rand(2, 3, 8)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8))
+    own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     copied = again(model)
-    with precision.cast():
-        expected, found = model(x), copied(x)
+    with own.cast():
+        expected, found = run(model), run(copied)
     assert same_bits(found, expected)
     # A pinned module gives fp32, unless what follows casts nothing itself.
     assert found[1].dtype == (torch.float32 if ops == "default" else HALVES[half])
     # The copy has hooks of its own: it follows a precision made anew, as after a restart.
-    with Precision(mode, half, ops=OpLists(*_parts(pinned))).cast():
-        assert same_bits(copied(x), expected)
-
-
-def _parts(ops: OpLists) -> tuple[Any, ...]:
-    return ops.allow, ops.deny, ops.infer, dict(ops.modules)
+    with precision().cast():
+        assert same_bits(run(copied), expected)
 
 
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -77,15 +68,12 @@ class TestCopies:
         copied = copy.deepcopy(given)
         other, twin = reversed(copied) if turned else copied
         assert same_bits(model.parameters(), other.parameters())
-        assert same_bits(
-            [optimizer.master_of(p) for p in model.parameters()],
-            [twin.master_of(p) for p in other.parameters()],
-        )
+        masters = [optimizer.master_of(p) for p in model.parameters()]
+        assert same_bits(masters, [twin.master_of(p) for p in other.parameters()])
 
     def test_a_part_of_a_model_and_a_copy_of_a_copy(self) -> None:
-        model, _ = Precision("mixed").prepare(
-            nn.Sequential(*[pair()[0]]), torch.optim.AdamW([torch.ones(1)])
-        )
+        whole, optimizer = nn.Sequential(nn.Linear(4, 4)), torch.optim.AdamW([torch.ones(1)])
+        model, _ = Precision("mixed").prepare(whole, optimizer)
         part = copy.deepcopy(model[0])
         assert {p.dtype for p in part.parameters()} == {torch.float32}
         assert same_bits(copy.deepcopy(part).parameters(), part.parameters())

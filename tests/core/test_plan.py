@@ -11,15 +11,14 @@ from mpframe.training.plan import Plan, Progress
 
 
 class Left(Callback):
-    """Notes the steps left after each step."""
+    """Notes the steps left after each step, and those that were taken."""
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self) -> None:
         self.left: list[int] = []
         self.steps: list[int] = []
-        self._batches = batches
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.left.append(trainer.plan.steps_left(trainer.progress, self._batches))
+        self.left.append(trainer.plan.steps_left(trainer.progress, 7))
         self.steps.append(trainer.progress.steps)
 
 
@@ -38,13 +37,11 @@ class Batches:
 @pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 5), (2, None), (3, 5), (2, 5), (3, 100)])
 def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | None) -> None:
     """A skipped step counts for the epochs, and not for `max_steps`."""
-    model = nn.Linear(2, 1)
-    model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, noted = nn.Linear(2, 1), Left()
+    _, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plan = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate)
-    noted = Left(7)
-    trainer = Trainer(
-        model, optimizer, supervised(nn.MSELoss()), plan=plan, callbacks={"left": noted}
-    )
+    objective, callbacks = supervised(nn.MSELoss()), {"left": noted}
+    trainer = Trainer(model, optimizer, objective, plan=plan, callbacks=callbacks)
     trainer.fit(Batches())  # type: ignore[arg-type]
     first = plan.steps_left(Progress(), 7)
     assert noted.left[-1] == 0

@@ -41,27 +41,17 @@ def found(node: Any) -> list[tuple[float, torch.dtype]]:
     return [(t[0].item(), t.dtype) for t in tensors_in(node)]
 
 
-def test_a_dataclass() -> None:
+def test_dataclasses_frozen_ones_and_one_inside() -> None:
     output = Output(half(1), (half(2), half(3)))
     output.made = 7
-    wide = to_fp32(output)
-    assert isinstance(wide, Output)
-    assert found(wide) == [(n, torch.float32) for n in (1, 2, 3)]
-    assert (wide.name, wide.made) == ("head", 7)
+    wide = to_fp32([output, Frozen(half(4), Output(half(5))), Slotted(half(6))])
+    assert [type(own) for own in wide] == [Output, Frozen, Slotted]
+    assert found(wide) == [(n, torch.float32) for n in range(1, 7)]
+    assert (wide[0].name, wide[0].made, type(wide[1].inner)) == ("head", 7, Output)
     assert output.logits.dtype == torch.float16  # as it was
-
-
-def test_frozen_dataclasses_one_with_one_inside() -> None:
-    wide = to_fp32([Frozen(half(1), Output(half(2))), Slotted(half(3))])
-    assert [type(own) for own in wide] == [Frozen, Slotted]
-    assert isinstance(wide[0].inner, Output)
-    assert found(wide) == [(n, torch.float32) for n in (1, 2, 3)]
     with pytest.raises(FrozenInstanceError):
-        wide[0].logits = half(0)
-
-
-def test_a_dataclass_type_is_no_container() -> None:
-    assert map_tensors(Tensor.float, Output) is Output
+        wide[1].logits = half(0)
+    assert map_tensors(Tensor.float, Output) is Output  # A type is no container.
     assert list(tensors_in(Output)) == []
 
 
@@ -83,22 +73,7 @@ def test_containers_keep_their_kind(node: Any) -> None:
 
 def test_tensors_by_their_path() -> None:
     batch = (half(1), [{"boxes": half(2), "name": "a"}, Pair(half(3), None)], Output(half(4)))
-    assert {name: tensor[0].item() for name, tensor in named_tensors(batch)} == {
-        "[0]": 1,
-        "[1][0].boxes": 2,
-        "[1][1].left": 3,
-        "[2].logits": 4,
-    }
-    assert [name for name, _ in named_tensors({"a": UserDict(b=half(1))})] == ["a.b"]
-    assert [name for name, _ in named_tensors(half(1))] == [""]
-    assert list(named_tensors("word")) == []
-
-
-def test_a_model_output() -> None:
-    """Of transformers: an OrderedDict and a dataclass, whose items are attributes too."""
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    wide = to_fp32(outputs.BaseModelOutput(last_hidden_state=half(1), hidden_states=(half(2),)))
-    assert isinstance(wide, outputs.BaseModelOutput)
-    assert wide.last_hidden_state is wide["last_hidden_state"]
-    assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}
-    assert wide.hidden_states[0].dtype == torch.float32
+    expected = {"[0]": 1, "[1][0].boxes": 2, "[1][1].left": 3, "[2].logits": 4}
+    assert {name: tensor[0].item() for name, tensor in named_tensors(batch)} == expected
+    for node, names in (({"a": UserDict(b=half(1))}, ["a.b"]), (half(1), [""]), ("word", [])):
+        assert [name for name, _ in named_tensors(node)] == names

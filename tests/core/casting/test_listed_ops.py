@@ -18,12 +18,12 @@ FP32 = torch.float32
 LISTS = {name: OpLists.named(name) for name in ("default", "fast", "fp32_norms", "none")}
 HOW = ("fp32", "half", "both")
 
-# A list may run its op in half although the kernels inside widen and round by themselves.
-WIDENED_INSIDE = {"rms_norm"}
 # torch's CPU has no half kernel for these: computed in fp32, rounded once.
 NO_HALF_KERNEL = {"avg_pool3d", "rrelu"}
-# Their tolerances and positions are made in float64.
-FP64_INSIDE = {"linalg_matrix_rank", "pinverse", "nanquantile", "quantile"}
+# Formats that kernels use besides: some widen and round by themselves, others make their tolerances
+# and positions in float64.
+FP64_INSIDE = ("linalg_matrix_rank", "pinverse", "nanquantile", "quantile")
+INSIDE = {"rms_norm": {FP32}} | {op: {torch.float64} for op in FP64_INSIDE}
 # These give integers or booleans.
 NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
 
@@ -63,25 +63,22 @@ def expected(op: str, precision: Precision, how: str) -> tuple[set[torch.dtype],
     if held_by == "allow" or (held_by == "infer" and how == "half"):
         emulated = policy.compute == "emulated" and held_by == "allow"
         given, gave = FP32 if emulated or op in NO_HALF_KERNEL else half, half
-    inside = {FP32} if op in WIDENED_INSIDE else {torch.float64} if op in FP64_INSIDE else set()
-    return {given} | inside, set() if op in NO_FLOATS else {gave}
+    return {given} | INSIDE.get(op, set()), set() if op in NO_FLOATS else {gave}
 
 
-def test_the_table_has_a_row_for_every_listed_op() -> None:
+SLOW = pytest.mark.slow
+RUNS = [
+    ("amp", "float16", "emulated"),
+    ("mixed", "bfloat16", "native"),
+    pytest.param("amp", "bfloat16", "emulated", marks=SLOW),
+    pytest.param("mixed", "float16", "native", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
+def test_formats(mode: str, half: str, compute: str) -> None:
     listed = (lists.allow | lists.deny | lists.infer for lists in LISTS.values())
     assert set().union(*listed) == TABLE.keys()
-
-
-@pytest.mark.parametrize(
-    ("mode", "half", "compute"),
-    [
-        ("amp", "float16", "emulated"),
-        ("mixed", "bfloat16", "native"),
-        pytest.param("amp", "bfloat16", "emulated", marks=pytest.mark.slow),
-        pytest.param("mixed", "float16", "native", marks=pytest.mark.slow),
-    ],
-)
-def test_formats(mode: str, half: str, compute: str) -> None:
     wrong = []
     for op, row in TABLE.items():
         for lists, how in product(lists_of(op), HOW):
@@ -105,8 +102,7 @@ def test_backward_runs_in_the_formats_of_forward(half: str) -> None:
         precision = Precision("amp", half, compute="native")
         _, result = run(TABLE[op].spellings[-1], inputs, precision)
         results = [t for t in tensors(result) if t.requires_grad]
-        kernels = Kernels()
-        with kernels, warnings.catch_warnings():
+        with Kernels() as kernels, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gradients = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
         # Gradients of an fp32 leaf that is used twice are added in fp32. Attention keeps the

@@ -11,18 +11,13 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.objective import supervised
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.workloads.detection import SSD, detection
-from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 from mpframe.workloads.images import cnn, mlp, resnet18
 from mpframe.workloads.segmentation.model import UNet, dice_cross_entropy
 from mpframe.workloads.speech import LSTM, ctc
 from mpframe.workloads.tables.model import LogRegression, Tabular
 from mpframe.workloads.text.language_model import GPT
-
-FP32 = torch.float32
 
 
 class Last(nn.Module):
@@ -41,45 +36,41 @@ class Case(NamedTuple):
 
 
 IMAGES, TOKENS = torch.rand(4, 3, 16, 16), torch.randint(0, 11, (4, 5))
-TARGETS = torch.tensor([0, 1, 2, 0])
-PIXELS = torch.randint(0, 3, (4, 16, 16))
+TARGETS, PIXELS = torch.tensor([0, 1, 2, 0]), torch.randint(0, 3, (4, 16, 16))
 ROWS = {"categorical": torch.randint(0, 4, (4, 1)), "continuous": torch.rand(4, 2)}
-SEQUENCES = {
-    "inputs": torch.rand(4, 6, 4),
-    "input_lengths": [6, 6, 5, 4],
-    "targets": torch.tensor([[1, 2]] * 4),
-    "target_lengths": [2, 1, 2, 2],
-}
+ROWS |= {"target": torch.rand(4) + 1}
+SEQUENCES = {"inputs": torch.rand(4, 6, 4), "input_lengths": [6, 6, 5, 4]}
+SEQUENCES |= {"targets": torch.tensor([[1, 2]] * 4), "target_lengths": [2, 1, 2, 2]}
 BOXES = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+SCENES = list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]
+
+
+def gpt() -> nn.Module:
+    return nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last())
+
+
+def table() -> nn.Module:
+    return Tabular({"kind": 3}, ["x", "y"], hidden=(8,))
+
+
 CASES = {
     "mlp": Case(lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), (IMAGES, TARGETS)),
     "cnn": Case(lambda: cnn(3, 3, width=4), (IMAGES, TARGETS)),
     "resnet18": Case(lambda: resnet18(3, width=4), (IMAGES, TARGETS)),
-    "gpt": Case(
-        lambda: nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last()), (TOKENS, TARGETS)
-    ),
+    "gpt": Case(gpt, (TOKENS, TARGETS)),
     "unet": Case(lambda: UNet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
-    "tabular": Case(
-        lambda: Tabular({"kind": 3}, ["x", "y"], hidden=(8,)),
-        {**ROWS, "target": torch.rand(4) + 1},
-        LogRegression(0.0, 1.0),
-    ),
+    "tabular": Case(table, ROWS, LogRegression(0.0, 1.0)),
     "lstm": Case(lambda: LSTM(4, 3, hidden=8), SEQUENCES, ctc),
-    "ssd": Case(
-        lambda: SSD(3, 64, width=4), (list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]), detection
-    ),
+    "ssd": Case(lambda: SSD(3, 64, width=4), SCENES, detection),
 }
 
 
 def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
     torch.manual_seed(0)
-    case = CASES[name]
-    model = case.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, masters = precision.prepare(model, optimizer)
-    scaler = Backoff(init_scale=2.0**8)
-    plan = plan or Plan()
-    return Trainer(model, masters, case.objective, precision=precision, scaler=scaler, plan=plan)
+    model, scaler = CASES[name].model(), Backoff(init_scale=2.0**8)
+    _, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    objective: Any = CASES[name].objective
+    return Trainer(model, masters, objective, precision, scaler, plan=plan or Plan())
 
 
 # Each model in two of the modes; each mode, list and way to compute with several models.
@@ -96,35 +87,12 @@ ROWS_OF_MODES = [
 def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
     """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
     precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
-    trainer = trainer_of(name, precision, Plan(clip_norm=1.0))
-    batch = CASES[name].batch
+    trainer, batch = trainer_of(name, precision, Plan(clip_norm=1.0)), CASES[name].batch
     with NoSilentPromotion():
         result = trainer.train_step(batch)
         trainer.train_step(batch, batch)
     assert not result.skipped
     assert torch.isfinite(result.loss)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("mode", "half", "skip"), [("mixed", "float16", "all"), ("amp", "bfloat16", "each")]
-)
-def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) -> None:
-    precision = Precision(mode, half)
-    model = Gan((3, 16, 16), latent=4, hidden=8)
-    parts = {
-        name: precision.prepare(model, torch.optim.Adam(getattr(model, name).parameters()))[1]
-        for name in ("discriminator", "generator")
-    }
-    optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
-    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
-    scaler, plan = Backoff(2.0**8), Plan(clip_norm=1.0)
-    trainer = MultiObjectiveTrainer(
-        model, optimizer, objectives, precision, scaler=scaler, plan=plan
-    )
-    with NoSilentPromotion():
-        result = trainer.train_step((IMAGES, TARGETS))
-        trainer.train_step((IMAGES, TARGETS), (IMAGES, TARGETS))
-    assert not result.any_skipped()
 
 
 def test_every_shipped_model_is_here() -> None:
@@ -135,13 +103,8 @@ def test_every_shipped_model_is_here() -> None:
 
 def test_the_watch_sees_a_promotion() -> None:
     x = torch.rand(4, 4)
-    with (
-        NoSilentPromotion(),
-        pytest.raises(AssertionError, match=r"aten.add.Tensor was given torch"),
-    ):
+    with NoSilentPromotion(), pytest.raises(AssertionError, match=r"aten.add.Tensor was given to"):
         x + x.half()
-    with NoSilentPromotion(), Precision("amp").cast():
-        assert (x + x.half()).dtype == FP32
 
 
 def test_amp_in_bfloat16_is_torchs_autocast() -> None:
@@ -151,7 +114,7 @@ def test_amp_in_bfloat16_is_torchs_autocast() -> None:
         precision = Precision("amp" if ours else "fp32", "bfloat16", compute="native")
         trainer = trainer_of("cnn", precision)
         losses.append([])
-        for _ in range(5):
+        for _ in range(5):  # torch's autocast keeps casts of weights as long as it lasts.
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
                 losses[-1].append(trainer.train_step(CASES["cnn"].batch).loss)
     assert same_bits(*losses)

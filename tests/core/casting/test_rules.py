@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from vocabulary import HALVES, same_bits
 
 from mpframe import OpLists, Precision
@@ -21,21 +21,16 @@ def amp(half: str = "float16", compute: str = "auto", **move: str) -> Precision:
 
 
 class TestNeverCast:
-    @pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.int64, torch.bool])
-    def test_formats(self, dtype: torch.dtype) -> None:
-        x = torch.eye(4).to(dtype)
-        calls: list[Callable[[Tensor], Tensor]] = [Tensor.sum, lambda x: torch.cat([x, x])]
-        calls += [] if dtype == torch.bool else [lambda x: x @ x]
-        for call in calls:
-            with amp().cast():
-                cast = call(x)
-            assert same_bits([cast], [call(x)])
-
-    def test_float8(self) -> None:
-        x = torch.ones(4, 4, dtype=torch.float8_e4m3fn)
-        with amp().cast():
-            assert torch.cat([x, x]).dtype == torch.float8_e4m3fn
-            assert (x.float() @ x.float()).dtype == HALF
+    def test_formats(self) -> None:
+        calls: list[Callable[[Tensor], Tensor]] = [lambda x: torch.cat([x, x]), Tensor.sum]
+        calls += [lambda x: x @ x]
+        formats = (FP64, 3), (torch.complex64, 3), (torch.int64, 3), (torch.bool, 2)
+        for dtype, count in (*formats, (torch.float8_e4m3fn, 1)):
+            x = torch.eye(4).to(dtype)
+            for call in calls[:count]:
+                with amp().cast():
+                    cast = call(x)
+                assert (cast.dtype, cast.tolist()) == (call(x).dtype, call(x).tolist())
 
     def test_what_is_beside_float64_or_complex(self) -> None:
         """1 + 2^-12 would be 1 in float16."""
@@ -51,34 +46,23 @@ class TestNeverCast:
         x = torch.rand(4, 4)
         assert "mm" in OpLists.named().allow
         with amp().cast():
-            assert torch.ops.aten.mm(x, x).dtype == FP32
-            assert torch.ops.aten.mm.default(x, x).dtype == FP32
-
-    @pytest.mark.filterwarnings(
-        "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-    )
-    def test_script_modules(self) -> None:
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4)
-        scripted, traced = torch.jit.script(model), torch.jit.trace(model, x)
-        plain = model(x)
-        with amp().cast():
-            assert model[0](x).dtype == HALF
-            assert same_bits([scripted(x), traced(x)], [plain, plain])
+            for kernel in (torch.ops.aten.mm, torch.ops.aten.mm.default):
+                assert kernel(x, x).dtype == FP32
 
 
 @pytest.mark.parametrize(
     ("call", "given", "move"),
     [
-        (lambda x: x.softmax(-1, FP64), HALF, {}),
-        (lambda x: x.sum(dtype=FP64), HALF, {}),
-        (lambda x: F.softmax(x, dim=-1, dtype=FP32), FP32, {"softmax": "allow"}),
-        (lambda x: x.softmax(-1, FP32), FP32, {"softmax": "allow"}),
-        (lambda x: x.sum(dtype=HALF), FP32, {}),
+        (lambda x: x.softmax(-1, FP64), HALF, "deny"),
+        (lambda x: x.sum(dtype=FP64), HALF, "deny"),
+        (lambda x: F.softmax(x, dim=-1, dtype=FP32), FP32, "allow"),
+        (lambda x: x.softmax(-1, FP32), FP32, "allow"),
+        (lambda x: x.sum(dtype=HALF), FP32, "deny"),
     ],
 )
-def test_an_explicit_dtype_wins(call: Any, given: torch.dtype, move: dict[str, str]) -> None:
+def test_an_explicit_dtype_wins(call: Any, given: torch.dtype, move: str) -> None:
     x = torch.rand(4, 4).to(given)
-    with amp(**move).cast():
+    with amp(softmax=move).cast():
         found = call(x)
     assert same_bits([found], [call(x)])
 
@@ -98,41 +82,27 @@ def test_in_place_and_out_forms_keep_their_tensors_format(write: Any, dtype: tor
     x = torch.rand(4, 4).to(dtype)
     expected = write(x.clone())
     with amp().cast():
-        result = write(x)
-    assert result is x
+        assert write(x) is x
     assert same_bits([x], [expected])
 
 
 def test_a_0d_tensor_is_a_number() -> None:
     half, number = torch.ones(4, dtype=HALF), torch.tensor(2.0)
     with amp().cast():
-        assert (half * number).dtype == HALF
-        assert torch.where(half > 0, half, number).dtype == HALF
+        assert (half * number).dtype == torch.where(half > 0, half, number).dtype == HALF
         assert (half.sum(dtype=HALF) + number).dtype == FP32  # No larger one is beside them.
-
-
-def test_two_half_formats_meet_in_fp32() -> None:
-    with amp().cast():
-        assert (torch.ones(4, dtype=HALF) + torch.ones(4, dtype=BF16)).dtype == FP32
+        assert (half + half.bfloat16()).dtype == FP32
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize(
-    ("move", "half", "compute"),
-    [
-        ("allow", "float16", "emulated"),
-        ("allow", "bfloat16", "native"),
-        ("deny", "float16", "native"),
-        ("deny", "bfloat16", "emulated"),
-    ],
-)
+@pytest.mark.parametrize("move", ["allow", "deny"])
+@pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
 def test_running_statistics_are_never_cast(
-    move: str, half: str, compute: str, by_name: bool
+    half: str, compute: str, move: str, by_name: bool
 ) -> None:
     """A cast copy would be updated in their place, and the statistics would stand still."""
     x, mean, variance = torch.rand(4, 3, 5, 5).to(HALVES[half]), torch.zeros(3), torch.ones(3)
-    expected = mean.clone()
-    F.batch_norm(x.float(), expected, variance.clone(), training=True)
+    F.batch_norm(x.float(), expected := mean.clone(), variance.clone(), training=True)
     statistics: Any = {"running_mean": mean, "running_var": variance, "training": True}
     rest: Any = {"weight": None, "bias": None, "momentum": 0.1, "eps": 0, "cudnn_enabled": False}
     with amp(half, compute, batch_norm=move).cast():
@@ -211,9 +181,9 @@ class TestWrites:
     def test_gradients_flow_to_a_source_of_another_format(self, half: str) -> None:
         source = torch.rand(2, 4).to(HALVES[half]).requires_grad_()
         with amp(half).cast():
-            torch.zeros(4, 4).index_add_(0, ROWS, source).sum().backward()
-        assert source.grad is not None
-        assert torch.equal(source.grad, torch.ones(2, 4, dtype=HALVES[half]))
+            written = torch.zeros(4, 4).index_add_(0, ROWS, source)
+        (gradient,) = torch.autograd.grad(written.sum(), source)
+        assert torch.equal(gradient, torch.ones(2, 4, dtype=HALVES[half]))
 
     @pytest.mark.parametrize("fill", FILLS)
     def test_a_number_beyond_the_range_is_held_and_an_infinity_stays_one(
@@ -230,18 +200,6 @@ class TestWrites:
         x = (torch.rand(4, 4) - 0.5).to(HALVES[half])
         with amp(half).cast():
             assert same_bits([bound(x, LOWEST) for bound in BOUNDS], [x] * len(BOUNDS))
-
-    def test_under_a_compiler(self, half: str) -> None:
-        precision = amp(half)
-
-        def write(x: Tensor, y: Tensor) -> Tensor:
-            with precision.cast():
-                held = x.masked_fill(MASK, LOWEST)
-                return torch.zeros(4, 4).index_add_(0, ROWS, held[:2]) + torch.inner(x, y)
-
-        x, y = torch.rand(4, 4).to(HALVES[half]), torch.rand(4, 4)
-        compiled = torch.compile(write, backend="eager", fullgraph=True)
-        assert same_bits([compiled(x, y)], [write(x, y)])
 
 
 def test_numbers_that_are_left_alone() -> None:

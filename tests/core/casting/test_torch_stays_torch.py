@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,6 +61,11 @@ def frames_of_mpframe() -> int:
     return seen
 
 
+def enter(precision: Precision) -> None:
+    with precision.cast():
+        pass
+
+
 def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
     with Precision("amp").cast():
         now = functions()
@@ -71,16 +75,10 @@ def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
     assert changed == {"__init__", "apply", "__call__"} | others
 
 
-def prepared(mode: str) -> Precision:
-    model, precision = torch.nn.Linear(4, 4), Precision(mode)
-    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    return precision
-
-
 @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
 def test_preparing_or_a_block_in_fp32_changes_nothing(mode: str, before: Replaced) -> None:
-    precision = prepared(mode)
-    assert functions() == before
+    model, precision = torch.nn.Linear(4, 4), Precision(mode)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with (precision if mode == "fp32" else Precision("fp32")).cast():
         assert functions() == before
         assert not frames_of_mpframe()
@@ -89,13 +87,11 @@ def test_preparing_or_a_block_in_fp32_changes_nothing(mode: str, before: Replace
 def test_release_takes_it_back(before: Replaced) -> None:
     first, second = Precision("amp"), Precision("mixed")
     for precision in (first, second, first):
-        with precision.cast():
-            assert functions() != before
+        enter(precision)
     first.release()
     assert functions() != before  # The second needs it.
-    second.release()
-    second.release()
-    Precision("fp32").release()
+    for precision in (second, second, Precision("fp32")):
+        precision.release()
     assert functions() == before
     assert not frames_of_mpframe()
     with first.cast():
@@ -119,39 +115,15 @@ def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before: Re
     assert functions() == before
 
 
-def test_two_threads_begin_at_once(before: Replaced) -> None:
-    precisions = [Precision("amp") for _ in range(8)]
-    barrier = threading.Barrier(8)
-
-    def run(precision: Precision) -> None:
-        barrier.wait(60)
-        with precision.cast():
-            pass
-
-    threads = [threading.Thread(target=run, args=(precision,)) for precision in precisions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for precision in precisions:
-        precision.release()
-    assert functions() == before
-
-
 def test_a_backward_pass_under_torch_autocast_is_torchs(before: Replaced) -> None:
-    precision = Precision("amp", "bfloat16")
-    with precision.cast():
-        pass
-
-    def gradient() -> Tensor:
+    precision, found = Precision("amp", "bfloat16"), []
+    enter(precision)
+    for _ in range(2):
         x = A.clone().requires_grad_()
         y = x @ x
         with torch.autocast("cpu", torch.bfloat16):
             y.sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    found = gradient()
-    precision.release()
+        found.append(x.grad)
+        precision.release()
     assert functions() == before
-    assert torch.equal(found, gradient())
+    assert torch.equal(*found)  # type: ignore[arg-type]
