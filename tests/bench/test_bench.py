@@ -14,12 +14,10 @@ from bench import groups, program, rivals
 from bench.groups import devices, overhead, programs
 from bench.hand_loop import hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
-from bench.step.parts import Parts
 from bench.table import Claim, Table, as_json
 from fixtures import Patch, Shown
 
 from mpframe.core.errors import MpframeError
-from mpframe.data import Loader, loading
 from mpframe.lab.ranges import read_ranges
 
 
@@ -113,29 +111,6 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     ]
 
 
-def test_a_part_is_without_what_another_part_takes() -> None:
-    class Nested:
-        def outer(self) -> None:
-            clock.now += 1.0
-            self.inner()
-            clock.now += 2.0
-
-        def inner(self) -> None:
-            clock.now += 4.0
-            if clock.now < 100.0:
-                raise KeyError
-
-    clock, nested = Clockwork(0.0), Nested()
-    parts = Parts(clock)
-    parts.watch(nested, "inner", "within")
-    parts.watch(nested, "outer", "around")
-    with pytest.raises(KeyError):
-        nested.outer()
-    clock.now += 100.0  # between two calls
-    nested.outer()
-    assert parts.seconds == {"within": 8.0, "around": 4.0}
-
-
 def test_all_train_the_same_weights_and_the_checked_loop_leaves_a_bad_step_out() -> None:
     parts: list[Any] = []
 
@@ -180,37 +155,6 @@ def test_ranges_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     assert len(read_ranges(tmp_path / "ResNet-18")) == 2  # one warm-up round and one that counts
 
 
-class Clockwork:
-    """A clock, a dataset and a trainer; time passes only where they say so."""
-
-    def __init__(self, load: float) -> None:
-        self.now, self.load = 0.0, load
-
-    def __call__(self) -> float:
-        return self.now
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        self.now += self.load
-        return float(index)
-
-    def train_step(self, batch: object) -> None:
-        self.now += 1.0
-
-    def read_verdicts(self) -> None:
-        """It waits for no device."""
-
-
-def test_a_slow_dataset_is_a_large_share_of_the_step(monkeypatch: Patch) -> None:
-    slow: Any = Clockwork(0.25)
-    monkeypatch.setattr(loading, "perf_counter", slow)
-    own = Loader(slow, batch_size=1, shuffle=True)
-    turn = programs.Turn(slow, programs._endless(own), own, 4, slow)
-    assert ([turn(), turn()], turn.shares) == ([1.25] * 2, [0.2] * 2)
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     for options in programs.INPUTS.values():
@@ -228,13 +172,6 @@ def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
     assert programs._competitor(name, tmp_path).turn() > 0
-
-
-def test_startup_claims() -> None:
-    times = {programs._STEP: [2.0], programs._RUN: [3.2], programs._TYPO: [0.2]}
-    typo, run = programs._startup_claims(times)
-    assert str(typo) == "a refused typo, seconds: 0.200 (0.200 to 0.200), at most 0.3: holds"
-    assert str(run).endswith(": 1.60 (1.60 to 1.60), at most 1.5: does not hold")
 
 
 def test_a_command_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -10,7 +10,6 @@ import torch
 from bench.groups import programs
 from bench.whole import one_run, ours, trainers
 from bench.whole.loaders import cut, dataloaders
-from bench.whole.loop_time import LoopTime
 from bench.whole.workloads import WORKLOADS, Workload
 from fixtures import Patch
 from in_process import scalars
@@ -83,17 +82,6 @@ def test_batches_cut_from_tensors_are_those_of_the_dataloader() -> None:
         for ready, cut_out in zip(dataloaders(work), cut(work), strict=True):
             for one, two in zip(ready, cut_out, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_the_last_validation_ends_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
-    times = iter([LoopTime(10.0, 1.0), LoopTime(11.0, 1.5), LoopTime(14.5, 3.0)])
-    monkeypatch.setattr(LoopTime, "now", lambda: next(times))
-    clock: Any = ours.LoopClock()
-    clock.setup(None, type("Context", (), {"folder": tmp_path}))
-    clock.on_evaluate(None, None)
-    clock.on_evaluate(None, None)
-    clock.teardown(None, None)
-    assert json.loads((tmp_path / ours._FILE).read_text()) == {"seconds": 4.5, "cpu_seconds": 2.0}
 
 
 def test_a_table_of_runs(monkeypatch: Patch, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from vocabulary import HALVES, CalledOps
 
 from mpframe import Backoff, Precision
-from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError
@@ -239,19 +238,6 @@ def test_dice_and_cross_entropy_by_hand() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)  # a few roundings of float64
 
 
-@pytest.mark.parametrize("mode", ["mixed", "amp"])
-def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str) -> None:
-    torch.manual_seed(0)
-    trainer = prepared(nn.Conv2d(1, 2, 1), dice_cross_entropy(), mode)
-    # 2 · 70,000 pixels: their sum is above float16's largest number, 65,504.
-    images, targets = torch.ones(2, 1, 700, 100), torch.ones(2, 700, 100, dtype=torch.int64)
-    with trainer.precision.cast():
-        output = trainer.objective(trainer.model, (images, targets))
-        logits = trainer.model(images).float()
-    assert torch.equal(output.loss, dice_cross_entropy().loss(logits, targets))
-    assert (output.loss.dtype, bool(output.loss.isfinite())) == (torch.float32, True)
-
-
 def given(objective: Any, batch: Any, model: nn.Module | None = None) -> Callable[[], object]:
     return lambda: compute(objective, model or nn.Linear(4, 2), batch)
 
@@ -309,16 +295,6 @@ def test_the_shipped_objectives_take_their_options() -> None:
     weighted: Objective = cross_entropy([1.0, 2.0])
     to_device(weighted, torch.device("meta"))
     assert weighted.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
-
-
-def test_a_run_with_label_smoothing_is_evaluated_with_it(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    options = ["model=mlp", "model.hidden=16", "trainer.max_steps=2", "dtype=mixed"]
-    smoothing = ["objective=cross_entropy", "objective.label_smoothing=0.1"]
-    smooth = start_run(tmp_path, *options, *smoothing)
-    assert evaluate(tmp_path, []).evaluation.loss == smooth.test_loss
-    assert evaluate(tmp_path, ["objective=task"]).evaluation.loss != smooth.test_loss
 
 
 @pytest.mark.parametrize(

@@ -179,18 +179,6 @@ def test_the_first_part_that_selects_a_parameter_gets_it_and_once_what_trains() 
     assert len(parts["all"]) == len({p for p in model.parameters() if p.requires_grad}) == 4
 
 
-@pytest.mark.parametrize(
-    ("selections", "line"),
-    [
-        ({"head": Selection(["head.*"])}, r'optimizer\.parts: none of head takes hidden1\.linear\.weight; add a last part with parameters=\["\*"\]'),
-        ({"a": Selection(), "b": Selection(["hed.weight"])}, r"optimizer\.parts\.b\.parameters=\['hed\.weight'\]: no parameter is left for it; nearest: head\.weight"),
-    ],
-)  # fmt: skip
-def test_what_divides_nothing_is_refused(selections: dict[str, Selection], line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        divide_parameters(mlp(4, classes=2, hidden=8), selections)
-
-
 def test_muon_gets_the_matrices_and_losses_share_a_scaler_or_have_their_own() -> None:
     trainer = built("optimizer=muon_adamw", "model=mlp", "dtype=mixed")
     (matrices, rest) = trainer.optimizer.parts.values()  # type: ignore[union-attr]

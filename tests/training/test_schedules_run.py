@@ -70,21 +70,6 @@ def test_another_pace_of_validation_is_said_to_change_such_a_run(
     assert "trainer.eval_every=3 (was 2)" in line
 
 
-def test_a_longer_run_says_what_its_schedule_does(
-    start_run: StartRun, tmp_path: Path, caplog: Log
-) -> None:
-    """The checkpoint of the cosine's end, where its rate is 0. Each step takes two batches."""
-    options = [*SMALL, "trainer.accumulate=2"]
-    start_run(tmp_path, *options, "trainer.epochs=1")
-    assert [rate for _, rate in scalars(tmp_path)["optim/lr"]][-1] < 1e-9
-    start_run(tmp_path, *options, "trainer.epochs=2", "resume=auto")
-    wanted = by_hand(lambda optimizer: schedules.warmup_cosine(optimizer, 22))
-    rates = [rate for _, rate in scalars(tmp_path)["optim/lr"]]
-    assert rates[11:] == pytest.approx(wanted[11:], rel=1e-6)
-    (line,) = (line for line in caplog.messages if "learning rate follows" in line)
-    assert line.startswith("warning: scheduler.total_steps=22 (was 11): from step 11 on the learn")
-
-
 # Sized to the plan
 
 PLAN = {"total_steps": 22, "epochs": 2, "steps_per_epoch": 11}
