@@ -17,9 +17,6 @@ from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
 from bench.table import Claim, Table, as_json
 from fixtures import Patch, Shown
 
-from mpframe.core.errors import MpframeError
-from mpframe.lab.ranges import read_ranges
-
 
 def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_not_count() -> None:
     turns: list[str] = []
@@ -148,13 +145,6 @@ def test_rivals_run(name: str, tmp_path: Path) -> None:
     assert data.seconds > 0
 
 
-def test_ranges_rows(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(overhead, "THREADS", 1)
-    tiny, large = overhead.range_tables(rounds=1, folder=tmp_path, batch=2, width=4)
-    assert list(tiny.times) == list(large.times) == ["step", "step with a report"]
-    assert len(read_ranges(tmp_path / "ResNet-18")) == 2  # one warm-up round and one that counts
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     for options in programs.INPUTS.values():
@@ -172,12 +162,6 @@ def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
     assert programs._competitor(name, tmp_path).turn() > 0
-
-
-def test_a_command_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(programs, "_COMMANDS", {"broken": (["-c", "raise SystemExit('why')"], 0)})
-    with pytest.raises(MpframeError, match=r"^startup: 'broken' ended with exit code 1, .*: why;"):
-        programs._competitor("broken", tmp_path).turn()
 
 
 def test_without_a_gpu_its_rows_are_skipped(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -217,17 +201,3 @@ def test_all_groups_run_or_those_chosen_and_are_written(
     assert (tmp_path / "cuda.md").read_text() in capsys.readouterr().out
     assert json.loads((tmp_path / "tiny.json").read_text())["tables"][0]["title"] == "Steps"
     assert logging.root.manager.disable == logging.NOTSET  # Quiet while it measures alone.
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "tinny: no such option; nearest: tiny",
-        "--repeats: no such option; nearest: repeats",
-        "repeats=x: must be a whole number >= 1",
-    ],
-)
-def test_a_mistake_is_refused(line: str, capsys: Shown) -> None:
-    with pytest.raises(SystemExit) as stop:
-        program.main([line.partition(":")[0]])
-    assert (stop.value.code, capsys.readouterr().err) == (1, f"mpframe: {line}\n")

@@ -93,17 +93,12 @@ def test_a_table_of_runs(monkeypatch: Patch, tmp_path: Path) -> None:
         return "epoch 1 ...\n" + json.dumps({"seconds": seconds, "cpu_seconds": 1.0}) + "\n"
 
     monkeypatch.setattr(programs, "run_python", fake)
-    chosen, others = {"digits_mlp": {"epochs": 3}}, [trainers.BY_HAND, "fastai"]
-    (table,) = programs.run_tables(2, tmp_path, chosen, others)
-    assert table.setting.startswith("Batch 64, 3 epochs, AdamW, fp32, one thread")
-    assert table.times == {"mpframe": [2.0] * 2, "by hand": [4.0] * 2, "fastai": [4.0] * 2}
-    assert [(c.text, c.ratio.median, c.limit) for c in table.claims] == [
-        ("mpframe / by hand", 0.5, 1.03),
-        ("mpframe / fastai", 0.5, 1.0),
-        ("mpframe / by hand, CPU time", 1.0, 1.03),
-        ("mpframe / fastai, CPU time", 1.0, 1.0),
-    ]
-    assert len({given["folder"] for given in asked}) == 6
+    (table,) = programs.run_tables(2, tmp_path, {"digits_mlp": {"epochs": 3}}, [trainers.BY_HAND])
+    assert table.times == {"mpframe": [2.0] * 2, "by hand": [4.0] * 2}
+    texts = ["mpframe / by hand", "mpframe / by hand, CPU time"]
+    ratios = [(claim.text, claim.ratio.median) for claim in table.claims]
+    assert ratios == list(zip(texts, [0.5, 1.0], strict=True))
+    assert len({given["folder"] for given in asked}) == 4
     assert {given["sizes"]["epochs"] for given in asked} == {3}
 
 

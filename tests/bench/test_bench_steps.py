@@ -26,7 +26,6 @@ TINY = {
     "resnet18": {"width": 8, "batch": 2},
     "unet": {"width": 2, "side": 8, "batch": 2},
 }
-LINEAR = COMPARISONS["large"][0]
 
 
 def made(workload: str) -> Workload:
@@ -75,7 +74,6 @@ def test_a_turn_tells_seconds_laps_and_memory_here_and_from_a_process(monkeypatc
 
 @pytest.fixture
 def asked(monkeypatch: Patch) -> list[dict[str, Any]]:
-    """Lets turns run in this process, and notes their arguments."""
     arguments: list[dict[str, Any]] = []
 
     def in_this_process(words: list[str], folder: Path, name: str) -> str:
@@ -104,14 +102,11 @@ def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
     assert len(set(chosen) - set(plain)) == 1
 
 
-@pytest.mark.parametrize(
-    ("comparison", "sizes"),
-    [
-        (COMPARISONS["large"][0], {}),
-        (COMPARISONS["products"][0], {"sizes": {"width": 32, "layers": 1, "batch": 32}}),
-        (COMPARISONS["small"][1], {}),
-    ],
-)
+@pytest.mark.parametrize(("comparison", "sizes"), [
+    (COMPARISONS["large"][0], {}),
+    (COMPARISONS["products"][0], {"sizes": {"width": 32, "layers": 1, "batch": 32}}),
+    (COMPARISONS["small"][1], {}),
+])  # fmt: skip
 @pytest.mark.usefixtures("asked")
 def test_rows(comparison: Comparison, sizes: dict[str, Any], monkeypatch: Patch) -> None:
     monkeypatch.setattr(steps, "has_native_half", native(True))

@@ -15,7 +15,7 @@ def prepared(
     optimizer: Any = None, cls: Any = Trainer, **rest: Any,
 ) -> Trainer:  # fmt: skip
     """Takes an objective, or a loss of outputs and targets; SGD by default."""
-    precision = Precision(mode, half)
-    model, wrapped = precision.prepare(model, (optimizer or partial(SGD, lr=0.1))(model.parameters()))
+    precision, make = Precision(mode, half), optimizer or partial(SGD, lr=0.1)
+    model, wrapped = precision.prepare(model, make(model.parameters()))
     objective = supervised(objective) if isinstance(objective, nn.Module) else objective
     return cls(model, wrapped, objective, precision, **rest)  # type: ignore[no-any-return]

@@ -1,7 +1,6 @@
 """Callbacks and metrics, on their own and in a run: order, states, errors, what they write."""
 
 import csv
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +37,6 @@ class Counting(Callback):
 
 
 class Told(Callback):
-    """Notes what it is told, in a list that several share."""
-
     def __init__(self, name: str, said: list[str]) -> None:
         self._name, self._said = name, said
 
@@ -69,14 +66,11 @@ GONE = (
 NONE = "warning: the checkpoint holds no state of callbacks.a, which begins without"
 
 
-@pytest.mark.parametrize(
-    ("saved", "said"),
-    [
-        ({"a": {"value": 1}}, []),
-        ({"a": {"value": 1}, "gone": {"x": 1}, "lost": {}}, [GONE]),
-        ({}, [NONE]),
-    ],
-)
+@pytest.mark.parametrize(("saved", "said"), [
+    ({"a": {"value": 1}}, []),
+    ({"a": {"value": 1}, "gone": {"x": 1}, "lost": {}}, [GONE]),
+    ({}, [NONE]),
+])  # fmt: skip
 def test_a_state_without_a_callback_and_the_reverse_are_said(
     saved: dict[str, Any], said: list[str], caplog: Log
 ) -> None:
@@ -126,14 +120,11 @@ def test_an_error_in_a_users_callback_is_one_line_with_its_name_and_ours_passes(
 CURVES = "mpframe.training.callbacks.records.Curves"
 
 
-@pytest.mark.parametrize(
-    ("node", "line"),
-    [
-        ({"_target_": "builtins.dict"}, r"_target_=builtins\.dict: must return a mpframe\.core\.callback\.Callback, got dict$"),
-        ({"_target_": "nowhere.Mine"}, r"_target_=nowhere\.Mine: "),
-        ({"_target_": CURVES, "log_evry": 1}, r"log_evry=1: .*takes no such argument; nearest: log_every$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("node", "line"), [
+    ({"_target_": "builtins.dict"}, r"_target_=builtins\.dict: must return a mpframe\.core\.callback\.Callback, got dict$"),
+    ({"_target_": "nowhere.Mine"}, r"_target_=nowhere\.Mine: "),
+    ({"_target_": CURVES, "log_evry": 1}, r"log_evry=1: .*takes no such argument; nearest: log_every$"),
+])  # fmt: skip
 def test_an_entry_that_is_no_callback_is_refused(node: dict[str, Any], line: str) -> None:
     config: Any = SimpleNamespace(callbacks={"mine": node})
     with pytest.raises(ConfigError, match=rf"^callbacks\.mine\.{line}"):
@@ -155,7 +146,6 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is validated in other steps than it is logged in."""
     folder = tmp_path_factory.mktemp("plain")
     train(folder, *SMALL, *OFTEN, HITS)
     return folder
@@ -174,7 +164,6 @@ def test_a_users_callback_sees_every_step_once_over_a_resume(tmp_path: Path) -> 
 
 
 def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> None:
-    """And the summary lacks nothing."""
     names = ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
     summary = train(tmp_path, *SMALL, *OFTEN, *[f"callbacks.{name}=null" for name in names])
     for name in ("train_loss", "metric", "val_metric", "val_loss", "test_loss"):
@@ -184,7 +173,6 @@ def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> 
 
 
 def test_the_table_has_a_row_for_each_log_and_each_validation(plain: Path) -> None:
-    """With the step's numbers in each (test_interruption.py: also if it is resumed in between)."""
     *rows, tested = table(plain)
     assert (tested["step"], bool(tested["test_loss"])) == ("8", True)
     assert [row["step"] for row in rows] == ["2", "3", "4", "6", "8"]
@@ -230,13 +218,10 @@ def test_a_run_that_is_stopped_early_is_finished_with_the_reason(tmp_path: Path)
 
 
 def test_metrics_stand_beside_the_datasets_own(plain: Path) -> None:
-    summary = Summary.read(plain)
-    assert (summary.monitor, summary.metric) == ("accuracy", "accuracy")
-    assert summary.monitored == summary.val_metric
+    summary, curves = Summary.read(plain), scalars(plain)
+    assert (summary.metric, summary.monitored) == ("accuracy", summary.val_metric)
     # A share of 180, in float64 and in float32: one rounding of 2^-24.
     assert summary.other_metrics["hits"] == pytest.approx(summary.val_metric, rel=2.0**-24)
-    assert "val_hits" in json.loads((plain / "summary.json").read_text())
-    curves = scalars(plain)
     assert curves["metric/hits/val"] == curves["metric/accuracy/val"]
     assert "val_hits" in table(plain)[0]
 
@@ -266,17 +251,14 @@ OWN = "_target_=own_callbacks"
 TAKEN = "callbacks.checkpoints: every run has a callback of this name; give yours another name"
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "line"),
-    [
-        (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
-        ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
-        ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
-        ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
-        ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
-        ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, TAKEN),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "error", "line"), [
+    (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
+    ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
+    ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
+    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
+    ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
+    ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, TAKEN),
+])  # fmt: skip
 def test_what_is_no_metric_or_replaces_a_runs_own_callback_is_refused_in_one_line(
     tmp_path: Path, options: list[str], error: type[MpframeError], line: str
 ) -> None:

@@ -16,16 +16,13 @@ from mpframe.training.plan import Progress
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    ("values", "higher", "best"),
-    [
-        ([0.1, 0.3, 0.2], True, (0.3, 2)),
-        ([0.1, 0.3, 0.2], False, (0.1, 1)),
-        ([0.3, 0.3], True, (0.3, 1)),  # Of equal ones the first.
-        ([NAN, 0.2, NAN], True, (0.2, 2)),
-        ([NAN], True, (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("values", "higher", "best"), [
+    ([0.1, 0.3, 0.2], True, (0.3, 2)),
+    ([0.1, 0.3, 0.2], False, (0.1, 1)),
+    ([0.3, 0.3], True, (0.3, 1)),  # Of equal ones the first.
+    ([NAN, 0.2, NAN], True, (0.2, 2)),
+    ([NAN], True, (None, None)),
+])  # fmt: skip
 def test_the_best_value_and_its_step(values: list[float], higher: bool, best: object) -> None:
     kept = Best()
     for step, value in enumerate(values, start=1):
@@ -40,18 +37,15 @@ def test_the_best_value_and_its_step(values: list[float], higher: bool, best: ob
 FALLING = [2.0 * 0.8**n + 0.1 for n in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("values", "worse"),
-    [
-        ([1.0, 9.0], False),  # Two values: nobody knows how far they scatter.
-        ([1.0, 1.1, 0.9, 1.0, 9.0], True),
-        ([1.0, 1.1, NAN], True),
-        ([1.0, NAN, 1.1, 1.0, 1.0], False),
-        (FALLING, False),
-        ([*FALLING, *(FALLING[-1] + 0.05 * n for n in range(30))], True),  # Trained too long.
-        ([0.97] * 20 + [0.90], True),
-    ],
-)
+@pytest.mark.parametrize(("values", "worse"), [
+    ([1.0, 9.0], False),  # Two values: nobody knows how far they scatter.
+    ([1.0, 1.1, 0.9, 1.0, 9.0], True),
+    ([1.0, 1.1, NAN], True),
+    ([1.0, NAN, 1.1, 1.0, 1.0], False),
+    (FALLING, False),
+    ([*FALLING, *(FALLING[-1] + 0.05 * n for n in range(30))], True),  # Trained too long.
+    ([0.97] * 20 + [0.90], True),
+])  # fmt: skip
 def test_what_is_much_worse(values: list[float], worse: bool) -> None:
     best = min(values) if values[0] >= 1.0 else max(values)
     assert much_worse(best, values) is worse
@@ -72,7 +66,6 @@ def evaluation(value: float, higher: bool | None = True) -> Evaluation:
 
 
 def told(callback: Any, values: list[float], higher: bool | None = True) -> Any:
-    """The trainer in which it was told of them, until it stopped it."""
     trainer: Any = SimpleNamespace(progress=Progress(), stop_reason=None)
     trainer.stop = lambda reason: vars(trainer).update(stop_reason=reason)
     for number, value in enumerate(values, start=1):
@@ -97,19 +90,16 @@ def test_the_line_says_both_values_and_the_step_after_a_resume_too() -> None:
     assert (without.best.value, without.worsening) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "higher", "stops"),
-    [
-        ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, True, None),
-        ([0.1, 0.2, 0.2, 0.1], {"patience": 2}, True, 4),
-        ([0.1, 0.2, 0.1, 0.3, 0.3, 0.3], {"patience": 2}, True, 6),
-        ([0.0, 0.25, 0.5, 0.75], {"patience": 1, "min_delta": 0.25}, True, 2),
-        ([0.0, 0.5, 1.0], {"patience": 1, "min_delta": 0.25}, True, None),
-        ([NAN, 0.1, NAN, NAN], {"patience": 2}, True, 4),
-        ([0.3, 0.2, 0.1, 0.2], {"patience": 1}, False, 4),
-        ([0.1, 0.2, 0.1], {"patience": 1, "monitor": "loss"}, None, 3),
-    ],
-)
+@pytest.mark.parametrize(("values", "options", "higher", "stops"), [
+    ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, True, None),
+    ([0.1, 0.2, 0.2, 0.1], {"patience": 2}, True, 4),
+    ([0.1, 0.2, 0.1, 0.3, 0.3, 0.3], {"patience": 2}, True, 6),
+    ([0.0, 0.25, 0.5, 0.75], {"patience": 1, "min_delta": 0.25}, True, 2),
+    ([0.0, 0.5, 1.0], {"patience": 1, "min_delta": 0.25}, True, None),
+    ([NAN, 0.1, NAN, NAN], {"patience": 2}, True, 4),
+    ([0.3, 0.2, 0.1, 0.2], {"patience": 1}, False, 4),
+    ([0.1, 0.2, 0.1], {"patience": 1, "monitor": "loss"}, None, 3),
+])  # fmt: skip
 def test_more_is_better_or_less_if_the_metric_says_so_and_of_the_loss(
     values: list[float], options: dict[str, Any], higher: bool | None, stops: int | None
 ) -> None:
@@ -130,16 +120,13 @@ def test_the_reason_names_the_best_and_a_resumed_run_stays_stopped_unless_patien
         assert again.state_dict() == first.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("options", "higher", "line"),
-    [
-        ({"patience": 0}, True, "patience=0: must be a whole number >= 1"),
-        ({"min_delta": -1.0}, True, "min_delta=-1.0: must be a finite number >= 0"),
-        ({"monitor": "acuracy"}, True, "monitor=acuracy: no such metric; nearest: accuracy"),
-        ({}, None, "monitor=accuracy: the metric does not say which value is better; give it "
-         "higher_is_better = True or False, or monitor loss"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "higher", "line"), [
+    ({"patience": 0}, True, "patience=0: must be a whole number >= 1"),
+    ({"min_delta": -1.0}, True, "min_delta=-1.0: must be a finite number >= 0"),
+    ({"monitor": "acuracy"}, True, "monitor=acuracy: no such metric; nearest: accuracy"),
+    ({}, None, "monitor=accuracy: the metric does not say which value is better; give it "
+     "higher_is_better = True or False, or monitor loss"),
+])  # fmt: skip
 def test_what_cannot_be_watched_is_refused(
     options: dict[str, Any], higher: bool | None, line: str
 ) -> None:

@@ -72,7 +72,6 @@ def test_an_average_beyond_the_range_is_held_at_its_end(half: torch.dtype) -> No
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_it_is_kept_in_fp32_and_rounded_only_for_use(half: torch.dtype) -> None:
-    """The weights come back, after an exception, too."""
     master = torch.tensor([1.0])
     weight = nn.Parameter(master.to(half))
     ema = Ema({weight: master}, 0.0625)
@@ -126,7 +125,6 @@ def train(trainer: Trainer, steps: int) -> None:
 
 
 def test_a_checkpoint_counts_the_updates_and_loaded_weights_start_anew() -> None:
-    """So a resumed average is warmed up as far as one that was never stopped."""
     (whole, own), (resumed, again), (older, aged) = averaging(3), averaging(), averaging()
     state: dict[str, Any] = copy.deepcopy(whole.state_dict())
     resumed.load_state_dict(copy.deepcopy(state))

@@ -23,7 +23,6 @@ CNN = [*SMALL, "model.width=8", "trainer.ema_decay=0.9", "dtype=mixed"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an average and two checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     train(folder, *CNN, "trainer.checkpoint_every=2", "trainer.keep_last=9")
     return folder
@@ -34,16 +33,13 @@ def run_copy(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "",
-        "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
-        "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32} model.width=8",
-        "model=mlp optimizer=muon_adamw objective=cross_entropy objective.label_smoothing=0.1",
-        "dtype=mixed experiment=digits_gan",
-    ],
-)
+@pytest.mark.parametrize("options", [
+    "",
+    "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
+    "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32} model.width=8",
+    "model=mlp optimizer=muon_adamw objective=cross_entropy objective.label_smoothing=0.1",
+    "dtype=mixed experiment=digits_gan",
+])  # fmt: skip
 def test_the_numbers_are_the_runs_bit_for_bit(options: str, trained: Path, tmp_path: Path) -> None:
     run = tmp_path if options else trained
     if options:
@@ -60,7 +56,6 @@ def test_the_numbers_are_the_runs_bit_for_bit(options: str, trained: Path, tmp_p
 def test_the_result_is_printed_and_written_and_stays_beside_others(
     run_copy: Path, capsys: Shown
 ) -> None:
-    """An evaluation with other options is another file than the run's own evaluation."""
     own = run_copy / "evaluation_val_step_00000004.json"
     main([f"checkpoint={run_copy}", "split=val"])
     (line,) = capsys.readouterr().out.splitlines()
@@ -119,27 +114,24 @@ TOUCH = {"_target_": "os.system", "path": "touch attacked"}
 BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/bert_spans.yaml
 
 
-@pytest.mark.parametrize(
-    ("section", "entries", "text"),
-    [
-        ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system is not mpframe's own"),
-        ("model", {"_target_": ["os.system"]}, "is not mpframe's own"),
-        ("model", {"_target_": "mpframe.workloads.images.torch.load"}, "is not mpframe's own"),
-        ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),
-        ("model", {"config": {**BERT, "attn_implementation": "a/b"}}, "config._target_ is refused"),
-        ("model", {"other": BERT}, "model.other._target_ is refused"),
-        (
-            "model",
-            {"config": {**BERT, "vocab_size": BERT}},
-            "config.vocab_size._target_ is ref",
-        ),
-        ("model", {"_partial_": True}, "model._partial_ is refused"),
-        ("dataset", {"root": "\\${oc.env:HOME}"}, "dataset.root refers to what is not in the file"),
-        ("", {3: 4}, "3 is refused"),
-        ("", {"model": "os.system"}, "model._target_=None is not mpframe's own"),
-        ("", {"trainer": [1]}, "trainer=\\[1\\]: must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("section", "entries", "text"), [
+    ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system is not mpframe's own"),
+    ("model", {"_target_": ["os.system"]}, "is not mpframe's own"),
+    ("model", {"_target_": "mpframe.workloads.images.torch.load"}, "is not mpframe's own"),
+    ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),
+    ("model", {"config": {**BERT, "attn_implementation": "a/b"}}, "config._target_ is refused"),
+    ("model", {"other": BERT}, "model.other._target_ is refused"),
+    (
+        "model",
+        {"config": {**BERT, "vocab_size": BERT}},
+        "config.vocab_size._target_ is ref",
+    ),
+    ("model", {"_partial_": True}, "model._partial_ is refused"),
+    ("dataset", {"root": "\\${oc.env:HOME}"}, "dataset.root refers to what is not in the file"),
+    ("", {3: 4}, "3 is refused"),
+    ("", {"model": "os.system"}, "model._target_=None is not mpframe's own"),
+    ("", {"trainer": [1]}, "trainer=\\[1\\]: must be a mapping"),
+])  # fmt: skip
 def test_a_hostile_stored_configuration_is_refused(
     trained: Path, section: str, entries: dict[Any, Any], text: str
 ) -> None:
@@ -151,7 +143,6 @@ def test_a_hostile_stored_configuration_is_refused(
 
 
 def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch: Patch) -> None:
-    """In a checkpoint that is sealed as a real one, and through the whole command."""
     monkeypatch.chdir(run_copy)
     text = yaml.safe_dump(stored_in(run_copy) | {"model": {"width": TOUCH}})
     checkpoint.save(run_copy, replace(checkpoint.read(run_copy), config=text))
@@ -160,18 +151,15 @@ def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch
     assert not (run_copy / "attacked").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
-        ("model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
-        ("", "not a stored configuration; use a checkpoint of a run"),
-        ("- 1\n", "not a stored configuration"),
-        ("[" * 60_000, "at most 16 levels"),
-        ("a: " + "x" * 2**16, "at most 65536 letters"),
-        ("at: 2026-11-21\n", "at is a date; refused"),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    ("a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
+    ("model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
+    ("", "not a stored configuration; use a checkpoint of a run"),
+    ("- 1\n", "not a stored configuration"),
+    ("[" * 60_000, "at most 16 levels"),
+    ("a: " + "x" * 2**16, "at most 65536 letters"),
+    ("at: 2026-11-21\n", "at is a date; refused"),
+])  # fmt: skip
 def test_a_hostile_file_is_refused(
     tmp_path: Path, monkeypatch: Patch, content: str, text: str
 ) -> None:
@@ -188,21 +176,18 @@ def test_a_hostile_optimizer_is_not_looked_at(trained: Path) -> None:
     assert config_of(text, trained, []).optimizer["_target_"] == "torch.optim.SGD"
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
-        ("-m", "-m: no such option; give option=value"),
-        ("weights=emma", "weights=emma: choose trained, ema; nearest: ema"),
-        ("split=tset", "split=tset: choose val, test; nearest: test"),
-        ("dtype=fp32,amp", "dtype=fp32,amp: give one value; there is no sweep"),
-        ("experiment=digits_mlp", "has no part in an evaluation"),
-        ("model.widht=3", "model.widht: no such option; nearest: model.width"),
-        ("model.width=3", "has shape (8, 1, 3, 3) in the checkpoint"),
-        ("out=/nonexistent/x.json", "x.json: cannot be written (No such"),
-        ("checkpoint=/nonexistent", "/nonexistent: no readable checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
+    ("-m", "-m: no such option; give option=value"),
+    ("weights=emma", "weights=emma: choose trained, ema; nearest: ema"),
+    ("split=tset", "split=tset: choose val, test; nearest: test"),
+    ("dtype=fp32,amp", "dtype=fp32,amp: give one value; there is no sweep"),
+    ("experiment=digits_mlp", "has no part in an evaluation"),
+    ("model.widht=3", "model.widht: no such option; nearest: model.width"),
+    ("model.width=3", "has shape (8, 1, 3, 3) in the checkpoint"),
+    ("out=/nonexistent/x.json", "x.json: cannot be written (No such"),
+    ("checkpoint=/nonexistent", "/nonexistent: no readable checkpoint"),
+])  # fmt: skip
 def test_a_mistake_is_one_line(trained: Path, words: str, text: str, capsys: Shown) -> None:
     before = sorted(path.name for path in trained.iterdir())
     with pytest.raises(SystemExit) as ended:

@@ -110,7 +110,6 @@ def test_the_test_is_told_in_curves_and_table(tested: tuple[Path, Any]) -> None:
 
 
 def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
-    """Let the validation of each step have this accuracy."""
     evaluate = Trainer.evaluate
 
     def planned(trainer: Trainer, loader: Any, split: str = "validation") -> Evaluation:
@@ -148,7 +147,6 @@ def test_best_weights_that_are_gone_are_not_said_to_be_tested(
 
 
 def test_best_weights_are_saved_after_a_skipped_step(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Else the best validation would have no checkpoint."""
     validated_with(monkeypatch, {2: 0.75, 4: 0.5, 6: 0.25})
     scaler = "init_scale=1 growth_interval=1 growth_factor=1e30 max_scale=1e30 backoff_factor=1e-30"
     skips_each_second_step = [f"loss_scaling.{word}" for word in scaler.split()]

@@ -37,14 +37,11 @@ def stepped(trainer: Trainer, freeze: Freeze, *batches: tuple[Tensor, Tensor]) -
         trainer.train_step(batch)
 
 
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ([*SGD, "+optimizer.foreach=true"], {"momentum": 0.9, "foreach": True}),
-        ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
-        ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
-    ],
-)
+@pytest.mark.parametrize(("words", "settings"), [
+    ([*SGD, "+optimizer.foreach=true"], {"momentum": 0.9, "foreach": True}),
+    ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
+    ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
+])  # fmt: skip
 def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(
     words: list[str], settings: dict[str, Any]
 ) -> None:
@@ -157,15 +154,12 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(caplog: Log) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
-        ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
-        ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
-        ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "line"), [
+    ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
+    ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
+    ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
+    ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
+])  # fmt: skip
 def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], line: str) -> None:
     model = nn.Sequential()
     model.stage1, model.head = nn.Linear(4, 4), nn.Linear(4, 2)

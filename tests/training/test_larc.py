@@ -60,16 +60,13 @@ def by_hand(
     return gradient * max(eta * size / (slope + epsilon), torch.tensor(min_update))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "half", "mode", "name", "settings"),
-    [
-        ("fp32", "float16", "clip", "SGD", "as OpenSeq2Seq"),
-        ("mixed", "float16", "scale", "AdamW", "large eta"),
-        ("mixed", "bfloat16", "clip", "fused SGD", "large bounds"),
-        ("amp", "float16", "clip", "AdamW", "large eta"),
-        ("amp", "bfloat16", "scale", "SGD", "as OpenSeq2Seq"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "half", "mode", "name", "settings"), [
+    ("fp32", "float16", "clip", "SGD", "as OpenSeq2Seq"),
+    ("mixed", "float16", "scale", "AdamW", "large eta"),
+    ("mixed", "bfloat16", "clip", "fused SGD", "large bounds"),
+    ("amp", "float16", "clip", "AdamW", "large eta"),
+    ("amp", "bfloat16", "scale", "SGD", "as OpenSeq2Seq"),
+])  # fmt: skip
 def test_it_is_the_formula_with_its_bounds_on_masters(
     dtype: str, half: str, mode: str, name: str, settings: str
 ) -> None:
@@ -161,21 +158,17 @@ def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
 
 
 def penalty(strength: float, without: Any = ()) -> Penalty:
-    """As conf/callbacks/penalty.yaml has it."""
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / "penalty.yaml"))
     node = {**tree["penalty"], "strength": strength, "without": list(without)}
     return make("callbacks.penalty", node)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("mode", "half", "more", "few"),
-    [
-        ("fp32", "float16", {}, -1),
-        ("mixed", "float16", {}, 2**20),
-        ("mixed", "bfloat16", {"clip_value": 2.0**-6}, -1),
-        ("amp", "float16", {"clip_value": 2.0**-6}, 2**20),
-    ],
-)
+@pytest.mark.parametrize(("mode", "half", "more", "few"), [
+    ("fp32", "float16", {}, -1),
+    ("mixed", "float16", {}, 2**20),
+    ("mixed", "bfloat16", {"clip_value": 2.0**-6}, -1),
+    ("amp", "float16", {"clip_value": 2.0**-6}, 2**20),
+])  # fmt: skip
 def test_a_penalty_is_added_to_the_masters_in_fp32(
     mode: str, half: str, more: Any, few: int, monkeypatch: Patch
 ) -> None:
@@ -201,25 +194,22 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
         assert torch.equal(run.weights()[name], before[name].add(gradient, alpha=-0.1))
 
 
-@pytest.mark.parametrize(
-    ("make", "plan", "line"),
-    [
-        (lambda: LARC(0.0), {}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
-        (lambda: LARC(0.1, mode="lars"), {}, "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
-        (lambda: LARC(1, min_update=-1.0), {},
-         "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
-        (lambda: LARC(1), {"clip_norm": 5.0},
-         "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
-         "set trainer.clip_norm=null, or leave callbacks=larc out"),
-        (lambda: LARC(1, without=["*.bais"]), {},
-         "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"),
-        (lambda: LARC(1), {"cls": LBFGS},
-         "callbacks.larc: the optimizer makes its gradients within its step, where no hook reaches "
-         "them; choose an optimizer without a closure"),
-        (lambda: penalty(float("nan")), {},
-         "callbacks.penalty.strength=nan: must be a finite number > 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "plan", "line"), [
+    (lambda: LARC(0.0), {}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
+    (lambda: LARC(0.1, mode="lars"), {}, "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
+    (lambda: LARC(1, min_update=-1.0), {},
+     "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
+    (lambda: LARC(1), {"clip_norm": 5.0},
+     "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
+     "set trainer.clip_norm=null, or leave callbacks=larc out"),
+    (lambda: LARC(1, without=["*.bais"]), {},
+     "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"),
+    (lambda: LARC(1), {"cls": LBFGS},
+     "callbacks.larc: the optimizer makes its gradients within its step, where no hook reaches "
+     "them; choose an optimizer without a closure"),
+    (lambda: penalty(float("nan")), {},
+     "callbacks.penalty.strength=nan: must be a finite number > 0"),
+])  # fmt: skip
 def test_it_refuses_what_it_cannot_stand_beside(
     make: Callable[[], StepHook], plan: dict[str, Any], line: str
 ) -> None:

@@ -28,19 +28,16 @@ def after(losses: list[float]) -> LossSpikes:
     return spikes
 
 
-@pytest.mark.parametrize(
-    ("losses", "loss", "spike"),
-    [
-        ([1.0, 2.0, 3.0] * 5, 8.0, False),  # four times the median
-        ([1.0, 2.0, 3.0] * 5, 8.0 * (1 + 2.0**-23), True),
-        ([1.0] * (LEAST - 1), 1e9, False),  # Nothing is judged before ten applied steps,
-        ([1.0] * LEAST, 1e9, True),
-        ([1.0] * LEAST, math.nan, False),
-        ([1.0] * LEAST, math.inf, False),
-        ([0.0] * LEAST, 1e9, False),  # nor around zero.
-        ([-1.0] * LEAST, 1e9, False),
-    ],
-)
+@pytest.mark.parametrize(("losses", "loss", "spike"), [
+    ([1.0, 2.0, 3.0] * 5, 8.0, False),  # four times the median
+    ([1.0, 2.0, 3.0] * 5, 8.0 * (1 + 2.0**-23), True),
+    ([1.0] * (LEAST - 1), 1e9, False),  # Nothing is judged before ten applied steps,
+    ([1.0] * LEAST, 1e9, True),
+    ([1.0] * LEAST, math.nan, False),
+    ([1.0] * LEAST, math.inf, False),
+    ([0.0] * LEAST, 1e9, False),  # nor around zero.
+    ([-1.0] * LEAST, 1e9, False),
+])  # fmt: skip
 def test_a_spike_is_above_the_factor_times_the_median(
     losses: list[float], loss: float, spike: bool
 ) -> None:
@@ -84,15 +81,12 @@ def warmed_up(*options: str) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("mode", "half", "policy", "window"),
-    [
-        ("fp32", "float16", "stop", 2),
-        ("mixed", "float16", "skip", 1),
-        ("mixed", "bfloat16", "stop", 1),
-        ("amp", "bfloat16", "skip", 2),
-    ],
-)
+@pytest.mark.parametrize(("mode", "half", "policy", "window"), [
+    ("fp32", "float16", "stop", 2),
+    ("mixed", "float16", "skip", 1),
+    ("mixed", "bfloat16", "stop", 1),
+    ("amp", "bfloat16", "skip", 2),
+])  # fmt: skip
 def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
     mode: str, half: str, policy: str, window: int
 ) -> None:

@@ -38,15 +38,11 @@ WORDS, LENGTH = 17, 6
 
 @dataclass
 class Output:
-    """What a Hugging Face model returns."""
-
     loss: Tensor | None = None
     logits: Tensor | None = None
 
 
 class Classifier(nn.Module):
-    """Returns its loss where it is given labels; keeps the formats of its products."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -154,8 +150,6 @@ def test_a_loss_is_checked_outside_the_casts() -> None:
 
 
 class Data(list[Any]):
-    """A loader of fixed batches."""
-
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return iter(self[start:])
 
@@ -179,7 +173,6 @@ def test_an_evaluation_weighs_batches_by_their_count(mode: str, counts: list[int
 
 
 def test_a_compiled_model_is_one_graph_under_the_casts(monkeypatch: Patch) -> None:
-    """The objective around it runs as it is written; the steps are those of eager, bit for bit."""
     graphs: list[Any] = []
 
     def keep(graph: Any, _: Any) -> Any:
@@ -251,21 +244,18 @@ ONES, BATCH = torch.ones(2, 4), {"x": torch.ones(3, 2), "target": torch.ones(3)}
 LOG = LogRegression(0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("call", "line"),
-    [
-        (several, r"objective\.one=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
-        (lambda: trainer_of(nn.Linear(4, 2), 3), r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
-        (given(supervised(nn.MSELoss()), {"x": ONES}), r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
-        (given(model_loss, {"input": ONES}), r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
-        (given(model_loss, {"x": ONES}), r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
-        (given(LOG, (ONES, ONES), Head()), "objective: log_regression takes dicts with a target"),
-        (given(LOG, BATCH, Head(2)), ".*takes one output for each target"),
-        (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
-        (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
-        (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "line"), [
+    (several, r"objective\.one=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
+    (lambda: trainer_of(nn.Linear(4, 2), 3), r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
+    (given(supervised(nn.MSELoss()), {"x": ONES}), r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
+    (given(model_loss, {"input": ONES}), r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
+    (given(model_loss, {"x": ONES}), r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
+    (given(LOG, (ONES, ONES), Head()), "objective: log_regression takes dicts with a target"),
+    (given(LOG, BATCH, Head(2)), ".*takes one output for each target"),
+    (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
+    (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
+    (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Callable[[], object], line: str) -> None:
     with pytest.raises(MpframeError, match=f"^{line}"):
         call()
@@ -297,32 +287,26 @@ def test_the_shipped_objectives_take_their_options() -> None:
     assert weighted.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("objective=cross_entropy objective.label_smoothing=2", r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
-        ("objective=cross_entropy objective.weight=[1,-1]", r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
-        ("objective=cross_entropy +objective.smoothing=0.1", r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
-        ("objective._target_=torch.nn.L1Loss", r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
-        ("objective._target_=builtins.dict", r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-        ("objective._target_=mpframe.training.objectives.model_loss objective.strength=1", r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
-        ("objective._target_=nowhere.mine", r"objective\._target_=nowhere\.mine: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    ("objective=cross_entropy objective.label_smoothing=2", r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
+    ("objective=cross_entropy objective.weight=[1,-1]", r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
+    ("objective=cross_entropy +objective.smoothing=0.1", r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
+    ("objective._target_=torch.nn.L1Loss", r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
+    ("objective._target_=builtins.dict", r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
+    ("objective._target_=mpframe.training.objectives.model_loss objective.strength=1", r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
+    ("objective._target_=nowhere.mine", r"objective\._target_=nowhere\.mine: "),
+])  # fmt: skip
 def test_what_is_no_objective_is_one_line(words: str, line: str) -> None:
     with pytest.raises(MpframeError, match=f"^{line}") as caught:
         objective_of(*words.split())
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("supervised", "dataset._target_=my_pkg.points model=mlp model.in_features=8 model.classes=2"),
-        ("model_loss", "objective=model_loss dataset._target_=my_pkg.sentences model._target_=my_pkg.Classifier"),
-        ("own", "objective._target_=my_pkg.consistent objective.strength=0.5 model=mlp"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), [
+    ("supervised", "dataset._target_=my_pkg.points model=mlp model.in_features=8 model.classes=2"),
+    ("model_loss", "objective=model_loss dataset._target_=my_pkg.sentences model._target_=my_pkg.Classifier"),
+    ("own", "objective._target_=my_pkg.consistent objective.strength=0.5 model=mlp"),
+])  # fmt: skip
 def test_the_examples_of_the_page_train(
     name: str, words: str, start_run: StartRun, tmp_path: Path, monkeypatch: Patch
 ) -> None:

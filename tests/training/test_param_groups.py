@@ -125,8 +125,6 @@ def test_other_groups_do_not_resume(then: list[str]) -> None:
 
 
 class Shared(torch.optim.SGD):
-    """Takes an argument that is no setting of a group."""
-
     def __init__(self, params: object, lr: float = 0.1, mode: int = 1) -> None:
         super().__init__(params, lr=lr)  # type: ignore[arg-type]
         self.mode = mode
@@ -136,23 +134,20 @@ SHARED = "optimizer._target_=test_param_groups.Shared"
 ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["g={parameters:[hed.*],lr:1}"], "optimizer.groups.g.parameters: 'hed.*' matches no parameter; nearest: head.bias"),
-        (["g={ndim:7}"], "optimizer.groups.g.parameters=['*']: no parameter is left for it; the names are hidden1.linear.weight"),
-        (["g={ndim:1,weight_decai:0}"], "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
-        (["g={ndim:1,weight_decay:-1}"], "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),
-        (["g={ndim:1,lr:0x}"], "optimizer.groups.g.lr=0x: must be a number or null > 0, or as in 10x"),
-        (["g={ndim:1,frozen:true,lr:1}"], "optimizer.groups.g.lr=1: does nothing with frozen=true; leave out one of them"),
-        (["g={frozen:true}"], "optimizer.groups: every parameter is frozen; leave some to train"),
-        (["g={parameters:head}"], "optimizer.groups.g.parameters=head: must be a list"),
-        (["g=3"], "optimizer.groups.g=3: must be a mapping; give it parameters"),
-        (["default={ndim:1}"], "optimizer.groups.default: is the group of all other"),
-        (["g={ndim:1,mode:2}", SHARED], f"optimizer.groups.g.mode=2: is the same for all parameters; a group may set {ALL}"),
-        (["g={nesterov:abc}", "optimizer=sgd"], "optimizer.groups.g.nesterov=abc: must be true or false"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    (["g={parameters:[hed.*],lr:1}"], "optimizer.groups.g.parameters: 'hed.*' matches no parameter; nearest: head.bias"),
+    (["g={ndim:7}"], "optimizer.groups.g.parameters=['*']: no parameter is left for it; the names are hidden1.linear.weight"),
+    (["g={ndim:1,weight_decai:0}"], "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
+    (["g={ndim:1,weight_decay:-1}"], "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),
+    (["g={ndim:1,lr:0x}"], "optimizer.groups.g.lr=0x: must be a number or null > 0, or as in 10x"),
+    (["g={ndim:1,frozen:true,lr:1}"], "optimizer.groups.g.lr=1: does nothing with frozen=true; leave out one of them"),
+    (["g={frozen:true}"], "optimizer.groups: every parameter is frozen; leave some to train"),
+    (["g={parameters:head}"], "optimizer.groups.g.parameters=head: must be a list"),
+    (["g=3"], "optimizer.groups.g=3: must be a mapping; give it parameters"),
+    (["default={ndim:1}"], "optimizer.groups.default: is the group of all other"),
+    (["g={ndim:1,mode:2}", SHARED], f"optimizer.groups.g.mode=2: is the same for all parameters; a group may set {ALL}"),
+    (["g={nesterov:abc}", "optimizer=sgd"], "optimizer.groups.g.nesterov=abc: must be true or false"),
+])  # fmt: skip
 def test_a_group_that_cannot_be_made_is_refused(words: list[str], line: str) -> None:
     group, *more = words
     with pytest.raises(ConfigError) as refused:
@@ -191,19 +186,16 @@ def test_muon_gets_the_matrices_and_losses_share_a_scaler_or_have_their_own() ->
         assert len(gan.scalers) == count
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("optimizer=gan", r"optimizer\.parts: none of discriminator, generator takes|optimizer\.parts\.discriminator\.parameters=\['discriminator\.\*'\]"),
-        ("optimizer=muon_adamw model=mlp optimizer.scalers=each", r"optimizer\.scalers=each: there is one loss"),
-        ("optimizer=muon_adamw optimizer.parts.rest.lr=-1", r"optimizer\.parts\.rest\.lr=-1: must be a number or null > 0"),
-        ("experiment=digits_gan optimizer=adamw", r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
-        ("numerics=on trainer.compile=true", r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
-        ("trainer.recompute=[net.*] trainer.compile=true", r"trainer\.recompute=\['net\.\*'\]: a compiler chooses itself what it computes again; use trainer\.compile=false or trainer\.recompute=\[\]"),
-        ("model=mlp trainer.channels_last=true", r"trainer\.channels_last=true: the model has no 2-d convolution \(no weight with four dimensions\), so nothing would change; use trainer\.channels_last=false"),
-        ("experiment=digits_gan callbacks.loss_spikes.policy=skip", r"callbacks\.loss_spikes\.policy=skip: judges one loss, and the dataset has 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    ("optimizer=gan", r"optimizer\.parts: none of discriminator, generator takes|optimizer\.parts\.discriminator\.parameters=\['discriminator\.\*'\]"),
+    ("optimizer=muon_adamw model=mlp optimizer.scalers=each", r"optimizer\.scalers=each: there is one loss"),
+    ("optimizer=muon_adamw optimizer.parts.rest.lr=-1", r"optimizer\.parts\.rest\.lr=-1: must be a number or null > 0"),
+    ("experiment=digits_gan optimizer=adamw", r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
+    ("numerics=on trainer.compile=true", r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
+    ("trainer.recompute=[net.*] trainer.compile=true", r"trainer\.recompute=\['net\.\*'\]: a compiler chooses itself what it computes again; use trainer\.compile=false or trainer\.recompute=\[\]"),
+    ("model=mlp trainer.channels_last=true", r"trainer\.channels_last=true: the model has no 2-d convolution \(no weight with four dimensions\), so nothing would change; use trainer\.channels_last=false"),
+    ("experiment=digits_gan callbacks.loss_spikes.policy=skip", r"callbacks\.loss_spikes\.policy=skip: judges one loss, and the dataset has 2"),
+])  # fmt: skip
 def test_a_configuration_that_does_not_fit_is_refused(words: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         built(*words.split())

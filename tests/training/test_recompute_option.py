@@ -33,18 +33,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), one, two, nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize(
-    ("mode", "half", "pins", "accumulate"),
-    [
-        ("fp32", "float16", {}, 1),
-        ("amp", "bfloat16", {"1": "fp32", "2.0": "half"}, 1),
-        ("mixed", "float16", {}, 2),
-    ],
-)
+@pytest.mark.parametrize(("mode", "half", "pins", "accumulate"), [
+    ("fp32", "float16", {}, 1),
+    ("amp", "bfloat16", {"1": "fp32", "2.0": "half"}, 1),
+    ("mixed", "float16", {}, 2),
+])  # fmt: skip
 def test_weights_buffers_and_chance_are_the_same(
     mode: str, half: str, pins: dict[str, str], accumulate: int
 ) -> None:
-    """After three steps, the second of which overflows."""
     ends: list[list[Tensor]] = []
     for patterns in ([], ["1", "2*"]):
         model, precision = net(), Precision(mode, half, ops=replace(OpLists.named(), modules=pins))
@@ -100,8 +96,6 @@ CALLS: Counter[nn.Module] = Counter()  # What a module counts in itself is count
 
 
 class Leaf(nn.Module):
-    """Its calls are counted."""
-
     def forward(self, x: Tensor) -> Tensor:
         CALLS[self] += 1
         return x.sin()
@@ -113,6 +107,7 @@ def test_what_matches_is_computed_twice_and_what_is_within_it_no_third_time() ->
     recompute(model, ["0*"])
     model(torch.randn(4, requires_grad=True)).sum().backward()
     assert (CALLS[inner], CALLS[outer]) == (2, 1)
+    assert [name for name, own in model.named_modules() if "forward" in vars(own)] == ["0"]
 
 
 def test_without_gradients_or_in_evaluation_nothing_is_computed_twice() -> None:

@@ -32,7 +32,6 @@ ROUNDINGS = 100 * 2.0**-53  # A few powers, roots and products in float64: far f
 
 
 def settings(optimizer: Optimizer, schedule: Any, steps: int) -> list[dict[str, Any]]:
-    """What the first group is set to in each of the next steps."""
     seen = []
     for _ in range(steps):
         seen.append({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
@@ -62,14 +61,11 @@ def test_short_runs_have_a_schedule_too(make: Make) -> None:
         assert all(0.0 <= rate <= 0.5 for rate in rates(make, total, total_steps=total))
 
 
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (SGD, {"base_momentum": 0.7, "max_momentum": 0.9, "div_factor": 9, "final_div_factor": 9}),
-        (AdamW, {"pct_start": 0.4, "anneal_strategy": "linear", "three_phase": True}),
-        (AdamW, {"cycle_momentum": False}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cls", "options"), [
+    (SGD, {"base_momentum": 0.7, "max_momentum": 0.9, "div_factor": 9, "final_div_factor": 9}),
+    (AdamW, {"pct_start": 0.4, "anneal_strategy": "linear", "three_phase": True}),
+    (AdamW, {"cycle_momentum": False}),
+])  # fmt: skip
 def test_onecycle_takes_all_that_torchs_takes(cls: Any, options: dict[str, Any]) -> None:
     """Rates and momenta; the shipped file says torch's defaults."""
     shipped = OmegaConf.load(CONF / "scheduler" / "onecycle.yaml")
@@ -117,23 +113,20 @@ NOAM = {"d_model": 16, "warmup_steps": 8, "coefficient": 3.0}
 PIECES = {"boundaries": [2, 3.5], "factors": [0.1, 3.0], "unit": 10}
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "by_hand"),
-    [
-        (constant, {}, lambda t: 1.0),
-        (poly, POLY, poly_by_hand),
-        (poly, {**POLY, "begin": 0.4}, lambda t: poly_by_hand(t, begin=20)),
-        (poly, {**POLY, "begin": 0.1}, poly_by_hand),  # before the warm-up ends
-        (poly, {"total_steps": 40}, lambda t: max(0.0, 1 - t / 40)),  # beyond its end
-        (exponential, {"factor": 0.9, "every": 0.5, "unit": 20}, lambda t: 0.9 ** (t / 10)),
-        (exponential, {"factor": 0.5, "begin": 7}, lambda t: 0.5 ** max(0, t - 7)),
-        (exponential, STAIRS, staircase_by_hand),
-        (exponential, PARTS, lambda t: 0.5 ** (t // 7)),
-        (transformer, NOAM, noam_by_hand),
-        (transformer, {**NOAM, "max_factor": 0.2}, lambda t: min(0.2, noam_by_hand(t))),
-        (pieces, PIECES, lambda t: 1.0 if t < 20 else 0.1 if t < 35 else 3.0),
-    ],
-)
+@pytest.mark.parametrize(("make", "arguments", "by_hand"), [
+    (constant, {}, lambda t: 1.0),
+    (poly, POLY, poly_by_hand),
+    (poly, {**POLY, "begin": 0.4}, lambda t: poly_by_hand(t, begin=20)),
+    (poly, {**POLY, "begin": 0.1}, poly_by_hand),  # before the warm-up ends
+    (poly, {"total_steps": 40}, lambda t: max(0.0, 1 - t / 40)),  # beyond its end
+    (exponential, {"factor": 0.9, "every": 0.5, "unit": 20}, lambda t: 0.9 ** (t / 10)),
+    (exponential, {"factor": 0.5, "begin": 7}, lambda t: 0.5 ** max(0, t - 7)),
+    (exponential, STAIRS, staircase_by_hand),
+    (exponential, PARTS, lambda t: 0.5 ** (t // 7)),
+    (transformer, NOAM, noam_by_hand),
+    (transformer, {**NOAM, "max_factor": 0.2}, lambda t: min(0.2, noam_by_hand(t))),
+    (pieces, PIECES, lambda t: 1.0 if t < 20 else 0.1 if t < 35 else 3.0),
+])  # fmt: skip
 def test_each_is_its_formula_at_every_step(
     make: Make, arguments: dict[str, Any], by_hand: Callable[[int], float]
 ) -> None:
@@ -141,19 +134,16 @@ def test_each_is_its_formula_at_every_step(
     assert rates(make, 50, **arguments) == wanted
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "line"),
-    [
-        (poly, {"total_steps": 5, "power": 0.0}, "power=0.0: must be a number > 0"),
-        (poly, {"total_steps": 5, "warmup": 2.0}, "warmup=2.0: must be a fraction >= 0 and <= 1"),
-        (exponential, {"factor": 1.5}, "factor=1.5: must be a number > 0 and <= 1"),
-        (exponential, {"factor": 1.0, "begin": -1.0}, "begin=-1.0: must be a number >= 0"),
-        (transformer, {"d_model": 0, "warmup_steps": 4}, "d_model=0: must be a number >= 1"),
-        (transformer, {**NOAM, "max_factor": 0.0}, "max_factor=0.0: must be a number > 0"),
-        (pieces, {"boundaries": [1], "factors": []}, "factors: 0 for 1 boundaries; give one for each"),  # noqa: E501
-        (pieces, {"boundaries": [2, 1], "factors": [1, 1]}, "boundaries=[2, 1]: must rise"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "arguments", "line"), [
+    (poly, {"total_steps": 5, "power": 0.0}, "power=0.0: must be a number > 0"),
+    (poly, {"total_steps": 5, "warmup": 2.0}, "warmup=2.0: must be a fraction >= 0 and <= 1"),
+    (exponential, {"factor": 1.5}, "factor=1.5: must be a number > 0 and <= 1"),
+    (exponential, {"factor": 1.0, "begin": -1.0}, "begin=-1.0: must be a number >= 0"),
+    (transformer, {"d_model": 0, "warmup_steps": 4}, "d_model=0: must be a number >= 1"),
+    (transformer, {**NOAM, "max_factor": 0.0}, "max_factor=0.0: must be a number > 0"),
+    (pieces, {"boundaries": [1], "factors": []}, "factors: 0 for 1 boundaries; give one for each"),
+    (pieces, {"boundaries": [2, 1], "factors": [1, 1]}, "boundaries=[2, 1]: must rise"),
+])  # fmt: skip
 def test_what_a_schedule_does_not_take_is_one_line(
     make: Make, arguments: dict[str, Any], line: str
 ) -> None:
@@ -222,7 +212,6 @@ LENGTHS: dict[str, Make] = {
 def test_a_longer_plan_has_its_own_schedule_from_the_present_step_on(
     name: str, done: int, caplog: Log
 ) -> None:
-    """Bit for bit the settings of a run that was planned so from the beginning."""
     make = LENGTHS[name]
     wanted, first = settings(*planned(make, 44), 44), planned(make, 22)
     assert settings(*first, done) != wanted[:done]

@@ -90,7 +90,6 @@ def test_numbers_are_filled_in() -> None:
 
 
 def built(*words: str, optimizer: Optimizer | None = None) -> Any:
-    """The schedule as a run makes it."""
     own = optimizer or SGD([torch.zeros(1)], lr=0.1)
     return build_schedule(check_config(composed(*words)), own, PLAN, {"accuracy": Accuracy})
 
@@ -150,8 +149,6 @@ def test_a_chosen_schedule_gets_the_numbers_of_the_plan_and_resumes(make: Any, w
 
 
 class Watched(ConstantLR):
-    """Takes what should not be stored."""
-
     def __init__(self, optimizer: Optimizer, key: str) -> None:
         super().__init__(optimizer)
 
@@ -163,8 +160,6 @@ def test_no_secret_of_a_schedules_arguments_is_saved(monkeypatch: Patch) -> None
 
 
 class Stepless:
-    """Lacks what a run calls."""
-
     def __init__(self, optimizer: object) -> None: ...
 
 
@@ -172,18 +167,14 @@ COSINE = f"scheduler._target_={TORCH}.CosineAnnealingLR"
 UNFIT = "scheduler.T_max: ValueError raised while resolving interpolation: {}; set scheduler.T_max=VALUE"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["scheduler._target_=test_schedules_run.Stepless"], "scheduler._target_=test_schedules_run.Stepless: has no step and no state_dict and no load_state_dict; see docs/optimizer.md"),
-        ([*PLATEAU, "scheduler.mode=min"], "scheduler.mode=min: the schedule watches val_accuracy, where more is better; use scheduler.mode=max"),
-        ([f"scheduler._target_={TORCH}.OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=21"], "scheduler.total_steps=21: OneCycleLR cannot go on after it, and the run is planned for 22 steps; leave it out, or set trainer.epochs or trainer.max_steps to fit it"),
-        ([COSINE, "scheduler.T_max=${plan:total_step}"], UNFIT.format("the plan has no total_step: nearest: total_steps")),
-        ([COSINE, "scheduler.T_max=${plan:total_steps,2}"], UNFIT.format("a share of the plan is a number from 0 to 1, not 2")),
-        ([COSINE, "scheduler.T_max=${plan:total_steps,x}"], UNFIT.format("a share of the plan is a number from 0 to 1, not x")),
-    ],
-    ids=["stepless", "worse", "outrun", "unknown", "above one", "no number"],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    (["scheduler._target_=test_schedules_run.Stepless"], "scheduler._target_=test_schedules_run.Stepless: has no step and no state_dict and no load_state_dict; see docs/optimizer.md"),
+    ([*PLATEAU, "scheduler.mode=min"], "scheduler.mode=min: the schedule watches val_accuracy, where more is better; use scheduler.mode=max"),
+    ([f"scheduler._target_={TORCH}.OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=21"], "scheduler.total_steps=21: OneCycleLR cannot go on after it, and the run is planned for 22 steps; leave it out, or set trainer.epochs or trainer.max_steps to fit it"),
+    ([COSINE, "scheduler.T_max=${plan:total_step}"], UNFIT.format("the plan has no total_step: nearest: total_steps")),
+    ([COSINE, "scheduler.T_max=${plan:total_steps,2}"], UNFIT.format("a share of the plan is a number from 0 to 1, not 2")),
+    ([COSINE, "scheduler.T_max=${plan:total_steps,x}"], UNFIT.format("a share of the plan is a number from 0 to 1, not x")),
+], ids=["stepless", "worse", "outrun", "unknown", "above one", "no number"])  # fmt: skip
 def test_a_schedule_that_a_run_cannot_follow_is_refused(words: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         built(*words)

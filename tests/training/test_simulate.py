@@ -101,14 +101,11 @@ def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("out=RUN/a.png", "out=.*record.txt is a file; .*"),
-        ("loss_scaling=LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
-        ("loss_scaling=none", "loss_scaling=none: has no scale to replay; choose static, .*"),
-    ],
-)
+@pytest.mark.parametrize(("word", "said"), [
+    ("out=RUN/a.png", "out=.*record.txt is a file; .*"),
+    ("loss_scaling=LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
+    ("loss_scaling=none", "loss_scaling=none: has no scale to replay; choose static, .*"),
+])  # fmt: skip
 def test_a_mistake_is_one_line(word: str, said: str, tmp_path: Path, capsys: Shown) -> None:
     run = tmp_path / "record.txt"
     run.write_text("-3\n")

@@ -73,7 +73,6 @@ def test_beyond_the_range_both_are_held_at_its_end() -> None:
 def test_masters_and_state_are_those_of_whole_masters(
     number: int, cls: Any, monkeypatch: Patch
 ) -> None:
-    """Bit for bit, through a skipped step, with one bucket or with several."""
     monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", (5, 10**9)[number % 2])
     runs = []
     for kind in (True, SplitMaster):

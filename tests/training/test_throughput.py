@@ -21,8 +21,6 @@ BATCH = 4
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
-
     now = 100.0
 
     def __call__(self) -> float:
