@@ -181,9 +181,7 @@ def test_cuda_rows(tmp_path: Path) -> None:
 # The command line
 
 
-def test_all_groups_run_or_those_chosen_and_are_written(
-    tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
+def test_all_groups_run_or_those_chosen(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     done: list[tuple[str, int]] = []
 
     def group(name: str) -> groups.Benchmark:

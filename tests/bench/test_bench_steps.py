@@ -122,14 +122,6 @@ def test_what_is_not_installed_is_a_note(monkeypatch: Patch) -> None:
     assert "\n\n- skipped, transformers is not installed; pip" in shown
 
 
-def test_growth_has_a_slope_the_power_that_time_grows_with() -> None:
-    deeper = steps._growth("depth", "linear", "layers", (1, 2), width=4, batch=3)
-    measured = compare(replace(deeper, threads=1, steps=1), 2)
-    assert (list(measured.times), len(measured.notes)) == (["layers 1", "layers 2"], 1)
-    found = steps.slope({"a": [1.0, 5.0], "b": [4.0, 10.0], "c": [16.0, 20.0]}, [1, 2, 4])
-    assert [found.count, found.low, found.median, found.high] == pytest.approx([2, 1.25, 1.5, 1.75])
-
-
 def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[list[str]] = []
 

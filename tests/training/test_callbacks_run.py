@@ -96,9 +96,7 @@ def test_setup_goes_forward_and_teardown_backward_for_what_was_set_up(tmp_path: 
     assert [line[:10] for line in said] == ["setup a in", "teardown a"]
 
 
-def test_every_callback_is_torn_down_and_the_first_error_is_told(
-    tmp_path: Path, caplog: Log
-) -> None:
+def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, caplog: Log) -> None:
     said: list[str] = []
     trainer = trainer_with({"a": Told("a", said), "mine": Failing("teardown")})
     with pytest.raises(KeyError, match="first"), set_up(trainer, context(tmp_path)):
@@ -182,9 +180,7 @@ def test_the_table_has_a_row_for_each_log_and_each_validation(plain: Path) -> No
     assert float(rows[-1]["val_loss"]) == pytest.approx(Summary.read(plain).val_loss, rel=5e-9)
 
 
-def test_the_table_is_the_same_with_an_optimizer_that_skips_on_the_device(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_the_table_is_the_same_with_skips_on_the_device(plain: Path, tmp_path: Path) -> None:
     """Whose steps are told of late; without the curves nothing else asks for them."""
     train(tmp_path, *SMALL, *OFTEN, "callbacks.curves=null", "+optimizer.fused=true")
     first, fused = (
@@ -239,9 +235,7 @@ def test_one_is_monitored(tmp_path: Path, monitor: str) -> None:
     assert Summary.read(tmp_path) == summary
 
 
-def test_an_object_of_a_dataset_is_reset_before_each_validation(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path: Path) -> None:
     own = "dataset._target_=own_callbacks.with_objects"
     train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
     assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]

@@ -127,9 +127,7 @@ def test_the_reason_names_the_best_and_a_resumed_run_stays_stopped_unless_patien
     ({}, None, "monitor=accuracy: the metric does not say which value is better; give it "
      "higher_is_better = True or False, or monitor loss"),
 ])  # fmt: skip
-def test_what_cannot_be_watched_is_refused(
-    options: dict[str, Any], higher: bool | None, line: str
-) -> None:
+def test_what_cannot_be_watched_is_refused(options: Any, higher: bool | None, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         told(EarlyStopping(**options), [0.5], higher)
     assert str(refused.value) == f"callbacks.early_stopping.{line}"

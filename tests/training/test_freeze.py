@@ -42,9 +42,7 @@ def stepped(trainer: Trainer, freeze: Freeze, *batches: tuple[Tensor, Tensor]) -
     ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
     ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
 ])  # fmt: skip
-def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(
-    words: list[str], settings: dict[str, Any]
-) -> None:
+def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(words: Any, settings: Any) -> None:
     trainer, model = cnn("dtype=fp32", *words), cnn("dtype=fp32", *words).model
     # Two groups: torch's fused SGD cannot train more parameters of a group than it began with.
     stem = list(model.get_submodule("stage1").parameters())
@@ -91,9 +89,7 @@ OWN_GROUP = "optimizer.groups.body={parameters:[stage*],nesterov:false}"
 
 @pytest.mark.usefixtures("waited_for")
 @pytest.mark.parametrize(("kind", "more"), [("foreach", []), ("fused", []), ("fused", [OWN_GROUP])])
-def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
-    kind: str, more: list[str]
-) -> None:
+def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(kind: str, more: Any) -> None:
     trainer = cnn("dtype=mixed", *SGD, f"+optimizer.{kind}=true", *more)
     freeze, (first, second, third) = started(trainer, steps={"stage*": 1}), batches(3)
     stepped(trainer, freeze, first)

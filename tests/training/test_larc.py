@@ -1,6 +1,5 @@
 """LARC, LARS and penalties: their formulas by hand, on masters, whatever the loss is scaled by."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -48,16 +47,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), targets
 
 
-def by_hand(
-    weight: Tensor, gradient: Tensor, lr: float, mode: str,
-    eta: float, min_update: float = 1e-7, epsilon: float = 1e-7,
-) -> Tensor:  # fmt: skip
+def by_hand(weight: Tensor, gradient: Tensor, lr: float, mode: str, **own: float) -> Tensor:
     """The gradient after OpenSeq2Seq's formula, from fp32 values."""
+    least, epsilon = torch.tensor(own.get("min_update", 1e-7)), own.get("epsilon", 1e-7)
     size, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
     if mode == "clip":
-        factor = max(eta * size / (lr * (slope + epsilon)), torch.tensor(min_update))
+        factor = max(own["eta"] * size / (lr * (slope + epsilon)), least)
         return gradient * min(factor, torch.tensor(1.0))
-    return gradient * max(eta * size / (slope + epsilon), torch.tensor(min_update))
+    return gradient * max(own["eta"] * size / (slope + epsilon), least)
 
 
 @pytest.mark.parametrize(("dtype", "half", "mode", "name", "settings"), [
@@ -210,9 +207,7 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
     (lambda: penalty(float("nan")), {},
      "callbacks.penalty.strength=nan: must be a finite number > 0"),
 ])  # fmt: skip
-def test_it_refuses_what_it_cannot_stand_beside(
-    make: Callable[[], StepHook], plan: dict[str, Any], line: str
-) -> None:
+def test_it_refuses_what_it_cannot_stand_beside(make: Any, plan: Any, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         hooked(make(), trainer(**plan))
     assert str(refused.value) == line

@@ -1,7 +1,6 @@
 """Several optimizers, of one loss or with a loss each: loops by hand, and who moves when."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,7 +168,7 @@ def test_means_of_all_ranks_skip_all_or_their_part(skip: str, skipped: set[str])
 
 
 @pytest.mark.parametrize(("mode", "half", "number"), BAD[:2])
-def test_one_part_of_one_loss_is_skipped_and_the_buffers_are_undone(
+def test_one_part_of_one_loss_is_skipped_and_buffers_undone(
     mode: str, half: str, number: int
 ) -> None:
     """The other part steps; the statistics are those of a batch that was not wholly good."""
@@ -371,8 +370,6 @@ def of_other_scalers() -> None:
     (lambda: gan_trainer(objectives={"judge": discriminator_objective}), ConfigError, r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
     (of_other_scalers, CheckpointError, "loss_scaling: the checkpoint has a single one, this run discriminator, generator"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(
-    make: Callable[[], Any], error: type[MpframeError], line: str
-) -> None:
+def test_what_does_not_fit_is_refused(make: Any, error: type[MpframeError], line: str) -> None:
     with pytest.raises(error, match=line):
         make()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Patch
-from in_process import StartRun, composed
+from in_process import composed, train
 from prepared import prepared
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,7 +33,6 @@ from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
-WORDS, LENGTH = 17, 6
 
 
 @dataclass
@@ -46,29 +45,21 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.norm = nn.Embedding(WORDS, 8), nn.LayerNorm(8)
+        self.embed, self.norm = nn.Embedding(17, 8), nn.LayerNorm(8)
         self.hidden, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.formats: list[torch.dtype] = []
 
-    def forward(self, input_ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         hidden = self.hidden(self.norm(self.embed(input_ids)))
         if not torch.compiler.is_compiling():
             self.formats.append(hidden.dtype)
-        pooled = (F.gelu(hidden) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        logits = self.head(pooled)
+        logits = self.head(F.gelu(hidden).mean(1))
         return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
 
 
 def dicts(count: int) -> list[dict[str, Tensor]]:
     draw = partial(torch.randint, generator=torch.Generator().manual_seed(1))
-    return [
-        {
-            "input_ids": draw(0, WORDS, (8, LENGTH)),
-            "mask": draw(0, 2, (8, LENGTH)).clamp(min=1.0).float(),
-            "labels": draw(0, 3, (8,)),
-        }
-        for _ in range(count)
-    ]
+    return [{"input_ids": draw(17, (8, 6)), "labels": draw(3, (8,))} for _ in range(count)]
 
 
 trainer_of = partial(
@@ -307,16 +298,14 @@ def test_what_is_no_objective_is_one_line(words: str, line: str) -> None:
     ("model_loss", "objective=model_loss dataset._target_=my_pkg.sentences model._target_=my_pkg.Classifier"),
     ("own", "objective._target_=my_pkg.consistent objective.strength=0.5 model=mlp"),
 ])  # fmt: skip
-def test_the_examples_of_the_page_train(
-    name: str, words: str, start_run: StartRun, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_examples_of_the_page(name: str, words: str, tmp_path: Path, monkeypatch: Patch) -> None:
     found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", PAGE, re.S)
     assert found is not None
     (tmp_path / "my_pkg.py").write_text(found[1])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_pkg", raising=False)
     options = ["dataset.batch_size=32", "trainer.max_steps=2", "dtype=mixed"]
-    summary = start_run(tmp_path / "run", *words.split(), *options)
+    summary = train(tmp_path / "run", *words.split(), *options)
     assert (summary.status, summary.steps) == ("finished", 2)
     assert Summary.read(tmp_path / "run").val_loss == summary.val_loss
 

@@ -127,9 +127,7 @@ PIECES = {"boundaries": [2, 3.5], "factors": [0.1, 3.0], "unit": 10}
     (transformer, {**NOAM, "max_factor": 0.2}, lambda t: min(0.2, noam_by_hand(t))),
     (pieces, PIECES, lambda t: 1.0 if t < 20 else 0.1 if t < 35 else 3.0),
 ])  # fmt: skip
-def test_each_is_its_formula_at_every_step(
-    make: Make, arguments: dict[str, Any], by_hand: Callable[[int], float]
-) -> None:
+def test_each_is_its_formula_at_every_step(make: Make, arguments: Any, by_hand: Any) -> None:
     wanted = [pytest.approx(0.5 * by_hand(t), rel=ROUNDINGS, abs=0) for t in range(50)]
     assert rates(make, 50, **arguments) == wanted
 
@@ -144,9 +142,7 @@ def test_each_is_its_formula_at_every_step(
     (pieces, {"boundaries": [1], "factors": []}, "factors: 0 for 1 boundaries; give one for each"),
     (pieces, {"boundaries": [2, 1], "factors": [1, 1]}, "boundaries=[2, 1]: must rise"),
 ])  # fmt: skip
-def test_what_a_schedule_does_not_take_is_one_line(
-    make: Make, arguments: dict[str, Any], line: str
-) -> None:
+def test_what_a_schedule_does_not_take_is_one_line(make: Make, arguments: Any, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         rates(make, 1, **arguments)
     assert str(refused.value) == f"scheduler.{line}"
@@ -206,12 +202,8 @@ LENGTHS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "done"), [*((name, 9) for name in LENGTHS), ("warmup_cosine", 22)]
-)
-def test_a_longer_plan_has_its_own_schedule_from_the_present_step_on(
-    name: str, done: int, caplog: Log
-) -> None:
+@pytest.mark.parametrize(("name", "done"), [*((n, 9) for n in LENGTHS), ("warmup_cosine", 22)])
+def test_a_longer_plan_has_its_own_schedule_from_now_on(name: str, done: int, caplog: Log) -> None:
     make = LENGTHS[name]
     wanted, first = settings(*planned(make, 44), 44), planned(make, 22)
     assert settings(*first, done) != wanted[:done]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import StartRun, composed, scalars, train
+from in_process import composed, scalars, train
 from sameness import assert_same_run, cut
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR
@@ -61,11 +61,9 @@ def test_plateau_follows_the_validations_and_resumes(plateau: Path, tmp_path: Pa
     assert_same_run(plateau, resumed)
 
 
-def test_another_pace_of_validation_is_said_to_change_such_a_run(
-    plateau: Path, start_run: StartRun, tmp_path: Path, caplog: Log
-) -> None:
+def test_another_pace_of_validations_is_said(plateau: Path, tmp_path: Path, caplog: Log) -> None:
     run = Path(shutil.copytree(plateau, tmp_path / "run"))
-    start_run(run, *PLATEAU_RUN, "trainer.eval_every=3", "resume=auto")
+    train(run, *PLATEAU_RUN, "trainer.eval_every=3", "resume=auto")
     (line,) = (line for line in caplog.messages if "bit for bit" in line)
     assert "trainer.eval_every=3 (was 2)" in line
 

@@ -76,9 +76,7 @@ def test_backoff_is_told_of_its_overflows() -> None:
     assert "5      3        1.00" in as_table({"Backoff": done}).replace("Backoff  ", "")
 
 
-def test_the_command_prints_scalers_side_by_side_or_a_users_own(
-    tmp_path: Path, capsys: Shown
-) -> None:
+def test_the_command_prints_scalers_side_by_side_or_a_users(tmp_path: Path, capsys: Shown) -> None:
     (tmp_path / "record.txt").write_text("-3\n-4\n5\ninf\n" * 20)
     run = f"run={tmp_path / 'record.txt'}"
     simulate([run, "loss_scaling=LogMax,Backoff"])
