@@ -1,6 +1,7 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from bench.groups import devices, steps
-from bench.groups.steps import BYTES, COMPARISONS, Comparison, claims_of, compare
+from bench.groups.steps import COMPARISONS, Comparison, compare
 from bench.step import on_ranks, one_turn
 from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
+from fixtures import Patch
 from ranks import Ranks
 
 TINY = {
@@ -32,18 +34,8 @@ def made(workload: str) -> Workload:
     return WORKLOADS[workload](**TINY[workload])
 
 
-def test_laps_add_up_by_name() -> None:
-    times = iter([0.0, 1.0, 3.0, 10.0, 14.0, 22.0])
-    laps = Laps(clock=lambda: next(times))
-    laps.start()
-    laps.end("forward")
-    laps.end("backward")
-    laps.start()
-    laps.end("forward")
-    laps.end("step")
-    assert laps.seconds == {"forward": 5.0, "backward": 2.0, "step": 8.0}
-    laps.clear()
-    assert laps.seconds == {"forward": 0.0, "backward": 0.0, "step": 0.0}
+def native(yes: bool) -> Callable[[object], bool]:
+    return lambda half: yes
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -66,22 +58,22 @@ def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> No
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
-def test_a_turn_tells_seconds_laps_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_tells_seconds_laps_and_memory_here_and_from_a_process(monkeypatch: Patch) -> None:
+    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
+    turn = steps.Turn("plain", {**arguments, "threads": 1, "steps": 1})
+    assert [turn()] == [own.seconds for own in turn.turns]
     peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
     monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
-    kept: list[None] = []
-    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: kept.append(None))
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
     tiny = "linear", TINY["linear"], "mpframe mixed float16"
-    turn = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
-    assert len(kept) == 1
-    assert turn.bytes_per_parameter == 19.0
-    assert set(turn.laps) == {"forward", "backward", "step"}
-    assert turn.seconds >= sum(turn.laps.values()) > 0
+    told = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
+    assert told.bytes_per_parameter == 19.0
+    assert set(told.laps) == {"forward", "backward", "step"}
+    assert told.seconds >= sum(told.laps.values()) > 0
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Lets turns run in this process, and notes their arguments."""
+def asked(monkeypatch: Patch) -> list[dict[str, Any]]:
     arguments: list[dict[str, Any]] = []
 
     def in_this_process(words: list[str], folder: Path, name: str) -> str:
@@ -99,34 +91,6 @@ def small(comparison: Comparison, **more: Any) -> Comparison:
     return replace(comparison, **{"sizes": sizes, "threads": 1, "steps": 1, **more})
 
 
-LINEAR = COMPARISONS["large"][0]
-
-
-def test_large_rows(asked: list[dict[str, Any]]) -> None:
-    measured = compare(small(LINEAR), 1)
-    assert len(asked) == len(LINEAR.rows) == 11
-    assert measured.title == "Linear layers, 40 parameters"
-    assert measured.setting == (
-        "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
-        "with Backoff."
-    )
-    assert measured.baseline == "torch fp32"
-    assert list(measured.times) == list(LINEAR.rows)
-    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", BYTES]
-
-
-def test_product_rows(asked: list[dict[str, Any]]) -> None:
-    tiny = {"width": 32, "layers": 1, "batch": 32}
-    measured = compare(small(COMPARISONS["products"][0], sizes=tiny), 1)
-    recipes = ["mpframe fp8_tensorwise", "mpframe mxfp8", "mpframe nvfp4"]
-    torchao = ["torchao mxfp8"] if find_spec("torchao") else []
-    assert list(measured.times) == ["mpframe mixed float16", *recipes, *torchao]
-    assert sorted(own["name"] for own in asked) == sorted(measured.times)
-    assert all(own["keep_memory"] for own in asked)
-    note = "torchao mxfp8: skipped, torchao is not installed"
-    assert list(measured.notes) == ([] if torchao else [note])
-
-
 @pytest.mark.parametrize("option", COMPARISONS["options"], ids=lambda option: option.title)
 def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
     words = option.title.partition(",")[0].removesuffix(": ")
@@ -138,94 +102,40 @@ def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
     assert len(set(chosen) - set(plain)) == 1
 
 
-def test_a_turn_is_a_process_of_its_own() -> None:
-    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
-    turn = steps.Turn("plain", {**arguments, "threads": 1, "steps": 1})
-    assert [turn()] == [own.seconds for own in turn.turns]
+@pytest.mark.parametrize(("comparison", "sizes"), [
+    (COMPARISONS["large"][0], {}),
+    (COMPARISONS["products"][0], {"sizes": {"width": 32, "layers": 1, "batch": 32}}),
+    (COMPARISONS["small"][1], {}),
+])  # fmt: skip
+@pytest.mark.usefixtures("asked")
+def test_rows(comparison: Comparison, sizes: dict[str, Any], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(steps, "has_native_half", native(True))
+    measured = compare(small(comparison, **sizes), 1)
+    here = [row for row in comparison.rows if find_spec("torchao") or "torchao" not in row]
+    assert list(measured.times) == here
+    assert all(claim.limit > 0 for claim in measured.claims)
 
 
-ALL = {name: [1.0, 2.0] for name in STEPS}
-
-
-def limits(workload: str) -> dict[str, float]:
-    (found,) = (one for one in COMPARISONS["large"] if one.workload == workload)
-    return {claim.text: claim.limit for claim in claims_of(found, ALL, {BYTES: ALL})}
-
-
-def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: True)
-    amp = {"mpframe amp bfloat16 / torch.autocast bfloat16": 1.02}
-    assert limits("recommender") == amp
-    assert limits("linear") == {
-        **amp,
-        "mpframe mixed float16 / torch fp32": 1.4,
-        "mpframe mixed bfloat16 / torch.autocast bfloat16": 0.9,
-        "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
-        "bytes per parameter, mpframe mixed bfloat16, split masters / torch.autocast bfloat16": 0.7,
-    }
-    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
-    assert list(limits("linear").values()) == [1.4, 0.8, 0.7]
-    assert limits("transformer") == {}
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_small_rows(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: native)
-    bert, unet = COMPARISONS["small"]
-    measured = compare(small(unet), 1)
-    assert measured.title == "U-Net"
-    names = ["torch.autocast bfloat16", "mpframe amp bfloat16", "mpframe mixed bfloat16"]
-    assert list(measured.times) == names
-    assert [claim.limit for claim in measured.claims] == [1.1] * native
+def test_what_is_not_installed_is_a_note(monkeypatch: Patch) -> None:
     monkeypatch.setattr(steps, "find_spec", lambda package: None)
-    skipped = compare(bert, 1)
-    assert skipped.markdown().endswith(
-        "\n\n- skipped, transformers is not installed; pip install 'mpframe[text]'\n"
-    )
+    shown = compare(COMPARISONS["small"][0], 1).markdown()
+    assert "\n\n- skipped, transformers is not installed; pip" in shown
 
 
-def test_growth_rows() -> None:
-    deeper = steps._growth("depth", "linear", "layers", (1, 2), width=4, batch=3)
-    measured = compare(replace(deeper, threads=1, steps=1), 2)
-    assert measured.title == "Growth with depth"
-    assert list(measured.times) == ["layers 1", "layers 2"]
-    assert measured.notes[0].startswith("slope: ")
-
-
-def test_the_slope_is_the_power_that_time_grows_with() -> None:
-    times = {"a": [1.0, 5.0], "b": [4.0, 10.0], "c": [16.0, 20.0]}
-    found = steps.slope(times, [1, 2, 4])
-    assert found.count == 2
-    assert (found.low, found.high) == (pytest.approx(1.25), pytest.approx(1.75))
-    assert found.median == pytest.approx(1.5)
-
-
-def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[list[str]] = []
 
     def on_these_ranks(words: list[str], folder: Path, name: str) -> str:
         asked.append(words)
-        first, _ = two(_measured, json.loads(words[-1]))
-        return json.dumps(first)
+        return json.dumps(two(_measured, json.loads(words[-1]))[0])
 
     monkeypatch.setattr(devices, "run_python", on_these_ranks)
-    monkeypatch.setattr(devices, "has_native_half", lambda half: True)
+    monkeypatch.setattr(devices, "has_native_half", native(True))
     (measured,) = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
     assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert list(measured.times) == list(on_ranks.STEPS)
     assert [claim.limit for claim in measured.claims] == [1.03] * 2
-    assert len(measured.notes) == 4
 
 
 def _measured(arguments: dict[str, Any]) -> Any:
     return on_ranks.measure(**arguments)
-
-
-def test_resnet18_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
-    measured = compare(replace(steps._resnet18(3, width=4), threads=1), 1)
-    assert measured.title == "ResNet-18, 3 images"
-    limits = {claim.text: claim.limit for claim in measured.claims}
-    assert limits["mpframe mixed float16 / torch fp32"] == 1.4
-    assert limits["mpframe amp float16 / torch.autocast float16"] == 1 / 20
-    assert not any("bfloat16" in text for text in limits)  # Claimed where the CPU has it.

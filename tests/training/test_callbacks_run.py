@@ -1,17 +1,135 @@
-"""Callbacks and metrics in a run: from the command line to the run's folder, and over resumes."""
+"""Callbacks and metrics, on their own and in a run: order, states, errors, what they write."""
 
 import csv
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import StartRun, scalars, train
+from fixtures import Log
+from in_process import scalars, train
+from prepared import prepared
+from run_context import context
+from torch import nn
 
-from mpframe import checkpoint
+from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.folder import best_in
-from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.callback import Callback, run_callbacks
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
+from mpframe.run.parts import build_callbacks
+from mpframe.run.resume import restore
 from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks.records import Curves
+from mpframe.training.run_context import RunContext, set_up
+
+FAILING = r"^callbacks\.mine: Failing raised ConnectionError \(no route to the server\) at [^\n]*$"
+
+
+class Counting(Callback):
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Told(Callback):
+    def __init__(self, name: str, said: list[str]) -> None:
+        self._name, self._said = name, said
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        self._said.append(f"setup {self._name} in {context.folder.name}")
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        self._said.append(f"teardown {self._name} {error!r}")
+
+
+class Failing(Callback):
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._fail)
+
+    def _fail(self, *arguments: object) -> None:
+        raise ConnectionError("no route to the server")
+
+
+def trainer_with(callbacks: dict[str, Callback]) -> Trainer:
+    return prepared(nn.Linear(2, 1), nn.MSELoss(), callbacks=callbacks)
+
+
+GONE = (
+    "warning: the checkpoint holds the state of callbacks.gone, callbacks.lost, and this run has no "
+    "such callback: the next checkpoint is without"
+)
+NONE = "warning: the checkpoint holds no state of callbacks.a, which begins without"
+
+
+@pytest.mark.parametrize(("saved", "said"), [
+    ({"a": {"value": 1}}, []),
+    ({"a": {"value": 1}, "gone": {"x": 1}, "lost": {}}, [GONE]),
+    ({}, [NONE]),
+])  # fmt: skip
+def test_a_state_without_a_callback_and_the_reverse_are_said(
+    saved: dict[str, Any], said: list[str], caplog: Log
+) -> None:
+    own = Counting()
+    restore({"a": own, "none": Callback()}, saved)
+    assert (own.value, caplog.messages) == (len(saved.get("a", ())), said)
+    for state in (7, {"other": 1}):
+        with pytest.raises(CheckpointError, match=r"^its state of callbacks\.a does not fit \("):
+            restore({"a": Counting()}, {"a": state})
+
+
+def test_setup_goes_forward_and_teardown_backward_for_what_was_set_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    a, b = Told("a", said), Told("b", said)
+    with set_up(trainer_with({"a": a, "b": b}), context(tmp_path / "run")):
+        said.append("trained")
+    assert said[:3] == ["setup a in run", "setup b in run", "trained"]
+    assert said[3:] == ["teardown b None", "teardown a None"]
+    said.clear()
+    failing = trainer_with({"a": a, "mine": Failing("setup"), "b": b})
+    with pytest.raises(UserCodeError, match=FAILING), set_up(failing, context(tmp_path / "run")):
+        said.append("trained")
+    assert [line[:10] for line in said] == ["setup a in", "teardown a"]
+
+
+def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, caplog: Log) -> None:
+    said: list[str] = []
+    trainer = trainer_with({"a": Told("a", said), "mine": Failing("teardown")})
+    with pytest.raises(KeyError, match="first"), set_up(trainer, context(tmp_path)):
+        raise KeyError("first")
+    assert said[-1] == "teardown a KeyError('first')"
+    (line,) = caplog.messages
+    assert line.startswith("warning: callbacks.mine: Failing raised ConnectionError (no route to")
+    with pytest.raises(UserCodeError, match=FAILING), set_up(trainer, context(tmp_path)):
+        pass  # Then the teardown's is the first.
+
+
+def test_an_error_in_a_users_callback_is_one_line_with_its_name_and_ours_passes() -> None:
+    with pytest.raises(UserCodeError, match=FAILING):
+        run_callbacks({"mine": Failing("on_epoch_end")}, "on_epoch_end", None)
+    with pytest.raises(AttributeError, match="_tracker"):
+        run_callbacks({"curves": Curves(log_every=1)}, "on_save", None)
+
+
+CURVES = "mpframe.training.callbacks.records.Curves"
+
+
+@pytest.mark.parametrize(("node", "line"), [
+    ({"_target_": "builtins.dict"}, r"_target_=builtins\.dict: must return a mpframe\.core\.callback\.Callback, got dict$"),
+    ({"_target_": "nowhere.Mine"}, r"_target_=nowhere\.Mine: "),
+    ({"_target_": CURVES, "log_evry": 1}, r"log_evry=1: .*takes no such argument; nearest: log_every$"),
+])  # fmt: skip
+def test_an_entry_that_is_no_callback_is_refused(node: dict[str, Any], line: str) -> None:
+    config: Any = SimpleNamespace(callbacks={"mine": node})
+    with pytest.raises(ConfigError, match=rf"^callbacks\.mine\.{line}"):
+        build_callbacks(config)
+
+
+# In a run
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]
 OFTEN = ["trainer.log_every=3", "trainer.eval_every=2", "scheduler=none"]
@@ -26,73 +144,33 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is validated in other steps than it is logged in."""
     folder = tmp_path_factory.mktemp("plain")
     train(folder, *SMALL, *OFTEN, HITS)
     return folder
 
 
-def test_a_users_callback_sees_every_step_once_over_a_resume(
-    start_run: StartRun, tmp_path: Path
-) -> None:
+def test_a_users_callback_sees_every_step_once_over_a_resume(tmp_path: Path) -> None:
     """Another one of its class, which begins with the second start, keeps a state of its own."""
     other = ["+callbacks.other._target_=own_callbacks.Losses", "+callbacks.other.name=other"]
-    start_run(tmp_path, *SMALL, *MINE, "trainer.max_steps=3")
-    start_run(tmp_path, *SMALL, *MINE, *other, "trainer.max_steps=5", "resume=auto")
-    steps = [float(step) for step in (tmp_path / "mine.txt").read_text().split()]
-    assert steps == [1.0, 2.0, 3.0, 4.0, 5.0]
+    train(tmp_path, *SMALL, *MINE, "trainer.max_steps=3")
+    train(tmp_path, *SMALL, *MINE, *other, "trainer.max_steps=5", "resume=auto")
+    assert (tmp_path / "mine.txt").read_text() == "1.0 2.0 3.0 4.0 5.0"
     assert (tmp_path / "other.txt").read_text() == "4.0 5.0"
     state = checkpoint.read(tmp_path).state["callbacks"]
-    assert state["mine"] == {"losses": steps}
+    assert state["mine"] == {"losses": [1.0, 2.0, 3.0, 4.0, 5.0]}
     assert list(state) == [*("results", "throughput", "curves", "csv", "autopsy", "mine", "other")]
 
 
-def test_a_callback_that_raises_is_named_and_the_others_are_torn_down(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    breaks = ["+callbacks.bad._target_=own_callbacks.Breaks", "+callbacks.bad.step=3"]
-    with pytest.raises(UserCodeError) as refused:
-        start_run(tmp_path, *SMALL, *MINE, *breaks)
-    assert str(refused.value).startswith(
-        "after step 3: callbacks.bad: Breaks raised ConnectionError (no route to the server) at "
-        "own_callbacks.py:"
-    )
-    assert (tmp_path / "mine.txt").read_text() == "1.0 2.0"
-    assert Summary.read(tmp_path).reason == str(refused.value)
-
-
-LEFT_OUT = ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
-
-
-def test_any_entry_of_the_group_may_be_left_out(
-    plain: Path, start_run: StartRun, tmp_path: Path
-) -> None:
-    """And the summary lacks nothing."""
-    options = [f"callbacks.{name}=null" for name in LEFT_OUT]
-    summary, whole = start_run(tmp_path, *SMALL, *OFTEN, *options), Summary.read(plain)
+def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> None:
+    names = ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
+    summary = train(tmp_path, *SMALL, *OFTEN, *[f"callbacks.{name}=null" for name in names])
     for name in ("train_loss", "metric", "val_metric", "val_loss", "test_loss"):
-        assert getattr(summary, name) == getattr(whole, name)
+        assert getattr(summary, name) == getattr(Summary.read(plain), name)
     assert not (tmp_path / "metrics.csv").exists()
     assert not scalars(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "results"])
-def test_a_runs_own_callbacks_are_not_replaced(
-    start_run: StartRun, tmp_path: Path, name: str
-) -> None:
-    own = [f"+callbacks.{name}._target_=own_callbacks.Breaks", f"+callbacks.{name}.step=1"]
-    with pytest.raises(ConfigError) as refused:
-        start_run(tmp_path, *SMALL, *own)
-    assert str(refused.value) == (
-        f"callbacks.{name}: every run has a callback of this name; give yours another name"
-    )
-
-
-# --- metrics.csv
-
-
 def test_the_table_has_a_row_for_each_log_and_each_validation(plain: Path) -> None:
-    """With the step's numbers in each (test_interruption.py: also if it is resumed in between)."""
     *rows, tested = table(plain)
     assert (tested["step"], bool(tested["test_loss"])) == ("8", True)
     assert [row["step"] for row in rows] == ["2", "3", "4", "6", "8"]
@@ -102,11 +180,9 @@ def test_the_table_has_a_row_for_each_log_and_each_validation(plain: Path) -> No
     assert float(rows[-1]["val_loss"]) == pytest.approx(Summary.read(plain).val_loss, rel=5e-9)
 
 
-def test_the_table_is_the_same_with_an_optimizer_that_skips_on_the_device(
-    plain: Path, start_run: StartRun, tmp_path: Path
-) -> None:
+def test_the_table_is_the_same_with_skips_on_the_device(plain: Path, tmp_path: Path) -> None:
     """Whose steps are told of late; without the curves nothing else asks for them."""
-    start_run(tmp_path, *SMALL, *OFTEN, "callbacks.curves=null", "+optimizer.fused=true")
+    train(tmp_path, *SMALL, *OFTEN, "callbacks.curves=null", "+optimizer.fused=true")
     first, fused = (
         [(row["step"], bool(row["train_loss"]), bool(row["val_loss"])) for row in table(folder)]
         for folder in (plain, tmp_path)
@@ -114,62 +190,42 @@ def test_the_table_is_the_same_with_an_optimizer_that_skips_on_the_device(
     assert first == fused
 
 
-def test_a_resumed_run_has_the_table_of_the_undisturbed_one(
-    plain: Path, start_run: StartRun, tmp_path: Path
-) -> None:
-    start_run(tmp_path, *SMALL, *OFTEN, HITS, "trainer.max_steps=3")
+def test_a_resumed_run_has_the_table_of_the_undisturbed_one(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path, *SMALL, *OFTEN, HITS, "trainer.max_steps=3")
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("4,0,1.0\n")  # A row that no checkpoint knows of.
-    start_run(tmp_path, *SMALL, *OFTEN, HITS, "resume=auto")
+    train(tmp_path, *SMALL, *OFTEN, HITS, "resume=auto")
     whole, again = ((f / "metrics.csv").read_text().splitlines() for f in (plain, tmp_path))
     # The end of the first start was validated, which the undisturbed run does not do at step 3.
-    assert [line for line in again if line not in whole] == [again[2]]
-    assert [line for line in whole if line not in again] == [whole[2]]
-    assert again[2].startswith("3,")
-    assert whole[2].startswith("3,")
+    differing = [(one, two) for one, two in zip(whole, again, strict=True) if one != two]
+    assert differing == [(whole[2], again[2])]
+    assert whole[2][:2] == again[2][:2] == "3,"
 
 
-# --- early stopping
-
-
-STOPS = [
-    *("callbacks=early_stopping", "callbacks.early_stopping.patience=2", "trainer.eval_every=1"),
-    *("callbacks.early_stopping.min_delta=10", "trainer.keep_best=1"),
-]
-
-
-def test_a_run_that_is_stopped_early_is_finished_with_the_reason(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    summary = start_run(tmp_path, *SMALL, *STOPS)
+def test_a_run_that_is_stopped_early_is_finished_with_the_reason(tmp_path: Path) -> None:
+    patience = "callbacks.early_stopping.patience"
+    stops = ["callbacks=early_stopping", "trainer.eval_every=1", "trainer.keep_best=1"]
+    stops += ["callbacks.early_stopping.min_delta=10", f"{patience}=2"]
+    summary = train(tmp_path, *SMALL, *stops)
     assert (summary.status, summary.steps) == ("finished", 3)
-    assert summary.reason is not None
-    assert summary.reason.startswith("early stopping: val_accuracy was not better than ")
-    assert Summary.read(tmp_path).reason == summary.reason
-    on = start_run(tmp_path, *SMALL, *STOPS, "callbacks.early_stopping.patience=4", "resume=auto")
-    assert on.steps == 5
-
-
-# --- metrics
+    reason = str(Summary.read(tmp_path).reason)
+    assert reason.startswith("early stopping: val_accuracy was not better than ")
+    assert train(tmp_path, *SMALL, *stops, f"{patience}=4", "resume=auto").steps == 5
 
 
 def test_metrics_stand_beside_the_datasets_own(plain: Path) -> None:
-    summary = Summary.read(plain)
-    assert (summary.monitor, summary.metric) == ("accuracy", "accuracy")
-    assert summary.monitored == summary.val_metric
+    summary, curves = Summary.read(plain), scalars(plain)
+    assert (summary.metric, summary.monitored) == ("accuracy", summary.val_metric)
     # A share of 180, in float64 and in float32: one rounding of 2^-24.
     assert summary.other_metrics["hits"] == pytest.approx(summary.val_metric, rel=2.0**-24)
-    stored = json.loads((plain / "summary.json").read_text())
-    assert {"val_accuracy", "val_hits", "val_loss", "monitor"} < stored.keys()
-    curves = scalars(plain)
     assert curves["metric/hits/val"] == curves["metric/accuracy/val"]
     assert "val_hits" in table(plain)[0]
 
 
 @pytest.mark.parametrize("monitor", ["hits", "loss"])
-def test_one_is_monitored(start_run: StartRun, tmp_path: Path, monitor: str) -> None:
+def test_one_is_monitored(tmp_path: Path, monitor: str) -> None:
     best = ["trainer.keep_best=1", "trainer.eval_every=2", f"trainer.monitor={monitor}"]
-    summary = start_run(tmp_path, *SMALL, HITS, *best, "trainer.max_steps=4")
+    summary = train(tmp_path, *SMALL, HITS, *best, "trainer.max_steps=4")
     assert summary.monitor == monitor
     assert summary.metric == ("accuracy" if monitor == "loss" else monitor)
     assert summary.monitored == (summary.val_loss if monitor == "loss" else summary.val_metric)
@@ -179,30 +235,28 @@ def test_one_is_monitored(start_run: StartRun, tmp_path: Path, monitor: str) -> 
     assert Summary.read(tmp_path) == summary
 
 
-def test_an_object_of_a_dataset_is_reset_before_each_validation(
-    plain: Path, start_run: StartRun, tmp_path: Path
-) -> None:
-    options = ["dataset._target_=own_callbacks.with_objects", "trainer.eval_every=2"]
-    options += ["model.in_features=64", "model.classes=10"]
-    start_run(tmp_path, *SMALL, *OFTEN, *options)
-    hits = scalars(tmp_path)["metric/hits/val"]
-    assert hits == scalars(plain)["metric/accuracy/val"]
+def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path: Path) -> None:
+    own = "dataset._target_=own_callbacks.with_objects"
+    train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
+    assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "line"),
-    [
-        (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
-        (["+metrics.loss._target_=own_callbacks.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
-        (["+metrics.f1._target_=own_callbacks.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
-        (["+metrics.f1._target_=own_callbacks.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
-        (["+metrics.f1._target_=own_callbacks.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
-    ],
-)  # fmt: skip
-def test_what_is_no_metric_is_refused_in_one_line(
-    start_run: StartRun, tmp_path: Path, options: list[str], error: type[MpframeError], line: str
+OWN = "_target_=own_callbacks"
+TAKEN = "callbacks.checkpoints: every run has a callback of this name; give yours another name"
+
+
+@pytest.mark.parametrize(("options", "error", "line"), [
+    (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
+    ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
+    ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
+    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
+    ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
+    ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, TAKEN),
+])  # fmt: skip
+def test_what_is_no_metric_or_replaces_a_runs_own_callback_is_refused_in_one_line(
+    tmp_path: Path, options: list[str], error: type[MpframeError], line: str
 ) -> None:
     with pytest.raises(error) as refused:
-        start_run(tmp_path, *SMALL, *options, "trainer.max_steps=1")
+        train(tmp_path, *SMALL, *options, "trainer.max_steps=1")
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -1,23 +1,24 @@
 """The test at the end of a run: its best weights on data that chose nothing, and nothing moves."""
 
 import csv
-import json
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import StartRun, scalars, train
+import torch
+from fixtures import Log, Patch
+from in_process import composed, scalars, train
 from sameness import differing
+from torch.utils.data import TensorDataset
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.command_line import check_config
 from mpframe.core.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +26,8 @@ from mpframe.core.errors import (
     DivergedError,
     RunInterrupted,
 )
+from mpframe.data.images import digits
+from mpframe.data.task import Task
 from mpframe.run.parts import build_loaders, build_task
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
@@ -37,39 +40,32 @@ OPTIONS = [
     "trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3",
     "trainer.log_every=4", "dataset.batch_size=128", "seed=3",
 ]  # fmt: skip
-
-
 MLP = [*OPTIONS[1:], "model=mlp", "model.hidden=8"]
 
 
 def run_of(folder: Path, *options: str) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
-    _, composed = compose_named(["callbacks.progress_bar=null", *options])
-    own = without_hydra(composed)
+    own = composed("callbacks.progress_bar=null", *options)
     return Run(check_config(own), own, folder)
 
 
 @pytest.fixture(scope="module")
-def tested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A run whose best checkpoint is not its last, made once; and what it was made by."""
+def tested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run whose best checkpoint is not its last, made once; and the trainer that it had."""
     folder = tmp_path_factory.mktemp("tested")
     run = run_of(folder, *OPTIONS)
     run.train()
-    return folder, run
+    return folder, run.trainer
 
 
-def table(folder: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+def rows_of_the_test(folder: Path) -> list[dict[str, str]]:
+    rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
+    return [row for row in rows if row["test_loss"]]
 
 
-def best_of(folder: Path) -> Path:
-    (best,) = best_in(folder, 1)
-    return best
-
-
-def test_the_best_weights_are_tested_and_evaluate_says_the_same(tested: tuple[Path, Run]) -> None:
+def test_the_best_weights_are_tested_and_evaluate_says_the_same(tested: tuple[Path, Any]) -> None:
     folder, _ = tested
-    summary, best, last = Summary.read(folder), best_of(folder), checkpoint.newest(folder)
+    summary, (best,), last = Summary.read(folder), best_in(folder, 1), checkpoint.newest(folder)
     assert best != last
     assert summary.tested == "best"
     for path, split in ((folder, None), (best, "test")):
@@ -80,13 +76,12 @@ def test_the_best_weights_are_tested_and_evaluate_says_the_same(tested: tuple[Pa
     assert evaluate(last, [], split="test").evaluation.loss != summary.test_loss
 
 
-def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Run]) -> None:
-    folder, run = tested
-    assert run.trainer is not None
+def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) -> None:
+    folder, trainer = tested
     saved = checkpoint.load(folder)["trainer"]
-    assert not differing(saved, run.trainer.state_dict())
+    assert not differing(saved, trainer.state_dict())
     assert saved["ema_updates"] == 6
-    for name, parameter in run.trainer.model.named_parameters():
+    for name, parameter in trainer.model.named_parameters():
         assert parameter.equal(saved["weights"][name].to(parameter.dtype)), name
 
 
@@ -95,65 +90,37 @@ def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_pat
     model = "model._target_=noisy.Remembering"
     run = run_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
     run.train()
-    summary, best = Summary.read(tmp_path), best_of(tmp_path)
+    summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
     assert best != checkpoint.newest(tmp_path)
     assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss
-    assert evaluate(tmp_path, [model], split="val").evaluation.loss == summary.val_loss
-    assert run.trainer is not None
     saved = checkpoint.load(tmp_path)["trainer"]
-    assert not differing(saved, run.trainer.state_dict())
+    assert not differing(saved, run.trainer.state_dict())  # type: ignore[union-attr]
     assert set(saved["extra_state"]) == {"means", "sum", "count"}
 
 
-def test_the_test_is_told_everywhere(tested: tuple[Path, Run]) -> None:
-    folder, _ = tested
-    summary = Summary.read(folder)
-    stored = json.loads((folder / "summary.json").read_text())
-    assert stored["test_accuracy"] == summary.test_metric
-    assert stored["tested"] == "best"
-    curves = scalars(folder)
-    numbers = {"loss/test": summary.test_loss, "metric/accuracy/test": summary.test_metric}
-    for tag, value in numbers.items():
-        # The event file keeps 32 bits of each number.
-        assert curves[tag] == [(6, pytest.approx(value, rel=2.0**-24))]
-    rows = table(folder)
-    *_, validated, last = rows
-    assert (validated["val_loss"] != "", validated["test_loss"]) == (True, "")
-    # metrics.csv keeps nine digits.
-    assert float(last["test_accuracy"]) == pytest.approx(summary.test_metric, rel=1e-8)
-    filled = {name for name, cell in last.items() if cell}
+def test_the_test_is_told_in_curves_and_table(tested: tuple[Path, Any]) -> None:
+    summary, (row,) = Summary.read(tested[0]), rows_of_the_test(tested[0])
+    # The event file keeps 32 bits of each number, metrics.csv nine digits.
+    curve = [(6, pytest.approx(summary.test_metric, rel=2.0**-24))]
+    assert scalars(tested[0])["metric/accuracy/test"] == curve
+    assert float(row["test_accuracy"]) == pytest.approx(summary.test_metric, rel=1e-8)
+    filled = {name for name, cell in row.items() if cell}
     assert filled == {"step", "epoch", "test_loss", "test_accuracy"}
-    assert sum(row["test_loss"] != "" for row in rows) == 1
 
 
-# Best weights that are gone
-
-LOST = (
-    "warning: trainer.keep_best=1: the best validation, accuracy {} (step {}), has no checkpoint "
-    "in this folder; it could not be written or was deleted, so the last weights are tested"
-)
-
-
-def validated_with(monkeypatch: pytest.MonkeyPatch, accuracies: dict[int, float]) -> None:
-    """Let the validation of each step have this accuracy."""
+def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
     evaluate = Trainer.evaluate
 
     def planned(trainer: Trainer, loader: Any, split: str = "validation") -> Evaluation:
-        done = evaluate(trainer, loader, split)
-        if split == "test":
-            return done
-        return replace(
-            done, metrics={"accuracy": accuracies.get(trainer.progress.global_step, 0.25)}
-        )
+        done, step = evaluate(trainer, loader, split), trainer.progress.global_step
+        own = {"accuracy": accuracies.get(step, 0.25)}
+        return done if split == "test" else replace(done, metrics=own)
 
     monkeypatch.setattr(Trainer, "evaluate", planned)
 
 
 def test_best_weights_that_are_gone_are_not_said_to_be_tested(
-    start_run: StartRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Others are left, which would be taken for the best ones."""
     written = checkpoint.save
@@ -166,37 +133,30 @@ def test_best_weights_that_are_gone_are_not_said_to_be_tested(
     monkeypatch.setattr(checkpoint, "save", save)
     validated_with(monkeypatch, {2: 0.5, 4: 0.75, 6: 0.25})
     caplog.set_level("INFO")
-    summary = start_run(tmp_path, *MLP, "trainer.on_save_error=warn", "trainer.keep_last=9")
-    assert len(checkpoint.all_in(tmp_path)) == 2
+    summary = train(tmp_path, *MLP, "trainer.on_save_error=warn", "trainer.keep_last=9")
     assert (summary.tested, summary.best, summary.best_step) == ("last", 0.75, 4)
     assert summary.searched == 0.25  # A search goes by the weights that were tested.
-    assert LOST.format(0.75, 4) in caplog.messages
-    assert caplog.messages[-1].startswith(
-        f"finished: test_accuracy {summary.test_metric:.4f} (last weights), val_accuracy 0.2500, "
-    )
+    assert (
+        "warning: trainer.keep_best=1: the best validation, accuracy 0.75 (step 4), has no "
+        "checkpoint in this folder; it could not be written or was deleted, so the last weights "
+        "are tested"
+    ) in caplog.messages
+    assert "(last weights), val_accuracy 0.2500, " in caplog.messages[-1]
     assert evaluate(tmp_path, []).evaluation.loss == summary.test_loss
 
 
-def test_best_weights_are_saved_after_a_skipped_step(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the best validation would have no checkpoint."""
+def test_best_weights_are_saved_after_a_skipped_step(tmp_path: Path, monkeypatch: Patch) -> None:
     validated_with(monkeypatch, {2: 0.75, 4: 0.5, 6: 0.25})
-    # Each second step is skipped.
-    options = [*MLP, "loss_scaling=Backoff", "loss_scaling.init_scale=1"]
-    options += ["loss_scaling.growth_interval=1", "loss_scaling.growth_factor=1e30"]
-    options += ["loss_scaling.max_scale=1e30", "loss_scaling.backoff_factor=1e-30"]
-    summary = start_run(tmp_path, *options)
+    scaler = "init_scale=1 growth_interval=1 growth_factor=1e30 max_scale=1e30 backoff_factor=1e-30"
+    skips_each_second_step = [f"loss_scaling.{word}" for word in scaler.split()]
+    summary = train(tmp_path, *MLP, "loss_scaling=Backoff", *skips_each_second_step)
     progress = checkpoint.load(tmp_path / "checkpoints/step_00000002")["trainer"]["progress"]
     assert (progress["steps"], progress["skipped_in_a_row"]) == (1, 1)
     assert (summary.tested, summary.best_step, summary.searched) == ("best", 2, 0.75)
 
 
-# Runs that are not finished
-
-
 def test_a_run_interrupted_in_its_test_makes_it_when_resumed(
-    tested: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tested: tuple[Path, Any], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     made = Trainer.test
 
@@ -209,83 +169,57 @@ def test_a_run_interrupted_in_its_test_makes_it_when_resumed(
         with pytest.raises(RunInterrupted):
             train(tmp_path, *OPTIONS)
     stopped = Summary.read(tmp_path)
-    assert (stopped.status, stopped.steps) == ("interrupted", 6)
-    assert (stopped.test_loss, stopped.test_metrics, stopped.tested) == (None, {}, None)
-    assert "loss/test" not in scalars(tmp_path)
+    assert (stopped.status, stopped.test_loss, stopped.tested) == ("interrupted", None, None)
     resumed, whole = train(tmp_path, *OPTIONS, "resume=auto"), Summary.read(tested[0])
     assert (resumed.test_loss, resumed.test_metrics) == (whole.test_loss, whole.test_metrics)
     assert scalars(tmp_path)["loss/test"] == scalars(tested[0])["loss/test"]
 
 
-def test_a_run_that_goes_on_is_tested_anew(tested: tuple[Path, Run], tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_tested_anew(tested: tuple[Path, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tested[0], tmp_path / "run"))
     train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=8")
     assert [step for step, _ in scalars(folder)["loss/test"]] == [8]
-    rows = table(folder)
-    assert [row["step"] for row in rows if row["test_loss"]] == ["8"]
+    assert [row["step"] for row in rows_of_the_test(folder)] == ["8"]
 
 
-def test_runs_that_trained_nothing_or_diverged_are_not_tested(
-    start_run: StartRun, tmp_path: Path
-) -> None:
-    assert start_run(tmp_path / "none", *MLP, "trainer.max_steps=0").tested is None
+def test_runs_that_trained_nothing_or_diverged_are_not_tested(tmp_path: Path) -> None:
+    assert train(tmp_path / "none", *MLP, "trainer.max_steps=0").tested is None
     overflowing = ["loss_scaling=static", "loss_scaling.scale=1e30", "callbacks.autopsy=null"]
     with pytest.raises(DivergedError):
-        start_run(tmp_path / "run", *MLP, *overflowing, "trainer.max_consecutive_skips=2")
+        train(tmp_path / "run", *MLP, *overflowing, "trainer.max_consecutive_skips=2")
     summary = Summary.read(tmp_path / "run")
     assert (summary.status, summary.test_loss, summary.tested) == ("diverged", None, None)
 
 
-# Datasets without a test part, and mistakes
-
 FACTS = ["model.in_features=64", "model.classes=10", "trainer.max_steps=2"]  # of no shipped dataset
-OWN = """
-import torch
-from dataclasses import replace
-from torch.utils.data import TensorDataset
-from mpframe.data import digits
-def without():
+
+
+def without() -> Task:
     return replace(digits(), test=None)
-def empty():
-    return replace(digits(), test=[])
-def nan():
+
+
+def empty() -> Task:
+    return replace(digits(), test=[])  # type: ignore[arg-type]
+
+
+def nan() -> Task:
     bad = TensorDataset(torch.full((3, 1, 8, 8), torch.nan), torch.zeros(3).long())
     return replace(digits(), test=bad)
-"""
 
 
-@pytest.fixture
-def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_parts.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
-    return "dataset._target_=own_parts"
-
-
-def test_a_dataset_without_a_test_part(start_run: StartRun, tmp_path: Path, own_parts: str) -> None:
-    own = f"{own_parts}.without"
-    summary = start_run(tmp_path / "run", *MLP, own, *FACTS)
+def test_a_dataset_without_a_test_part(tmp_path: Path) -> None:
+    own = "dataset._target_=test_final_test.without"
+    summary = train(tmp_path, *MLP, own, *FACTS)
     assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
-    assert "loss/test" not in scalars(tmp_path / "run")
-    done = evaluate(tmp_path / "run", [own])
+    done = evaluate(tmp_path, [own])
     assert (done.split, done.evaluation.loss) == ("val", summary.val_loss)
-    with pytest.raises(ConfigError) as refused:
-        evaluate(tmp_path / "run", [own], split="test")
-    assert str(refused.value) == "split=test: the dataset has no test part; use split=val"
+    with pytest.raises(ConfigError, match=r"^split=test: the dataset has no test part; use split"):
+        evaluate(tmp_path, [own], split="test")
 
 
-def test_an_empty_test_part_is_refused_before_the_first_step(
-    tmp_path: Path, own_parts: str
-) -> None:
-    run = run_of(tmp_path / "run", *MLP, *FACTS, f"{own_parts}.empty")
-    task = build_task(run.config)
+def test_a_test_part_that_is_empty_or_bad_is_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path, *MLP, *FACTS, "dataset._target_=test_final_test.empty").config
     with pytest.raises(DataError, match=r"^dataset: list has no samples; give at least one$"):
-        build_loaders(run.config, task)
-
-
-def test_an_error_in_the_test_data_is_placed(
-    start_run: StartRun, tmp_path: Path, own_parts: str
-) -> None:
+        build_loaders(config, build_task(config))
     with pytest.raises(DataError, match=r"^after step \d: dataset: test sample 0 holds NaN or inf"):
-        start_run(tmp_path / "run", *MLP, *FACTS, f"{own_parts}.nan")
-    assert Summary.read(tmp_path / "run").status == "failed"
+        train(tmp_path, *MLP, *FACTS, "dataset._target_=test_final_test.nan")

@@ -1,33 +1,27 @@
 """callbacks=freeze: frozen weights stay, then train from the right values; resumed bit for bit."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun
+from fixtures import Log
+from in_process import train
+from prepared import prepared
 from sameness import assert_same_run, cut
-from test_param_groups import batches, copied, moved, trainer_of
+from test_param_groups import batches, built, copied, moved
 from torch import Tensor, nn
 
-from mpframe import Precision
 from mpframe.core.errors import ConfigError
-from mpframe.core.objective import supervised
 from mpframe.training.callbacks.ema import ema_of
 from mpframe.training.callbacks.freeze import Freeze, set_requires_grad
-from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
-CNN = ["model=cnn", "model.width=4", "scheduler=none", "optimizer.lr=0.01"]
 SGD = ["optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9"]
 ADAMW = ["optimizer._target_=torch.optim.AdamW", "optimizer.weight_decay=0.1"]
-KINDS = ["foreach", "fused"]
 
-
-def cnn(*words: str) -> Trainer:
-    return trainer_of(*CNN, *words, small=False)
+cnn = partial(built, "model=cnn", "model.width=4", "scheduler=none", "optimizer.lr=0.01")
 
 
 def started(trainer: Trainer, **options: Any) -> Freeze:
@@ -43,28 +37,12 @@ def stepped(trainer: Trainer, freeze: Freeze, *batches: tuple[Tensor, Tensor]) -
         trainer.train_step(batch)
 
 
-def two_layers(mode: str = "fp32", frozen: bool = False, compiled: bool = False) -> Trainer:
-    torch.manual_seed(0)
-    model, precision = nn.Sequential(), Precision(mode)
-    model.stage1, model.head = nn.Linear(4, 4), nn.Linear(4, 2)
-    model.stage1.requires_grad_(not frozen)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = precision.prepare(model, torch.optim.SGD(trained, lr=0.1))
-    loss, plan = supervised(nn.CrossEntropyLoss()), Plan(compile=compiled)
-    return Trainer(model, optimizer, loss, precision, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ([*SGD, "+optimizer.foreach=true"], {"momentum": 0.9, "foreach": True}),
-        ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
-        ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
-    ],
-)
-def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(
-    words: list[str], settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("words", "settings"), [
+    ([*SGD, "+optimizer.foreach=true"], {"momentum": 0.9, "foreach": True}),
+    ([*SGD, "+optimizer.fused=true"], {"momentum": 0.9, "fused": True}),
+    ([*ADAMW, "+optimizer.fused=true"], {"weight_decay": 0.1, "fused": True}),
+])  # fmt: skip
+def test_in_fp32_it_is_a_plain_loop_that_sets_requires_grad(words: Any, settings: Any) -> None:
     trainer, model = cnn("dtype=fp32", *words), cnn("dtype=fp32", *words).model
     # Two groups: torch's fused SGD cannot train more parameters of a group than it began with.
     stem = list(model.get_submodule("stage1").parameters())
@@ -111,17 +89,14 @@ OWN_GROUP = "optimizer.groups.body={parameters:[stage*],nesterov:false}"
 
 @pytest.mark.usefixtures("waited_for")
 @pytest.mark.parametrize(("kind", "more"), [("foreach", []), ("fused", []), ("fused", [OWN_GROUP])])
-def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
-    kind: str, more: list[str]
-) -> None:
+def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(kind: str, more: Any) -> None:
     trainer = cnn("dtype=mixed", *SGD, f"+optimizer.{kind}=true", *more)
     freeze, (first, second, third) = started(trainer, steps={"stage*": 1}), batches(3)
     stepped(trainer, freeze, first)
     before = copied(trainer)
     stepped(trainer, freeze, (second[0] * torch.nan, second[1]))
     trainer.read_verdicts()
-    assert trainer.progress.skipped == 1
-    assert moved(trainer, before) == set()
+    assert (trainer.progress.skipped, moved(trainer, before)) == (1, set())
     buffers = [own["momentum_buffer"] for own in trainer.optimizer.state.values()]
     assert sum(bool(buffer.any()) for buffer in buffers) == 2  # Those of the head.
     assert len(buffers) == 2 or (kind == "fused" and not more)
@@ -130,7 +105,7 @@ def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
     assert all(torch.isfinite(weight).all() for weight in trainer.weights().values())
 
 
-def test_a_run_resumes_bit_for_bit_before_and_after(start_run: StartRun, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_before_and_after(tmp_path: Path) -> None:
     options = [
         *("model.width=4", "dtype=mixed", "callbacks=freeze", "dataset.batch_size=512"),
         *("callbacks.freeze.steps={stage1.*:4}", "callbacks.freeze.epochs={stage2.norm*:1}"),
@@ -138,59 +113,33 @@ def test_a_run_resumes_bit_for_bit_before_and_after(start_run: StartRun, tmp_pat
         *("trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"),
         *("trainer.log_every=1", "trainer.eval_every=3"),
     ]
-    start_run(tmp_path / "whole", *options)
+    train(tmp_path / "whole", *options)
     for at in (2, 5):
         resumed = cut(tmp_path / "whole", tmp_path / f"from {at}", at)
-        start_run(resumed, *options, "resume=auto")
+        train(resumed, *options, "resume=auto")
         assert_same_run(tmp_path / "whole", resumed)
-
-
-def test_a_compiled_model_is_compiled_again_when_more_of_it_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a compiler that leaves the ops as they are, the numbers are those without one."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    data = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(3)]
-    ends = []
-    for compiled in (False, True):
-        trainer = two_layers("mixed", compiled=compiled)
-        before = copied(trainer)
-        freeze = started(trainer, steps={"stage1.*": 2})
-        stepped(trainer, freeze, *data[:2])
-        assert moved(trainer, before) == {"head.weight", "head.bias"}
-        stepped(trainer, freeze, data[2])
-        assert len(moved(trainer, before)) == 4
-        ends.append(trainer.weights())
-    for name, weight in ends[0].items():
-        assert torch.equal(weight, ends[1][name]), name
-
-
-def statistics(trainer: Trainer, name: str) -> Tensor:
-    return trainer.model.get_buffer(f"{name}.running_mean").clone()
 
 
 @pytest.mark.parametrize("eval_mode", [False, True])
 def test_statistics_of_frozen_norms_stay_in_eval_mode_and_move_without(eval_mode: bool) -> None:
     trainer = cnn("dtype=mixed", "optimizer.groups.stem={parameters:[stage2.*],frozen:true}")
     freeze = started(trainer, steps={"stage1.*": 2}, eval_mode=eval_mode)
+    norms = [getattr(trainer.model, f"stage{number}").norm1 for number in (1, 2)]
     first, second, third = batches(3)
-    before = statistics(trainer, "stage1.norm1")
+    before = norms[0].running_mean.clone()
     stepped(trainer, freeze, first)
     trainer.model.train()  # As after a validation, and at the start of an epoch.
     stepped(trainer, freeze, second)
-    assert torch.equal(statistics(trainer, "stage1.norm1"), before) == eval_mode
+    assert torch.equal(norms[0].running_mean, before) == eval_mode
     stepped(trainer, freeze, third)
-    assert not torch.equal(statistics(trainer, "stage1.norm1"), before)
-    assert trainer.model.stage1.norm1.training
+    assert not torch.equal(norms[0].running_mean, before)
+    assert norms[0].training
     # A group that is frozen for good is in eval mode, too.
-    assert bool(statistics(trainer, "stage2.norm1").any()) != eval_mode
+    assert bool(norms[1].running_mean.any()) != eval_mode
 
 
-def test_the_log_names_what_is_frozen_and_when_it_is_trained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_the_log_names_what_is_frozen_and_when_it_is_trained(caplog: Log) -> None:
+    caplog.set_level("INFO")
     trainer = cnn()
     freeze = started(trainer, steps={"stage1.*": 1}, epochs={"stage2.*": 3})
     stepped(trainer, freeze, *batches(2))
@@ -201,25 +150,22 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"steps": {"stage1.*": 0}}, "callbacks.freeze.steps.stage1.*=0: must be a whole number >= 1"),
-        ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
-        ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
-        ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
-        ({"steps": {"stage1.*": 1}}, "callbacks.freeze.steps={stage1.*: 1}: matches no parameter that is trained"),
-        ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "line"), [
+    ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
+    ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
+    ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
+    ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
+])  # fmt: skip
 def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], line: str) -> None:
+    model = nn.Sequential()
+    model.stage1, model.head = nn.Linear(4, 4), nn.Linear(4, 2)
     with pytest.raises(ConfigError) as refused:
-        started(two_layers(frozen=True), **options)
+        started(prepared(model, nn.CrossEntropyLoss()), **options)
     assert str(refused.value).startswith(line)
 
 
 def test_of_several_optimizers_each_keeps_something_to_train() -> None:
-    gan = trainer_of("experiment=digits_gan", small=False)
+    gan = built("experiment=digits_gan")
     with pytest.raises(ConfigError, match="leaves an optimizer nothing to train"):
         started(gan, steps={"generator.*": 1})
     set_requires_grad(gan.optimizer, gan.model.parameters(), True)

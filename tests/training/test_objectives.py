@@ -1,102 +1,81 @@
-"""Objectives: what they are given and give, in every mode, and beside a loop by hand."""
+"""Objectives: what they are given and give in every mode; the group `objective` and its page."""
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures import Patch
+from in_process import composed, train
+from prepared import prepared
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vocabulary import HALVES, CalledOps
 
-from mpframe import Backoff, Precision, Trainer
-from mpframe.core.errors import ConfigError, UserCodeError
-from mpframe.core.objective import StepOutput, compute, supervised
+from mpframe import Backoff, Precision
+from mpframe.config.command_line import check_config
+from mpframe.config.locations import CONF
+from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.objective import Objective, StepOutput, compute, supervised
+from mpframe.run.parts import build_task, to_device
+from mpframe.run.trainer import build_trainer
+from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.objectives import model_loss
+from mpframe.training.objectives import cross_entropy, model_loss
 from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
-WORDS, LENGTH = 17, 6
 
 
 @dataclass
 class Output:
-    """What a Hugging Face model returns."""
-
     loss: Tensor | None = None
     logits: Tensor | None = None
 
 
 class Classifier(nn.Module):
-    """Returns its loss where it is given labels; keeps the formats of its products."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.norm = nn.Embedding(WORDS, 8), nn.LayerNorm(8)
+        self.embed, self.norm = nn.Embedding(17, 8), nn.LayerNorm(8)
         self.hidden, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.formats: list[torch.dtype] = []
 
-    def forward(self, input_ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
-        """Logits [N, 3] of words [N, length]."""
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         hidden = self.hidden(self.norm(self.embed(input_ids)))
         if not torch.compiler.is_compiling():
             self.formats.append(hidden.dtype)
-        pooled = (F.gelu(hidden) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        logits = self.head(pooled)
+        logits = self.head(F.gelu(hidden).mean(1))
         return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
 
 
-def dicts(count: int, size: int = 8) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(0, WORDS, (size, LENGTH), generator=generator),
-            "mask": torch.randint(0, 2, (size, LENGTH), generator=generator).clamp(min=1.0).float(),
-            "labels": torch.randint(0, 3, (size,), generator=generator),
-        }
-        for _ in range(count)
-    ]
+def dicts(count: int) -> list[dict[str, Tensor]]:
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": draw(17, (8, 6)), "labels": draw(3, (8,))} for _ in range(count)]
 
 
-def trainer_of(
-    model: nn.Module, objective: Any, mode: str, half: str = "float16", plan: Plan | None = None
-) -> Trainer:
-    precision = Precision(mode, half)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = precision.prepare(model, plain)
-    rest: Any = {"scaler": Backoff(2.0**8), "plan": plan or Plan(), "evaluator": Evaluator()}
-    return Trainer(model, optimizer, objective, precision, **rest)
+trainer_of = partial(
+    prepared, optimizer=partial(torch.optim.AdamW, lr=1e-2), scaler=Backoff(2.0**8)
+)
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_a_model_that_returns_its_loss_trains_in_all_modes(mode: str, half: str) -> None:
     model = Classifier()
     trainer = trainer_of(model, model_loss, mode, half)
-    losses = [trainer.train_step(batch).loss for batch in dicts(2) * 20]
-    assert losses[-1] < losses[0] / 2  # type: ignore[operator]
-    assert {loss.dtype for loss in losses} == {torch.float32}  # type: ignore[union-attr]
+    losses: list[Any] = [trainer.train_step(batch).loss for batch in dicts(2) * 20]
+    assert losses[-1] < losses[0] / 2
+    assert {loss.dtype for loss in losses} == {torch.float32}
     assert set(model.formats) == {torch.float32 if mode == "fp32" else HALVES[half]}
     assert trainer.progress.skipped == 0
-
-
-def test_in_fp32_a_model_that_returns_its_loss_is_the_loop_by_hand() -> None:
-    trainer, model = trainer_of(Classifier(), model_loss, "fp32"), Classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for batch in dicts(20):
-        loss = model(**batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert torch.equal(trainer.train_step(batch).loss, loss.detach())  # type: ignore[arg-type]
-    for mine, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 class Ends(nn.Module):
@@ -118,19 +97,16 @@ def test_outputs_without_logits_and_targets_that_the_model_does_not_see() -> Non
         output = model_loss(model, (arguments, targets))
         expected = model(**arguments)
     assert output.targets is targets
-    assert output.outputs.keys() == {"start", "end"}
+    assert torch.equal(output.loss, expected.pop("loss"))
+    assert output.outputs.keys() == expected.keys()
     for name, values in output.outputs.items():
         assert torch.equal(values, expected[name].float())
-    assert torch.equal(output.loss, expected["loss"])
     assert model_loss(model, arguments).targets is None
 
 
 def pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator))
-        for size in sizes
-    ]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    return [(draw(size, 4), draw(size, 2)) for size in sizes]
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
@@ -144,13 +120,10 @@ def test_a_supervised_loss_is_in_fp32_outside_the_casts(mode: str, half: str) ->
         return product.square().mean()
 
     model = nn.Sequential(nn.Linear(4, 2))
-    trainer = trainer_of(model, supervised(loss), mode, half)
-    seen: list[torch.dtype] = []
-    model[0].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    (batch,) = pairs(8)
-    trainer.train_step(batch)
-    assert formats == [torch.float32, torch.float32]
-    assert seen == [torch.float32 if mode == "fp32" else HALVES[half]]
+    model[0].register_forward_hook(lambda _, args, output: formats.append(output.dtype))
+    trainer_of(model, supervised(loss), mode, half).train_step(*pairs(8))
+    own = torch.float32 if mode == "fp32" else HALVES[half]
+    assert formats == [own, torch.float32, torch.float32]
 
 
 def test_a_half_loss_is_taken_to_fp32() -> None:
@@ -158,8 +131,7 @@ def test_a_half_loss_is_taken_to_fp32() -> None:
         return StepOutput(model(batch[0]).sum())
 
     output = compute(objective, nn.Linear(4, 2).half(), (torch.randn(3, 4).half(),))
-    assert output.loss.dtype == torch.float32
-    assert output.loss.requires_grad
+    assert (output.loss.dtype, output.loss.requires_grad) == (torch.float32, True)
 
 
 def test_a_loss_is_checked_outside_the_casts() -> None:
@@ -168,79 +140,30 @@ def test_a_loss_is_checked_outside_the_casts() -> None:
     assert seen.names == ["linear"]
 
 
-class Data:
-    """A loader of fixed batches."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
+class Data(list[Any]):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches from `start` on."""
-        return iter(self.batches[start:])
+        return iter(self[start:])
 
 
-@pytest.mark.parametrize(
-    ("mode", "counts"), [("mixed", None), ("fp32", {5: 2, 3: 7}), ("amp", {5: 2, 3: 7})]
-)
-def test_an_evaluation_weighs_batches_by_their_count(
-    mode: str, counts: dict[int, int] | None
-) -> None:
+@pytest.mark.parametrize(("mode", "counts"), [("mixed", None), ("fp32", [2, 7]), ("amp", [2, 7])])
+def test_an_evaluation_weighs_batches_by_their_count(mode: str, counts: list[int] | None) -> None:
     """By the objective's own, e.g. of tokens; else by the samples of the batch."""
-    plain, batches = supervised(nn.MSELoss()), pairs(5, 3)
+    plain, batches = supervised(nn.MSELoss()), Data(pairs(5, 3))
 
     def counting(model: nn.Module, batch: Any) -> StepOutput:
-        count = None if counts is None else counts[len(batch[0])]
+        count = None if counts is None else counts[len(batch[0]) == 3]
         return StepOutput(plain(model, batch).loss, count=count)
 
     torch.manual_seed(0)
-    trainer = trainer_of(nn.Linear(4, 2), counting, mode)
+    trainer = trainer_of(nn.Linear(4, 2), counting, mode, evaluator=Evaluator())
     with torch.no_grad(), trainer.precision.cast():
-        losses = [compute(plain, trainer.model, batch).loss.double() for batch in batches]
-    first, second = (5, 3) if counts is None else counts.values()
-    expected = (losses[0] * first + losses[1] * second) / (first + second)
-    assert trainer.evaluate(Data(batches)).loss == float(expected)
+        one, two = (compute(plain, trainer.model, batch).loss.double() for batch in batches)
+    first, second = counts or (5, 3)
+    expected = float((one * first + two * second) / (first + second))
+    assert trainer.evaluate(batches).loss == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("objective", "line"),
-    [
-        (nn.MSELoss(), r"objective=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
-        (3, r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
-        ({"one": model_loss}, r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of one"),
-    ],
-)  # fmt: skip
-def test_what_is_no_objective_is_refused(objective: Any, line: str) -> None:
-    with pytest.raises(UserCodeError, match=line):
-        trainer_of(nn.Linear(4, 2), objective, "fp32")
-
-
-@pytest.mark.parametrize(
-    ("objective", "batch", "line"),
-    [
-        (supervised(nn.MSELoss()), {"x": torch.ones(2)}, r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
-        (model_loss, {"input": torch.ones(2, 4)}, r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
-        (model_loss, {"x": torch.ones(2, 4)}, r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
-    ],
-)  # fmt: skip
-def test_a_batch_that_does_not_fit_is_one_line(objective: Any, batch: Any, line: str) -> None:
-    with pytest.raises(UserCodeError, match=line):
-        compute(objective, nn.Linear(4, 2), batch)
-
-
-def test_several_objectives_are_for_the_trainer_of_several() -> None:
-    one = trainer_of(nn.Linear(4, 2), model_loss, "fp32")
-    with pytest.raises(UserCodeError, match=r"objective.one=MSELoss: a loss, and an objective is"):
-        MultiObjectiveTrainer(one.model, one.optimizer, {"one": nn.MSELoss()}, one.precision)
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES[1:])
-def test_a_compiled_model_is_one_graph_under_the_casts(
-    mode: str, half: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The objective around it runs as it is written; the steps are those of eager, bit for bit."""
+def test_a_compiled_model_is_one_graph_under_the_casts(monkeypatch: Patch) -> None:
     graphs: list[Any] = []
 
     def keep(graph: Any, _: Any) -> Any:
@@ -248,26 +171,19 @@ def test_a_compiled_model_is_one_graph_under_the_casts(
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = partial(torch.compile, backend=keep, fullgraph=True)
-    monkeypatch.setattr(torch, "compile", compiled)
-    losses = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep, fullgraph=True))
+    losses, data = [], Data(dicts(4))
     for plan in (Plan(), Plan(compile=True)):
-        trainer = trainer_of(Classifier(), model_loss, mode, half, plan)
-        steps = [trainer.train_step(batch).loss for batch in dicts(4)]
-        losses.append([*steps, torch.tensor(trainer.evaluate(Data(dicts(2))).loss)])
+        rest: Any = {"plan": plan, "evaluator": Evaluator()}
+        trainer = trainer_of(Classifier(), model_loss, "mixed", **rest)
+        steps: list[Any] = [trainer.train_step(batch).loss for batch in data]
+        losses.append([*steps, torch.tensor(trainer.evaluate(data).loss)])  # type: ignore[arg-type]
     assert all(map(torch.equal, *losses))
     assert len(graphs) == 2  # in training and in evaluation
     torch._dynamo.reset()
-
-
-def test_an_error_names_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    trainer = trainer_of(nn.Linear(4, 2), supervised(nn.MSELoss()), "fp32", plan=Plan(compile=True))
-    with pytest.raises(UserCodeError, match=r"^model: Linear raised"):
-        trainer.train_step((torch.ones(2, 3), torch.ones(2, 2)))
-
-
-# log_regression
+    broken = trainer_of(nn.Linear(4, 2), nn.MSELoss(), plan=Plan(compile=True))
+    with pytest.raises(MpframeError, match=r"^model: Linear raised"):
+        broken.train_step((torch.ones(2, 3), torch.ones(2, 2)))
 
 
 class Head(nn.Module):
@@ -281,32 +197,15 @@ class Head(nn.Module):
 
 def test_the_logarithm_is_learned_and_the_number_is_measured() -> None:
     torch.manual_seed(0)
-    precision, model = Precision("mixed"), Head()
-    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
     targets = torch.tensor([1.0, 50_000.0, 7e7])
-    with precision.cast():
-        output = LogRegression(mean=2.0, std=0.5)(model, {"x": torch.ones(3, 2), "target": targets})
-        logs = model(torch.ones(3, 2)).float().flatten()
+    trainer = prepared(Head(), LogRegression(mean=2.0, std=0.5), "mixed")
+    with trainer.precision.cast():
+        output = trainer.objective(trainer.model, {"x": torch.ones(3, 2), "target": targets})
+        logs = trainer.model(torch.ones(3, 2)).float().flatten()
     assert torch.equal(output.loss, F.mse_loss(logs, (targets.log() - 2.0) / 0.5))
     assert torch.equal(output.outputs, (2.0 + 0.5 * logs).exp())
     assert torch.equal(output.targets, targets)
     assert {output.loss.dtype, output.outputs.dtype} == {torch.float32}
-
-
-def test_log_regression_refuses_what_it_cannot_use() -> None:
-    objective = LogRegression(0.0, 1.0)
-    batch = {"x": torch.ones(3, 2), "target": torch.ones(3)}
-    with pytest.raises(
-        UserCodeError, match=r"^objective: log_regression takes dicts with a target"
-    ):
-        objective(Head(), (batch["x"], batch["target"]))
-    with pytest.raises(UserCodeError, match="takes one output for each target"):
-        objective(Head(outputs=2), batch)
-    with pytest.raises(ConfigError, match=r"objective\.std=0\.0: must be finite, and std > 0"):
-        LogRegression(0.0, 0.0)
-
-
-# dice_cross_entropy
 
 
 def test_dice_and_cross_entropy_by_hand() -> None:
@@ -323,22 +222,102 @@ def test_dice_and_cross_entropy_by_hand() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)  # a few roundings of float64
 
 
-@pytest.mark.parametrize("mode", ["mixed", "amp"])
-def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str) -> None:
-    torch.manual_seed(0)
-    precision, model = Precision(mode), nn.Conv2d(1, 2, 1)
-    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
-    # 2 · 70,000 pixels: their sum is above float16's largest number, 65,504.
-    images, targets = torch.ones(2, 1, 700, 100), torch.ones(2, 700, 100, dtype=torch.int64)
-    with precision.cast():
-        output = dice_cross_entropy()(model, (images, targets))
-        logits = model(images).float()
-    assert torch.equal(output.loss, dice_cross_entropy().loss(logits, targets))
-    assert output.loss.isfinite()
-    assert output.loss.dtype == torch.float32
+def given(objective: Any, batch: Any, model: nn.Module | None = None) -> Callable[[], object]:
+    return lambda: compute(objective, model or nn.Linear(4, 2), batch)
 
 
-@pytest.mark.parametrize(("option", "value"), [("dice_weight", float("nan")), ("smooth", 0.0)])
-def test_dice_and_cross_entropy_refuse(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"objective.{option}={value}: must be a finite number"):
-        dice_cross_entropy(**{option: value})
+def several() -> object:
+    one = trainer_of(nn.Linear(4, 2), model_loss)
+    return MultiObjectiveTrainer(one.model, one.optimizer, {"one": nn.MSELoss()}, one.precision)
+
+
+ONES, BATCH = torch.ones(2, 4), {"x": torch.ones(3, 2), "target": torch.ones(3)}
+LOG = LogRegression(0.0, 1.0)
+
+
+@pytest.mark.parametrize(("call", "line"), [
+    (several, r"objective\.one=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
+    (lambda: trainer_of(nn.Linear(4, 2), 3), r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
+    (given(supervised(nn.MSELoss()), {"x": ONES}), r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
+    (given(model_loss, {"input": ONES}), r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
+    (given(model_loss, {"x": ONES}), r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
+    (given(LOG, (ONES, ONES), Head()), "objective: log_regression takes dicts with a target"),
+    (given(LOG, BATCH, Head(2)), ".*takes one output for each target"),
+    (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
+    (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
+    (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(call: Callable[[], object], line: str) -> None:
+    with pytest.raises(MpframeError, match=f"^{line}"):
+        call()
+
+
+# The group `objective`
+
+PAGE = (CONF.parent / "docs" / "objectives.md").read_text()
+
+
+def objective_of(*overrides: str) -> Any:
+    return build_task(check_config(composed(*overrides))).objective
+
+
+def test_the_shipped_objectives_take_their_options() -> None:
+    logits, targets = torch.randn(8, 3), torch.arange(8) % 3
+    words = "objective=cross_entropy objective.label_smoothing=0.25 objective.weight=[1,2,0.5]"
+    own, weight = objective_of(*words.split()), torch.tensor([1.0, 2.0, 0.5])
+    expected = F.cross_entropy(logits, targets, weight, label_smoothing=0.25)
+    assert torch.equal(own(nn.Identity(), (logits, targets)).loss, expected)
+    assert objective_of("objective=task").source == "dataset: the loss CrossEntropyLoss"
+    assert objective_of("objective=model_loss") is model_loss
+    assert isinstance(objective_of("objective=mse").loss, nn.MSELoss)
+    own = "objective._target_=mpframe.core.objective.supervised"
+    huber = ("objective.loss._target_=torch.nn.HuberLoss", "objective.loss.delta=0.5")
+    assert objective_of(own, *huber).loss.delta == 0.5
+    weighted: Objective = cross_entropy([1.0, 2.0])
+    to_device(weighted, torch.device("meta"))
+    assert weighted.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("objective=cross_entropy objective.label_smoothing=2", r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
+    ("objective=cross_entropy objective.weight=[1,-1]", r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
+    ("objective=cross_entropy +objective.smoothing=0.1", r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
+    ("objective._target_=torch.nn.L1Loss", r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
+    ("objective._target_=builtins.dict", r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
+    ("objective._target_=mpframe.training.objectives.model_loss objective.strength=1", r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
+    ("objective._target_=nowhere.mine", r"objective\._target_=nowhere\.mine: "),
+])  # fmt: skip
+def test_what_is_no_objective_is_one_line(words: str, line: str) -> None:
+    with pytest.raises(MpframeError, match=f"^{line}") as caught:
+        objective_of(*words.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("supervised", "dataset._target_=my_pkg.points model=mlp model.in_features=8 model.classes=2"),
+    ("model_loss", "objective=model_loss dataset._target_=my_pkg.sentences model._target_=my_pkg.Classifier"),
+    ("own", "objective._target_=my_pkg.consistent objective.strength=0.5 model=mlp"),
+])  # fmt: skip
+def test_examples_of_the_page(name: str, words: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", PAGE, re.S)
+    assert found is not None
+    (tmp_path / "my_pkg.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_pkg", raising=False)
+    options = ["dataset.batch_size=32", "trainer.max_steps=2", "dtype=mixed"]
+    summary = train(tmp_path / "run", *words.split(), *options)
+    assert (summary.status, summary.steps) == ("finished", 2)
+    assert Summary.read(tmp_path / "run").val_loss == summary.val_loss
+
+
+def test_a_task_may_leave_the_objective_to_the_options(tmp_path: Path, monkeypatch: Patch) -> None:
+    text = "from torch.utils.data import Dataset\nfrom mpframe.data import Task\n"
+    text += "def task():\n    return Task(Dataset(), Dataset())\n"
+    (tmp_path / "no_loss.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["dataset._target_=no_loss.task", "model._target_=torch.nn.Linear"]
+    words += ["+model.in_features=1", "+model.out_features=1"]
+    assert objective_of(*words, "objective=model_loss") is model_loss
+    config = check_config(composed(*words))
+    with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
+        build_trainer(config, build_task(config), batches=4)

@@ -1,22 +1,25 @@
-"""Groups of parameters by patterns: torch's own groups, bit for bit; frozen, resumed, refused."""
+"""Parameters by patterns: groups of one optimizer, and parts with an optimizer each."""
 
 import copy
-import logging
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from in_process import StartRun, scalars
+from fixtures import Log
+from in_process import composed, scalars, train
 from sameness import assert_same_run, cut
 from torch import Tensor
+from vocabulary import differing
 
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
+from mpframe.training.optimizers.selection import Selection, divide_parameters
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.images import mlp
 
 SMALL = ["model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=none"]
 NO_DECAY = "optimizer.groups.no_decay={parameters:['*.bias'],weight_decay:0}"
@@ -27,14 +30,16 @@ GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 
 @cache
 def config_of(*words: str) -> Config:
-    _, composed = compose_named(["device=cpu", *words])
-    return check_config(without_hydra(composed))
+    return check_config(composed("device=cpu", *words))
 
 
 def trainer_of(*words: str, small: bool = True) -> Trainer:
     config = config_of(*(SMALL if small else []), *words)
     seed_everything(0)
     return build_trainer(config, build_task(config), batches=4)
+
+
+built = partial(trainer_of, small=False)
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -58,9 +63,6 @@ def moved(trainer: Trainer, before: dict[str, Tensor]) -> set[str]:
 def test_a_word_for_false_in_a_group_is_false() -> None:
     own = trainer_of("optimizer=sgd", "optimizer.momentum=0.9", "optimizer.groups.a={nesterov:no}")
     assert own.optimizer.optimizer.param_groups[0]["nesterov"] is False
-    with pytest.raises(ConfigError) as refused:
-        trainer_of("optimizer=sgd", "optimizer.groups.a={nesterov:abc}")
-    assert str(refused.value) == "optimizer.groups.a.nesterov=abc: must be true or false"
 
 
 def test_they_are_torchs_groups_made_by_hand() -> None:
@@ -68,15 +70,12 @@ def test_they_are_torchs_groups_made_by_hand() -> None:
     trainer, model = trainer_of(*words), trainer_of(*words).model
     named = dict(model.named_parameters())
     layers = ["hidden1.linear", "hidden2.linear", "head"]
-    plain = torch.optim.AdamW(
-        [
-            {"params": [named[f"{layer}.weight"] for layer in layers[:2]]},
-            {"params": [named[f"{layer}.bias"] for layer in layers], "weight_decay": 0},
-            {"params": [named["head.weight"]], "lr": 0.01 * 0.1},
-        ],
-        lr=0.01,
-        weight_decay=0.1,
-    )
+    groups = [
+        {"params": [named[f"{layer}.weight"] for layer in layers[:2]]},
+        {"params": [named[f"{layer}.bias"] for layer in layers], "weight_decay": 0},
+        {"params": [named["head.weight"]], "lr": 0.01 * 0.1},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     for inputs, targets in batches(5):
         trainer.train_step((inputs, targets))
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
@@ -92,18 +91,23 @@ def test_a_frozen_group_stays_and_has_no_state(dtype: str) -> None:
     before = copied(trainer)
     for batch in batches(3):
         trainer.train_step(batch)
-    frozen = {name for name in before if name.startswith("hidden1")}
-    assert len(frozen) == 2
-    assert moved(trainer, before) == set(before) - frozen
+    assert set(before) - moved(trainer, before) == {"hidden1.linear.weight", "hidden1.linear.bias"}
     assert len(trainer.optimizer.state_dict()["state"]) == len(before) - 2
 
 
-def test_they_train_and_resume_bit_for_bit(start_run: StartRun, tmp_path: Path) -> None:
+def test_they_train_and_resume_bit_for_bit_and_are_told(tmp_path: Path, caplog: Log) -> None:
+    caplog.set_level("INFO")
     options = [*SMALL, *GROUPS, STEM, "dtype=mixed", "trainer.max_steps=4",
                "trainer.checkpoint_every=2", "trainer.keep_last=10"]  # fmt: skip
-    start_run(tmp_path / "whole", *options)
+    train(tmp_path / "whole", *options)
+    assert [line for line in caplog.messages if line.startswith("optimizer group")] == [
+        "optimizer group default: 1 tensors of 64 values",
+        "optimizer group no_decay: 3 tensors of 26 values, weight_decay 0",
+        "optimizer group head: 1 tensors of 80 values, lr 0.001",
+        "optimizer group stem: 1 tensors of 512 values, frozen",
+    ]
     resumed = cut(tmp_path / "whole", tmp_path / "resumed", 2)
-    start_run(resumed, *options, "resume=auto")
+    train(resumed, *options, "resume=auto")
     assert_same_run(tmp_path / "whole", resumed)
     curves = scalars(tmp_path / "whole")
     head, default = curves["optim/lr/head"], curves["optim/lr/default"]
@@ -112,30 +116,15 @@ def test_they_train_and_resume_bit_for_bit(start_run: StartRun, tmp_path: Path) 
     assert [own for _, own in head] == pytest.approx([0.1 * own for _, own in default], rel=1e-6)
 
 
-def test_each_group_is_a_line_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    trainer_of(*GROUPS, STEM)
-    assert [line for line in caplog.messages if line.startswith("optimizer group")] == [
-        "optimizer group default: 1 tensors of 64 values",
-        "optimizer group no_decay: 3 tensors of 26 values, weight_decay 0",
-        "optimizer group head: 1 tensors of 80 values, lr 0.001",
-        "optimizer group stem: 1 tensors of 512 values, frozen",
-    ]
-
-
 @pytest.mark.parametrize("then", [[], [HEAD, NO_DECAY], ["optimizer.groups.x={ndim:1}"]])
 def test_other_groups_do_not_resume(then: list[str]) -> None:
     state = copy.deepcopy(trainer_of(NO_DECAY, HEAD).state_dict())
-    with pytest.raises(CheckpointError) as refused:
+    line = r"optimizer\.groups: the checkpoint has default, no_decay, head, this run "
+    with pytest.raises(CheckpointError, match=line):
         trainer_of(*then).load_state_dict(state)
-    assert "optimizer.groups: the checkpoint has default, no_decay, head, this run " in str(
-        refused.value
-    )
 
 
 class Shared(torch.optim.SGD):
-    """Takes an argument that is no setting of a group."""
-
     def __init__(self, params: object, lr: float = 0.1, mode: int = 1) -> None:
         super().__init__(params, lr=lr)  # type: ignore[arg-type]
         self.mode = mode
@@ -145,25 +134,90 @@ SHARED = "optimizer._target_=test_param_groups.Shared"
 ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["g={parameters:[hed.*],lr:1}"], "optimizer.groups.g.parameters: 'hed.*' matches no parameter; nearest: head.bias"),
-        (["g={parameters:[head.*,'*nrom*']}"], "optimizer.groups.g.parameters: '*nrom*' matches no parameter; the names are hidden1.linear.weight"),
-        (["g={ndim:7}"], "optimizer.groups.g.parameters=['*']: no parameter is left for it; the names are"),
-        (["g={ndim:1,weight_decai:0}"], "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
-        (["g={ndim:1,weight_decay:-1}"], "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),
-        (["g={ndim:1,lr:0x}"], "optimizer.groups.g.lr=0x: must be a number or null > 0, or as in 10x"),
-        (["g={ndim:1,frozen:true,lr:1}"], "optimizer.groups.g.lr=1: does nothing with frozen=true; leave out one of them"),
-        (["g={frozen:true}"], "optimizer.groups: every parameter is frozen; leave some to train"),
-        (["g={parameters:head}"], "optimizer.groups.g.parameters=head: must be a list"),
-        (["g=3"], "optimizer.groups.g=3: must be a mapping; give it parameters"),
-        (["default={ndim:1}"], "optimizer.groups.default: is the group of all other"),
-        (["g={ndim:1,mode:2}", SHARED], f"optimizer.groups.g.mode=2: is the same for all parameters; a group may set {ALL}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    (["g={parameters:[hed.*],lr:1}"], "optimizer.groups.g.parameters: 'hed.*' matches no parameter; nearest: head.bias"),
+    (["g={ndim:7}"], "optimizer.groups.g.parameters=['*']: no parameter is left for it; the names are hidden1.linear.weight"),
+    (["g={ndim:1,weight_decai:0}"], "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
+    (["g={ndim:1,weight_decay:-1}"], "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),
+    (["g={ndim:1,lr:0x}"], "optimizer.groups.g.lr=0x: must be a number or null > 0, or as in 10x"),
+    (["g={ndim:1,frozen:true,lr:1}"], "optimizer.groups.g.lr=1: does nothing with frozen=true; leave out one of them"),
+    (["g={frozen:true}"], "optimizer.groups: every parameter is frozen; leave some to train"),
+    (["g={parameters:head}"], "optimizer.groups.g.parameters=head: must be a list"),
+    (["g=3"], "optimizer.groups.g=3: must be a mapping; give it parameters"),
+    (["default={ndim:1}"], "optimizer.groups.default: is the group of all other"),
+    (["g={ndim:1,mode:2}", SHARED], f"optimizer.groups.g.mode=2: is the same for all parameters; a group may set {ALL}"),
+    (["g={nesterov:abc}", "optimizer=sgd"], "optimizer.groups.g.nesterov=abc: must be true or false"),
+])  # fmt: skip
 def test_a_group_that_cannot_be_made_is_refused(words: list[str], line: str) -> None:
     group, *more = words
     with pytest.raises(ConfigError) as refused:
         trainer_of(*more, f"optimizer.groups.{group}")
     assert str(refused.value).startswith(line)
+
+
+# Parts, with an optimizer each
+
+
+def test_the_first_part_that_selects_a_parameter_gets_it_and_once_what_trains() -> None:
+    model = mlp(4, classes=2, hidden=8)
+    matrices = Selection(["*"], without=["head.*"], ndim=2)
+    parts = divide_parameters(model, {"matrices": matrices, "rest": Selection(["*"])})
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    assert {part: [known[parameter] for parameter in own] for part, own in parts.items()} == {
+        "matrices": ["hidden1.linear.weight", "hidden2.linear.weight"],
+        "rest": ["hidden1.linear.bias", "hidden2.linear.bias", "head.weight", "head.bias"],
+    }
+    model = mlp(8, classes=8, hidden=8)
+    model.hidden1.linear.weight.requires_grad_(False)
+    model.head.weight = model.hidden2.linear.weight
+    parts = divide_parameters(model, {"all": Selection()})
+    assert len(parts["all"]) == len({p for p in model.parameters() if p.requires_grad}) == 4
+
+
+def test_muon_gets_the_matrices_and_losses_share_a_scaler_or_have_their_own() -> None:
+    trainer = built("optimizer=muon_adamw", "model=mlp", "dtype=mixed")
+    (matrices, rest) = trainer.optimizer.parts.values()  # type: ignore[union-attr]
+    assert isinstance(matrices.optimizer, torch.optim.Muon)
+    assert [tuple(p.shape) for p in matrices.parameters] == [(256, 64), (256, 256)]
+    assert len(rest.parameters) == 4
+    assert list(trainer.algorithms["schedule"].by_name) == ["matrices", "rest"]  # type: ignore[attr-defined]
+    for scalers, count in (("shared", 1), ("each", 2)):
+        gan = built("experiment=digits_gan", f"optimizer.scalers={scalers}")
+        assert len(gan.scalers) == count
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("optimizer=gan", r"optimizer\.parts: none of discriminator, generator takes|optimizer\.parts\.discriminator\.parameters=\['discriminator\.\*'\]"),
+    ("optimizer=muon_adamw model=mlp optimizer.scalers=each", r"optimizer\.scalers=each: there is one loss"),
+    ("optimizer=muon_adamw optimizer.parts.rest.lr=-1", r"optimizer\.parts\.rest\.lr=-1: must be a number or null > 0"),
+    ("experiment=digits_gan optimizer=adamw", r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
+    ("numerics=on trainer.compile=true", r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
+    ("trainer.recompute=[net.*] trainer.compile=true", r"trainer\.recompute=\['net\.\*'\]: a compiler chooses itself what it computes again; use trainer\.compile=false or trainer\.recompute=\[\]"),
+    ("model=mlp trainer.channels_last=true", r"trainer\.channels_last=true: the model has no 2-d convolution \(no weight with four dimensions\), so nothing would change; use trainer\.channels_last=false"),
+    ("experiment=digits_gan callbacks.loss_spikes.policy=skip", r"callbacks\.loss_spikes\.policy=skip: judges one loss, and the dataset has 2"),
+])  # fmt: skip
+def test_a_configuration_that_does_not_fit_is_refused(words: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        built(*words.split())
+
+
+def test_a_model_is_recomputed_and_reordered_as_its_options_say() -> None:
+    unet = "model=unet model.width=4 model.channels=1 model.classes=2 trainer.channels_last=true"
+    model = built(*unet.split(), "trainer.recompute=[encoder.*]").model
+    recomputed = [name for name, own in model.named_modules() if "forward" in vars(own)]
+    assert recomputed == [f"encoder.{stage}" for stage in range(4)]
+    assert model.head.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_lbfgs_by_configuration_resumes_bit_for_bit() -> None:
+    words = ["dtype=fp32", "scheduler=none", "optimizer._target_=torch.optim.LBFGS"]
+    words += ["optimizer.lr=0.1", "optimizer.max_iter=4"]
+    whole, resumed, data = trainer_of(*words), trainer_of(*words), batches(4)
+    for batch in data[:2]:
+        whole.train_step(batch)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for batch in data[2:]:
+        for trainer in (whole, resumed):
+            trainer.train_step(batch)
+    assert not differing(whole.state_dict(), resumed.state_dict())
+    assert whole.progress.steps == 4

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
+from fixtures import Patch
 from paths import PATHS
 from torch import nn
 
@@ -14,13 +15,12 @@ from mpframe.core.optim.masters import master_for
 from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 
-SUITES = ("torch_grad_scaler", "trainers", "openseq2seq")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "plain"])
 def test_ported_suites_pass_on_every_path(path: str) -> None:
-    files = [str(ROOT / f"tests/ports/test_{suite}.py") for suite in SUITES]
+    suites = ("torch_grad_scaler", "trainers", "openseq2seq")
+    files = [f"tests/ports/test_{suite}.py" for suite in suites]
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--path={path}", *files]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -28,14 +28,14 @@ def test_ported_suites_pass_on_every_path(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_another_way(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_another_way(path: str, monkeypatch: Patch) -> None:
     PATHS[path](monkeypatch)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model, optimizer = Precision("mixed", "bfloat16").prepare(
-        model, torch.optim.AdamW(model.parameters())
+    model, precision = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        Precision("mixed", "bfloat16"),
     )
+    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
     weights = list(model.parameters())
     assert len(optimizer._buckets) == (len(weights) if path == "buckets" else 1)
     assert isinstance(master_for(weights[0]), SplitMaster) == (path == "split")
     assert Plan().compile == (path == "compiled")
-    assert not Plan(compile=False).compile

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fixtures import Shown
 
 from mpframe.cli.commands.simulate import main as simulate
 from mpframe.core.errors import DataError
@@ -15,17 +16,24 @@ from mpframe.lab.simulation import as_table, replay
 from mpframe.tracking.amax_record import FILE_NAME, AmaxRecord, read_amax
 
 
-def test_a_record_is_read_back(tmp_path: Path) -> None:
-    record = AmaxRecord(tmp_path)
-    for value in (1.0, 0.25, math.inf, 0.0, 3e-5):
+def written(folder: Path, *values: float, kept: int = 0) -> bytes:
+    record = AmaxRecord(folder, kept=kept)
+    for value in values:
         record.add(torch.tensor(value))
     record.flush()
-    lines = (tmp_path / FILE_NAME).read_text().split()
-    assert lines[:4] == ["0", "-2", "inf", "-inf"]
+    return (folder / FILE_NAME).read_bytes()
+
+
+def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path: Path) -> None:
+    assert written(tmp_path, 1.0, 0.25, math.inf, 0.0, 3e-5).startswith(b"0\n-2\ninf\n-inf\n")
     amax = read_amax(tmp_path)
     assert amax[:4].tolist() == [1.0, 0.25, math.inf, 0.0]
     # Nine significant digits of log2: an error of 1e-8 octaves at most here.
     assert amax[4] == pytest.approx(3e-5, rel=1e-6)
+    written(tmp_path, 64.0, kept=2)
+    assert read_amax(tmp_path).tolist() == [1.0, 0.25, 64.0]
+    (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe\n1\n2\n")  # One that is no text is carried on.
+    assert written(tmp_path, 8.0, kept=2) == b"\xff\xfe\n1\n3\n"
 
 
 def test_a_long_record_is_written_before_it_is_flushed(tmp_path: Path) -> None:
@@ -35,40 +43,18 @@ def test_a_long_record_is_written_before_it_is_flushed(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).read_text().splitlines() == ["1"] * 768
 
 
-def test_a_resumed_record_keeps_only_what_came_before(tmp_path: Path) -> None:
-    record = AmaxRecord(tmp_path)
-    for value in range(1, 6):
-        record.add(torch.tensor(2.0**value))
-    record.flush()
-    resumed = AmaxRecord(tmp_path, kept=2)
-    resumed.add(torch.tensor(64.0))
-    resumed.flush()
-    assert read_amax(tmp_path).tolist() == [2.0, 4.0, 64.0]
-
-
-def test_a_record_that_is_no_text_is_carried_on(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe\n1\n2\n")
-    record = AmaxRecord(tmp_path, kept=2)
-    record.add(torch.tensor(8.0))
-    record.flush()
-    assert (tmp_path / FILE_NAME).read_bytes() == b"\xff\xfe\n1\n3\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (None, "No such file"),
-        (b"", "no steps recorded"),
-        (b"0\nx\n", "allowed is one number"),
-        (b"\xff\xfe\n1\n", "allowed is one number"),
-    ],
-)
-def test_a_bad_record_is_refused(tmp_path: Path, content: bytes | None, line: str) -> None:
+def test_a_bad_record_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "record.txt"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(DataError, match=line):
+    with pytest.raises(DataError, match="No such file"):
         read_amax(file)
+    for content, line in (
+        (b"", "no steps rec"),
+        (b"0\nx\n", "one num"),
+        (b"\xff\xfe\n", "one num"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=line):
+            read_amax(file)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -90,15 +76,18 @@ def test_backoff_is_told_of_its_overflows() -> None:
     assert "5      3        1.00" in as_table({"Backoff": done}).replace("Backoff  ", "")
 
 
-def test_the_command_prints_the_scalers_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_scalers_side_by_side_or_a_users(tmp_path: Path, capsys: Shown) -> None:
     (tmp_path / "record.txt").write_text("-3\n-4\n5\ninf\n" * 20)
-    simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=LogMax,Backoff"])
+    run = f"run={tmp_path / 'record.txt'}"
+    simulate([run, "loss_scaling=LogMax,Backoff"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "20 steps overflowed in the run itself and are left out"
     assert [line.split()[0] for line in lines[1:]] == ["scaler", "LogMax", "Backoff", "picture:"]
     assert (tmp_path / "record.scaling.png").exists()
+    own = "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
+    simulate([run, own, "loss_scaling.scale=4096"])
+    row = capsys.readouterr().out.splitlines()[2].split()
+    assert (row[0], row[2], row[-1]) == ("static", "20", "4096")
 
 
 def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path) -> None:
@@ -110,28 +99,14 @@ def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("out=RUN/a.png", "out=.*record.txt is a file; .*"),
-        ("loss_scaling=LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
-        ("loss_scaling=none",
-         "loss_scaling=none: has no scale to replay; choose static, Backoff, LogMax"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line(
-    word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("word", "said"), [
+    ("out=RUN/a.png", "out=.*record.txt is a file; .*"),
+    ("loss_scaling=LogMin", "loss_scaling=LogMin: choose .*; nearest: LogMax"),
+    ("loss_scaling=none", "loss_scaling=none: has no scale to replay; choose static, .*"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(word: str, said: str, tmp_path: Path, capsys: Shown) -> None:
     run = tmp_path / "record.txt"
     run.write_text("-3\n")
     with pytest.raises(SystemExit):
         simulate([f"run={run}", word.replace("RUN", str(run))])
     assert re.fullmatch(f"mpframe: {said}\n", capsys.readouterr().err)
-
-
-def test_a_users_scaler_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "record.txt").write_text("-3\n-4\n5\n")
-    own = "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
-    simulate([f"run={tmp_path / 'record.txt'}", own, "loss_scaling.scale=4096"])
-    row = capsys.readouterr().out.splitlines()[1].split()
-    assert (row[0], row[2], row[-1]) == ("static", "1", "4096")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import Patch
 from torch import Tensor, nn
 from vocabulary import same_bits, tensors
 
@@ -18,26 +19,13 @@ from mpframe.training.optimizers.split_master import SplitMaster
 BF16 = torch.bfloat16
 END = torch.finfo(BF16).max
 OPTIMIZERS = sorted(master_weights._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
+Wrapped = tuple[list[nn.Parameter], Any]
 
 
-def floats_of(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).view(torch.float32)
-
-
-def every_upper_half(low: int) -> Tensor:
-    """fp32 values with each upper half that is finite, and these lower 16 bits."""
-    upper = torch.arange(-(2**15), 2**15)
-    values = floats_of(upper * 2**16 + low)
-    return values[values.isfinite() & (values.abs() <= END)]
-
-
-def weight_like(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values.to(BF16))
-
-
-def parameters() -> list[nn.Parameter]:
+def wrapped(kind: bool | type[SplitMaster], cls: Any = torch.optim.AdamW) -> Wrapped:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(3, 4, generator=generator).to(BF16)) for _ in range(3)]
+    params = [nn.Parameter(torch.randn(3, 4, generator=generator).to(BF16)) for _ in range(3)]
+    return params, MasterWeights(cls(params, lr=0.05), keep_masters=kind)
 
 
 def set_gradients(params: list[nn.Parameter], step: int) -> None:
@@ -46,30 +34,26 @@ def set_gradients(params: list[nn.Parameter], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def wrapped(
-    kind: bool | type[SplitMaster], cls: Any = torch.optim.AdamW
-) -> tuple[list[nn.Parameter], Any]:
-    params = parameters()
-    return params, MasterWeights(cls(params, lr=0.05), keep_masters=kind)
+def stepped(own: Wrapped, *steps: int) -> Wrapped:
+    for step in steps:
+        set_gradients(own[0], step)
+        own[1].step()
+    return own
 
 
 def masters_of(params: list[nn.Parameter], optimizer: MasterWeights) -> list[Tensor]:
     return [optimizer.master_of(p) for p in params]
 
 
-def state_of(optimizer: MasterWeights) -> list[Tensor]:
-    return tensors([list(own.values()) for own in optimizer.optimizer.state.values()])
-
-
 @pytest.mark.parametrize("low", [0, 0x7FFF, 0x8000, 0x8001])
 def test_no_bit_is_lost_and_the_weight_is_the_nearest(low: int) -> None:
     """Over every sign, exponent and upper digit; of two the one away from zero."""
-    values = every_upper_half(low)
+    values = (torch.arange(-(2**15), 2**15) * 2**16 + low).to(torch.int32).view(torch.float32)
+    values = values[values.isfinite() & (values.abs() <= END)]
     assert len(values) > 65000
-    weight = weight_like(values)
+    weight, even = nn.Parameter(values.to(BF16)), values.to(BF16)
     held = SplitMaster(weight, values)
     assert torch.equal(held.current(weight).view(torch.int32), values.view(torch.int32))
-    even = values.to(BF16)
     if low == 0x8000:
         off = (weight.double() - values.double()).abs()
         assert torch.equal(off, (even.double() - values.double()).abs())
@@ -79,18 +63,14 @@ def test_no_bit_is_lost_and_the_weight_is_the_nearest(low: int) -> None:
 
 
 def test_beyond_the_range_both_are_held_at_its_end() -> None:
-    values = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf])
-    weight = weight_like(torch.zeros(4))
-    held = SplitMaster(weight, values)
+    weight = nn.Parameter(torch.zeros(4, dtype=BF16))
+    held = SplitMaster(weight, torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf]))
     assert torch.equal(held.current(weight), torch.tensor([END, -END, END, -END]))
     assert torch.equal(weight.float(), held.current(weight))
 
 
 @pytest.mark.parametrize(("number", "cls"), list(enumerate(OPTIMIZERS)))
-def test_masters_and_state_are_those_of_whole_masters(
-    number: int, cls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, through a skipped step, with one bucket or with several."""
+def test_masters_and_state_equal_whole_masters(number: int, cls: Any, monkeypatch: Patch) -> None:
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", (5, 10**9)[number % 2])
     runs = []
     for kind in (True, SplitMaster):
@@ -101,28 +81,25 @@ def test_masters_and_state_are_those_of_whole_masters(
             if step == 2:
                 params[1].grad = torch.full_like(params[1], torch.nan)
             assert bool(optimizer.step(scaler, max_norm=1.0).skipped) == (step == 2)
-        runs.append([*masters_of(params, optimizer), *state_of(optimizer)])
+        state = tensors([list(own.values()) for own in optimizer.optimizer.state.values()])
+        runs.append([*masters_of(params, optimizer), *state])
     assert same_bits(*runs)
 
 
-def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp32_masters_have_memory_for_one_bucket_at_a_time(monkeypatch: Patch) -> None:
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 12)
     params, optimizer = wrapped(SplitMaster)
-    stepped = [optimizer.optimizer_param(p) for p in params]
-    with_memory = []
-    step: Any = optimizer.optimizer.step
+    masters = [optimizer.optimizer_param(p) for p in params]
+    with_memory, step = [], optimizer.optimizer.step
 
     def look() -> Any:
-        with_memory.append([bool(m.untyped_storage().nbytes()) for m in stepped])
+        with_memory.append([bool(m.untyped_storage().nbytes()) for m in masters])
         return step()
 
     monkeypatch.setattr(optimizer.optimizer, "step", look)
-    set_gradients(params, 0)
-    optimizer.step()
+    stepped((params, optimizer), 0)
     assert with_memory == [[True, False, False], [False, True, False], [False, False, True]]
-    assert not any(m.untyped_storage().nbytes() for m in stepped)
+    assert not any(m.untyped_storage().nbytes() for m in masters)
 
 
 WRITES: dict[str, Any] = {
@@ -136,13 +113,13 @@ WRITES: dict[str, Any] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_into_the_weight_reaches_its_master(write: str) -> None:
     """The master rounds to what was written: half a unit in the weight's last place is left."""
-    params, optimizer = wrapped(SplitMaster)
-    for step in range(3):  # So that the low bits are not zero.
-        set_gradients(params, step)
-        optimizer.step()
+    params, optimizer = stepped(wrapped(SplitMaster), 0, 1, 2)  # So that the low bits are not zero.
+    before, kept = optimizer.master_of(params[0]), params[0].data
+    params[0].data = torch.ones_like(kept)
+    params[0].data = kept  # What is replaced and put back keeps its master.
+    assert torch.equal(optimizer.master_of(params[0]), before)
     WRITES[write](params[0])
-    written = params[0].detach().clone()
-    master = optimizer.master_of(params[0])
+    written, master = params[0].detach().clone(), optimizer.master_of(params[0])
     assert torch.equal(master.to(BF16), written)
     if write in ("data.zero_", "inf"):
         assert torch.equal(master, written.float())
@@ -155,101 +132,58 @@ def test_a_write_into_the_weight_reaches_its_master(write: str) -> None:
     assert same_bits(masters_of(params[1:], optimizer), others)
 
 
-def test_a_weight_that_is_replaced_and_put_back_keeps_its_master() -> None:
-    params, optimizer = wrapped(SplitMaster)
-    set_gradients(params, 0)
-    optimizer.step()
-    before, kept = optimizer.master_of(params[0]), params[0].data
-    params[0].data = torch.ones_like(kept)
-    params[0].data = kept
-    assert torch.equal(optimizer.master_of(params[0]), before)
-
-
 @pytest.mark.parametrize(
     "kinds", [(SplitMaster, SplitMaster), (SplitMaster, True), (True, SplitMaster)]
 )
-def test_a_state_goes_on_in_either_kind(kinds: tuple[Any, Any]) -> None:
-    params, optimizer = wrapped(kinds[0])
-    set_gradients(params, 0)
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    others, resumed = wrapped(kinds[1])
-    resumed.load_state_dict(saved)
-    assert same_bits(masters_of(others, resumed), masters_of(params, optimizer))
-    for step in range(1, 3):
-        for own, taken in ((params, optimizer), (others, resumed)):
-            set_gradients(own, step)
-            taken.step()
-    assert same_bits(masters_of(others, resumed), masters_of(params, optimizer))
-
-
-def test_a_copy_goes_on_as_the_original() -> None:
-    original = wrapped(SplitMaster)
-    copies = copy.deepcopy(original)
-    for params, optimizer in (original, copies):
-        set_gradients(params, 1)
-        optimizer.step()
-    assert same_bits(masters_of(*copies), masters_of(*original))
-    assert same_bits(copies[0], original[0])
+def test_a_state_and_a_copy_go_on_in_either_kind(kinds: tuple[Any, Any]) -> None:
+    own, resumed = stepped(wrapped(kinds[0]), 0), wrapped(kinds[1])
+    resumed[1].load_state_dict(copy.deepcopy(own[1].state_dict()))
+    copied = copy.deepcopy(own)
+    for other in (resumed, copied):
+        assert same_bits(masters_of(*other), masters_of(*own))
+    for one in (own, resumed, copied):
+        stepped(one, 1, 2)
+    for other in (resumed, copied):
+        assert same_bits(masters_of(*other), masters_of(*own))
 
 
 def test_a_group_is_frozen_and_thawed() -> None:
     params, optimizer = wrapped(SplitMaster)
     set_requires_grad(optimizer, params[:1], requires_grad=False)
     before = optimizer.master_of(params[0])
-    set_gradients(params[1:], 0)
-    optimizer.step()
+    stepped((params[1:], optimizer), 0)
     assert torch.equal(optimizer.master_of(params[0]), before)
     set_requires_grad(optimizer, params[:1], requires_grad=True)
-    set_gradients(params, 1)
-    optimizer.step()
+    stepped((params, optimizer), 1)
     assert not torch.equal(optimizer.master_of(params[0]), before)
 
 
 def test_channels_last_weights_keep_their_order() -> None:
     values = torch.randn(4, 3, 2, 2)
-    weight = weight_like(values.to(memory_format=torch.channels_last))
-    optimizer = MasterWeights(
-        torch.optim.AdamW([weight], fused=True), {weight: values}, keep_masters=SplitMaster
-    )
+    weight = nn.Parameter(values.to(BF16, memory_format=torch.channels_last))
+    fused = torch.optim.AdamW([weight], fused=True)
+    optimizer = MasterWeights(fused, {weight: values}, keep_masters=SplitMaster)
     assert torch.equal(optimizer.master_of(weight), values)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert optimizer.optimizer_param(weight).stride() == weight.stride()
 
 
-def test_a_prepared_model_starts_from_the_values_before_the_rounding() -> None:
-    masters = []
-    for kind in (True, SplitMaster):
-        torch.manual_seed(0)
-        model, precision = nn.Linear(8, 16), Precision("mixed", "bfloat16", master_weights=kind)
-        model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
-        masters.append(list(optimizer.masters_by_name(model).values()))
-    assert same_bits(*masters)
-
-
 def test_the_average_follows_split_masters() -> None:
-    params, optimizer = wrapped(SplitMaster)
-    twins, whole = wrapped(True)
     averages = []
-    for own, taken in ((params, optimizer), (twins, whole)):
-        ema = Ema({p: taken.master_of(p) for p in own}, 0.5)
+    for own in (wrapped(SplitMaster), wrapped(True)):
+        ema = Ema({p: own[1].master_of(p) for p in own[0]}, 0.5)
         for step in range(3):
-            set_gradients(own, step)
-            taken.step()
+            stepped(own, step)
             ema.update()
         averages.append(ema._averages)
     assert same_bits(*averages)
 
 
 def test_float16_is_refused() -> None:
-    line = (
-        r"^dtype\.master_weights=split: the weights are float16, and only bfloat16 is a part of "
-        r"fp32; use dtype\.half=bfloat16, or dtype\.master_weights=on$"
-    )
+    line = r"^dtype\.master_weights=split: the weights are float16, and only bfloat16 is a part of "
     with pytest.raises(ConfigError, match=line):
         Precision("mixed", "float16", master_weights=SplitMaster)
+    half = torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1)
     with pytest.raises(ConfigError, match=line):
-        MasterWeights(
-            torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1), keep_masters=SplitMaster
-        )
+        MasterWeights(half, keep_masters=SplitMaster)
