@@ -180,6 +180,12 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def in_group(do: Any, *arguments: Any) -> Any:
+    """What `do` returns for the ranks and these arguments, as one of the ranks."""
+    with init_comm(None, lambda: CPU, 120) as comm:
+        return do(comm, *arguments)
+
+
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
     with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:

@@ -9,7 +9,6 @@ import ranked
 from in_process import train
 from ranks import Ranks
 from sameness import differing
-from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate
@@ -31,10 +30,6 @@ def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights_of(folder: Path) -> list[Tensor]:
-    return list(checkpoint.load(folder)["trainer"]["ema"].values())
-
-
 def state_of(folder: Path) -> Any:
     state = checkpoint.load(folder)
     del state["usage"]
@@ -43,10 +38,10 @@ def state_of(folder: Path) -> Any:
 
 def test_a_run_leaves_what_ddp_leaves(two: Ranks, undisturbed: Path, tmp_path: Path) -> None:
     """Each rank has written half of the weights, of their averages and of the optimizer's state."""
-    newest = checkpoint.newest(undisturbed)
-    files = {path.name: path.stat().st_size for path in newest.iterdir()}
+    files = {own.name: own.stat().st_size for own in checkpoint.newest(undisturbed).iterdir()}
     assert sorted(files) == ["config.yaml", "manifest.json", *PARTS, "state.pt"]
-    divided = 4 * 4 * sum(weight.numel() for weight in weights_of(undisturbed))
+    average = checkpoint.load(undisturbed)["trainer"]["ema"]
+    divided = 4 * 4 * sum(weight.numel() for weight in average.values())
     for name in PARTS:
         assert divided / 2 < files[name] < divided / 2 + 2**13
     two(ranked.run, tmp_path / "ddp", *NET)
@@ -98,10 +93,9 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
 
 def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path) -> None:
     """Nothing of the checkpoint is left."""
-    full = ["+callbacks.full._target_=ranked.FullDisk"]
-    ends = two(ranked.run, tmp_path / "run", *NET, FSDP, *full)
-    assert ends[0] == ends[1]
-    kind, text = ends[0]
+    full = "+callbacks.full._target_=ranked.FullDisk"
+    (kind, text), other = two(ranked.run, tmp_path / "run", *NET, FSDP, full)
+    assert (kind, text) == other
     assert kind == "CheckpointError"
     assert text.startswith(f"checkpoint {tmp_path}/run/checkpoints/step_00000004 could not be")
     assert "No space left on device" in text
