@@ -1,6 +1,7 @@
 """Products by `scaled_mm`: a CPU's kernels of fp8, and the exact codes of MX and NVFP4."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, product
@@ -32,20 +33,15 @@ MX = Quantization(E4M3, per="block", block=32, scale="e8m0")
 MXFP4 = replace(MX, format=E2M1, hadamard=32, rounding="stochastic")
 NVFP4 = Quantization(E2M1, per="block", block=16, scale="e4m3")
 KINDS = {
-    "tensor": TENSOR,
-    "tensor e5m2": replace(TENSOR, format=E5M2),
-    "tensor e8m0": replace(TENSOR, scale="e8m0"),
-    "row": ROW,
-    "mx": MX,
-    "mx e5m2": replace(MX, format=E5M2, rule="floor"),
-    "mx across": replace(MX, across=32),
-    "mx 128": replace(MX, block=128, across=16),
-    "nvfp4": NVFP4,
+    "tensor": TENSOR, "tensor e5m2": replace(TENSOR, format=E5M2),
+    "tensor e8m0": replace(TENSOR, scale="e8m0"), "row": ROW, "mx": MX,
+    "mx e5m2": replace(MX, format=E5M2, rule="floor"), "mx across": replace(MX, across=32),
+    "mx 128": replace(MX, block=128, across=16), "nvfp4": NVFP4,
     "nvfp4 weight": replace(NVFP4, across=16),
     "nvfp4 dw": replace(NVFP4, block=32, hadamard=16, rounding="stochastic"),
-}
+}  # fmt: skip
 UNIT = 2.0**-24  # of fp32: half a unit in the last place, relative
-# `bound` for 40 addends, whose magnitudes have a sum of less than twice the largest result.
+# As in `apart`, for 40 addends, whose magnitudes have a sum of less than twice the largest result.
 NEAR = 2 * 43 * UNIT * 2
 
 
@@ -62,26 +58,16 @@ def draw() -> Callable[[Tensor], Tensor]:
     return lambda like: torch.rand(like.shape, generator=generator)
 
 
-def recipe(**entries: Any) -> Recipe:
-    return Recipe.from_mapping("mine", {"every": {"format": "e4m3fn"}, **entries})
-
-
-def bound(left: Tensor, right: Tensor) -> Tensor:
-    """How far two fp32 products of the same operands may be apart, whatever their order.
-
-    A kernel that scales elements first rounds each operand once and their product once; one that
-    scales sums rounds the product of both scales, and the sum by it: at most 3 roundings an addend.
-    In any order an addend goes through at most k - 1 sums. So each product is off by at most
-    (k + 2) units of the sum of magnitudes, and one more covers the terms of second order.
-    """
-    magnitudes = left.double().abs() @ right.double().abs()
-    return 2 * (left.shape[1] + 3) * UNIT * magnitudes
-
-
 def apart(result: Tensor, left: Tensor, right: Tensor) -> float:
-    """The distance from the emulated product, in the largest that `bound` allows."""
+    """The distance from the emulated product, in the largest that any order may give.
+
+    An addend has at most 3 roundings (of both operands and their product, or of the product of both
+    scales and the sum by it) and goes through at most k - 1 sums: (k + 2) units of the sum of
+    magnitudes, and one more for terms of second order.
+    """
+    bound = 2 * (left.shape[1] + 3) * UNIT * (left.double().abs() @ right.double().abs())
     distance = (result.double() - (left @ right).double()).abs()
-    return float((distance / bound(left, right)).nan_to_num(0.0).max())
+    return float((distance / bound).nan_to_num(0.0).max())
 
 
 @pytest.fixture
@@ -160,14 +146,10 @@ def test_codes_decode_to_the_very_numbers(name: str, shape: tuple[int, int]) -> 
 
 @pytest.mark.parametrize(
     ("left", "right", "shape", "turned"),
-    [
-        ("tensor", "tensor", (64, 96, 32), False),
-        ("tensor", "tensor e5m2", (33, 47, 5), True),
-        ("tensor e5m2", "tensor e8m0", (3, 4096, 17), False),
-        ("row", "row", (1, 16, 10), False),
-        ("row", "row", (64, 96, 32), True),
-    ],
-)
+    [("tensor", "tensor", (64, 96, 32), False), ("tensor", "tensor e5m2", (33, 47, 5), True),
+     ("tensor e5m2", "tensor e8m0", (3, 4096, 17), False), ("row", "row", (1, 16, 10), False),
+     ("row", "row", (64, 96, 32), True)],
+)  # fmt: skip
 def test_a_cpu_equals_the_emulation_but_for_the_order(
     left: str, right: str, shape: tuple[int, int, int], turned: bool
 ) -> None:
@@ -202,8 +184,9 @@ def trained(compute: str, products: Any) -> dict[str, Any]:
 class TestChoice:
     def test_a_cpu_emulates_unless_told(self, calls: list[tuple[int, ...]]) -> None:
         trained("auto", "fp8_rows")
-        blocks = {"per": "row", "hadamard": 16}  # 40 inputs are not a multiple, 20 outputs neither.
-        trained("native", recipe(every={"format": "e4m3fn", **blocks}, dw=None))
+        # 40 inputs are not a multiple, 20 outputs neither.
+        every = {"format": "e4m3fn", "per": "row", "hadamard": 16}
+        trained("native", Recipe.from_mapping("mine", {"every": every, "dw": None}))
         assert not calls
         computes = ("auto", "native", "emulated")
         assert [native.is_wanted(own, CPU) for own in computes] == [False, True, False]
@@ -220,13 +203,14 @@ class TestChoice:
 
     def test_the_map_says_what_is_native(self) -> None:
         """In an own loop, where `prepare` has refused nothing."""
+        rows = {"every": {"format": "e4m3fn"}, "dx": {"w": {"per": "row"}}}
         for layer, products, compute, said in (
             (nn.Linear(32, 16), "fp8_rows", "native", "fp8_rows, native"),
             (nn.LSTM(32, 16), "fp8_rows", "native", "fp8_rows, native"),
             (nn.Linear(32, 16), "fp8_rows", "auto", "fp8_rows"),
             (nn.Conv1d(32, 16, 1), "fp8_rows", "native", "fp8_rows, emulated"),
             (nn.Linear(32, 32), "mxfp8", "native", f"mxfp8, emulated: {SWIZZLE}"),
-            (nn.Linear(32, 16), recipe(dx={"w": {"per": "row"}}), "native",
+            (nn.Linear(32, 16), Recipe.from_mapping("mine", rows), "native",
              "mine, native but for dx"),
         ):  # fmt: skip
             precision = Precision("mixed", products=products, compute=compute)
@@ -285,11 +269,12 @@ class TestRefusal:
         lists = replace(OpLists.named(), modules=pins)
         precision = Precision("mixed", products=products, compute="native", ops=lists)
         layer = nn.ModuleDict({"head": nn.Linear(32, 32)})
-        said = f"dtype.compute=native: dtype.products={named} has no native forward product on cpu:"
-        with pytest.raises(ConfigError) as error:
+        said = (
+            f"dtype.compute=native: dtype.products={named} has no native forward product on cpu: "
+            f"{SWIZZLE}; choose dtype.compute=auto, which emulates it"
+        )
+        with pytest.raises(ConfigError, match=re.escape(said)):
             precision.prepare(layer, torch.optim.SGD(layer.parameters()))
-        way_out = "choose dtype.compute=auto, which emulates it"
-        assert str(error.value) == f"{said} {SWIZZLE}; {way_out}"
         with pytest.raises(ConfigError):
             precision.attach(layer)  # The first refusal has left nothing behind.
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,11 +24,11 @@ class TestInHalf:
         ("op", "tensors"),
         [
             (F.linear, (made(32, 33), made(32, 33))),  # no multiple of 32 inputs
-            (lambda x, w: torch.einsum("i,j->ij", x, w), (V, V)),
-            (lambda a, b: torch.einsum("...ij,...jk", a, b), (A3[:1], B3)),
-            (lambda a, b, c: torch.einsum("ij,jk,k->i", a, b, c), (A, B, made(96))),
-            (lambda x, w: F.conv2d(x, w), (made(32, 3, 5, 5), made(32, 3, 3, 3))),
-            (lambda x, w: F.conv2d(x, w, groups=32), (made(32, 32, 5, 5), made(32, 1, 3, 3))),
+            (lambda *own: torch.einsum("i,j->ij", *own), (V, V)),
+            (lambda *own: torch.einsum("...ij,...jk", *own), (A3[:1], B3)),
+            (lambda *own: torch.einsum("ij,jk,k->i", *own), (A, B, made(96))),
+            (F.conv2d, (made(32, 3, 5, 5), made(32, 3, 3, 3))),
+            (partial(F.conv2d, groups=32), (made(32, 32, 5, 5), made(32, 1, 3, 3))),
         ],
     )
     def test_the_forward_product(self, op: Any, tensors: tuple[Tensor, ...]) -> None:
@@ -119,15 +120,13 @@ class TestPins:
             first = model[0](made(32, 32))
             return [first, second := model[1](first), model[2](second)]
 
-    def test_half_and_none_switch_products_off(self) -> None:
+    def test_half_and_none_switch_products_off_and_a_recipe_is_for_one_module(self) -> None:
         everywhere = self.outputs()
         for pin in ("half", "none"):
             first, *_ = self.outputs(**{"0": pin})
             assert not torch.equal(first, everywhere[0])
             assert first.dtype == torch.bfloat16
         assert torch.equal(self.outputs(**{"1": "none"})[0], everywhere[0])
-
-    def test_a_recipe_for_one_module(self) -> None:
         by_pin = self.outputs(**{"*": "none", "0": "fp8_rows"})
         assert torch.equal(by_pin[0], self.outputs("fp8_rows")[0])
         assert by_pin[2].dtype == torch.float32  # The lists go on inside a pin to a recipe.

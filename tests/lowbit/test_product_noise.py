@@ -11,15 +11,8 @@ from low_bits import ROWS
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.lab.product_noise import (
-    COLUMNS,
-    NAMES,
-    WITHOUT_WEIGHT,
-    Noise,
-    ProductProbe,
-    merge,
-    rows_of,
-)
+from mpframe.lab import product_noise as lab
+from mpframe.lab.product_noise import Noise, ProductProbe, merge, rows_of
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Quantization, count_noise, quantize
@@ -28,13 +21,11 @@ from mpframe.tracking.metrics_csv import MetricsCsv
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
 MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
 HOWS = {
-    "tensor": Quantization(E4M3),
-    "row": Quantization(E4M3, per="row"),
-    "mxfp8": MXFP8,
-    "mxfp4, floor": Quantization(E2M1, per="block", scale="e8m0", rule="floor"),
+    "tensor": Quantization(E4M3), "row": Quantization(E4M3, per="row"), "mxfp8": MXFP8,
+    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"),
     "nvfp4": Quantization(E2M1, per="block", block=16, across=16, scale="e4m3"),
     "no scale": Quantization(E4M3, scale="none"),
-}
+}  # fmt: skip
 
 
 def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = None) -> Noise:
@@ -94,13 +85,18 @@ def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the
     torch.testing.assert_close(merge(*parts), whole, rtol=1e-12, atol=0)
 
 
+def prepared(model: nn.Module, products: str) -> Precision:
+    precision = Precision("mixed", half="bfloat16", products=products)
+    precision.prepare(model, torch.optim.SGD(model.parameters()))
+    return precision
+
+
 @pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])
 def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     """Once for each product that is quantised, and nothing after the step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
-    precision = Precision("mixed", half="bfloat16", products=recipe)
-    precision.prepare(model, torch.optim.SGD(model.parameters()))
+    precision = prepared(model, recipe)
 
     def step() -> None:
         with precision.cast():
@@ -113,7 +109,7 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     expected = {f"{product}.{operand}" for product in products for operand in products[product]}
     layers = ["0"] if recipe in ("fp8_delayed", "nvfp4") else ["0", "2"]  # Heads are in half.
     assert set(noises) >= {(layer, operand) for layer in layers for operand in expected}
-    assert {operand for _, operand in noises} <= set(NAMES)
+    assert {operand for _, operand in noises} <= set(lab.NAMES)
     assert {noise.values for noise in noises.values()} == {128**2}
     # tf32 holds every number of bfloat16; the least is that of 2 bits: 6 dB a bit, and some more.
     assert min(noise.snr_db for noise in noises.values()) > (100 if recipe == "tf32" else 12)
@@ -122,24 +118,23 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
 
 
 def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
-    precision = Precision("mixed", half="bfloat16", products="mxfp8")
-    precision.prepare(model := nn.Linear(32, 32), torch.optim.SGD(model.parameters()))
+    precision = prepared(model := nn.Linear(32, 32), "mxfp8")
     probe = ProductProbe(precision)
     with precision.cast():
         model(torch.randn(32, 32)) @ torch.randn(32, 32)
-    operands = {(layer, f"forward.{o}") for layer in ("model", WITHOUT_WEIGHT) for o in "xw"}
+    operands = {(layer, f"forward.{o}") for layer in ("model", lab.WITHOUT_WEIGHT) for o in "xw"}
     assert set(probe.noises()) == operands
 
 
 def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     path, noise = tmp_path / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
     noises = {("head", "dw.x"): noise, ("a,b", "dx.w"): noise}
-    record = MetricsCsv(tmp_path, COLUMNS, name=path.name)
+    record = MetricsCsv(tmp_path, lab.COLUMNS, name=path.name)
     for step in (5, 10, 15):
         record.add(*rows_of(step, noises))
     whole = path.read_text()
     path.write_text(whole + "20,head,dw")
-    MetricsCsv(tmp_path, COLUMNS, before=11, name=path.name).add(*rows_of(15, noises))
+    MetricsCsv(tmp_path, lab.COLUMNS, before=11, name=path.name).add(*rows_of(15, noises))
     assert path.read_text() == whole
     rows = [list(row.values()) for row in csv.DictReader(whole.splitlines())]
     assert [step for step, *_ in rows] == ["5", "5", "10", "10", "15", "15"]

@@ -69,30 +69,21 @@ def of_experts(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("op", "tensors"),
     [
-        (torch.matmul, (A, B)),
-        (lambda a, b: a @ b, (A3, B)),
+        (torch.matmul, (A, B)), (lambda a, b: a @ b, (A3, B)),
         (lambda a, b: a.matmul(b), (A3[:, None], B3[None])),
-        (torch.matmul, (V, B3)),
-        (torch.matmul, (A, V)),
-        (torch.matmul, (V, V)),
-        (lambda a, b: torch.mm(a, mat2=b), (A, B)),
-        (torch.mv, (A, V)),
+        (torch.matmul, (V, B3)), (torch.matmul, (A, V)), (torch.matmul, (V, V)),
+        (lambda a, b: torch.mm(a, mat2=b), (A, B)), (torch.mv, (A, V)),
         (lambda c, a, b: torch.addmm(c, mat1=a, mat2=b, beta=0.5, alpha=2), (C, A, B)),
-        (torch.addmv, (C[:, 0], A, V)),
-        (torch.baddbmm, (C, A3, B3)),
-        (torch.addbmm, (C, A3, B3)),
+        (torch.addmv, (C[:, 0], A, V)), (torch.baddbmm, (C, A3, B3)), (torch.addbmm, (C, A3, B3)),
         (lambda a, b: torch.einsum("bij, bjk", [a, b]), (A3, B3)),
         (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2]), (A, B)),
-        (einsum("bij,bjk->kbi"), (A3, B3)),
-        (einsum("bij,ajk->ik"), (A3, B3)),
+        (einsum("bij,bjk->kbi"), (A3, B3)), (einsum("bij,ajk->ik"), (A3, B3)),
         (einsum("bij,bjk->bik"), (A3, B3[:1])),  # An axis of length 1 stands for any length.
-        (einsum("bij,bjk->ik"), (A3[..., :1], B3[:1])),
-        (F.linear, (V, B.t(), C[0])),
-        (of_experts, (made(8, 16), made(16, 4))),
-        (of_experts, (made(3, 8, 8), made(8, 16))),
+        (einsum("bij,bjk->ik"), (A3[..., :1], B3[:1])), (F.linear, (V, B.t(), C[0])),
+        (of_experts, (made(8, 16), made(16, 4))), (of_experts, (made(3, 8, 8), made(8, 16))),
         (of_experts, (made(3, 8, 8), made(3, 8, 4))),
     ],
-)
+)  # fmt: skip
 def test_every_spelling_gives_the_product(op: Any, tensors: tuple[Tensor, ...]) -> None:
     """In a format that holds every operand the product, and its gradients, are exact: small whole
     numbers, all of whose sums fp32 holds."""
@@ -135,9 +126,8 @@ IN_HALF = {"addr", "chain_matmul", "linalg_multi_dot", "prelu"}
 def test_every_op_of_allow(op: str) -> None:
     """Whatever is added to the list is a product here, forward and backward, or says why not."""
     for spelling in TABLE[op].spellings:
-        given = map_tensors(
-            lambda t: t.clone().requires_grad_(t.is_floating_point()), TABLE[op].inputs
-        )
+        leaves = map_tensors(torch.clone, TABLE[op].inputs)
+        given = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), leaves)
         seen: list[str] = []
         with Note(seen) if op in IN_HALF else See(seen), Precision("fp32", products=TF32).cast():
             result = next(tensors_in(spelling(*given)))
@@ -262,12 +252,11 @@ def test_a_convolution_quantises_along_what_is_summed(layer: Any, x: Tensor) -> 
         assert torch.equal(layer.bias.grad, half(dy.sum(axes)))
 
 
-def by_torch(layer: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+def by_torch(layer: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Any:
     """The layer in fp32, with this weight."""
-    if layer.bias is None:
-        return torch.func.functional_call(layer, {"weight": w}, (x,))
-    bias = torch.zeros_like(layer.bias) if b is None else b
-    return torch.func.functional_call(layer, {"weight": w, "bias": bias}, (x,))
+    zeros = {} if layer.bias is None else {"bias": torch.zeros_like(layer.bias)}
+    own = {"weight": w} | (zeros if b is None else {"bias": b})
+    return torch.func.functional_call(layer, own, (x,))
 
 
 def test_an_even_kernel_with_padding_same() -> None:
