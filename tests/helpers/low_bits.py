@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Precision
@@ -49,6 +49,14 @@ def run(
         y = op(*leaves)
     y.backward(half(made(*y.shape, seed=9)).to(y.dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def prepared(model: nn.Module, products: Any = "mxfp8", **rest: Any) -> Precision:
+    """The precision for which a model is prepared."""
+    given = {"mode": "mixed", "half": "bfloat16", **rest}
+    precision = Precision(products=products, **given)
+    precision.prepare(model, torch.optim.SGD(model.parameters()))
+    return precision
 
 
 TF32 = Recipe.from_mapping("all", {"every": {"format": "tf32", "scale": "none"}, "attention": True})

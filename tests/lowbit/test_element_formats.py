@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from low_bits import ML_DTYPES, by_ml_dtypes
 from torch import Tensor
 
-from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS, ElementFormat, round_to
 
 TF32, MOST = FORMATS["tf32"], torch.finfo(torch.float32).max
@@ -100,17 +99,3 @@ def test_a_format_of_ones_own_has_the_numbers_of_its_bits() -> None:
     numbers = round_to(FLOAT16, e3m3 := ElementFormat("e3m3", 3, 3))
     numbers = numbers[numbers.isfinite()].abs().unique()
     assert (len(numbers), max(numbers), e3m3.max) == (2**6, 30.0, 30.0)
-
-
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [
-        ((9, 3), "exponent_bits=9: choose 1 to 8"),
-        ((4, 3, "fnuz"), "specials=fnuz: choose inf, nan, none"),
-        ((8, 3), "specials=none: with 8 exponent bits choose inf"),
-        ((1, 3, "inf"), "no number is left"),
-    ],
-)
-def test_a_format_without_sense_is_refused(bits: tuple[int, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ElementFormat("mine", *bits)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fixtures import Patch
-from low_bits import COLUMNS, ML_DTYPES, ROWS
+from low_bits import COLUMNS, ML_DTYPES, ROWS, prepared
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -172,8 +172,7 @@ def trained(compute: str, products: Any) -> dict[str, Any]:
     """y and all gradients of a layer in fp32, whose products alone are rounded."""
     torch.manual_seed(0)
     layer, x = nn.Linear(40, 20), made(24, 40).requires_grad_()
-    precision = Precision("fp32", products=products, compute=compute)
-    precision.prepare(layer, torch.optim.SGD(layer.parameters()))
+    precision = prepared(layer, products, mode="fp32", compute=compute)
     with precision.cast():
         y = layer(x)
         # Inside the block, where a product by a kernel could be taken for one by the lists.

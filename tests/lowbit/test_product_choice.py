@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from low_bits import A3, B3, MX, ROWS, A, B, C, Note, V, half, made, run
+from low_bits import A3, B3, MX, ROWS, A, B, C, Note, V, half, made, prepared, run
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
@@ -62,18 +62,12 @@ class TestInHalf:
     @pytest.mark.parametrize("products", ["fp8_delayed", "nvfp4"])
     def test_nothing(self, products: str) -> None:
         """An expert without a row has a product of its own all the same."""
-        layer, precision = prepared(products, "bfloat16")
+        precision = prepared(layer := nn.Linear(32, 32), products)
         with precision.cast():
             y = layer(made(0, 32))
         y.sum().backward()
         assert y.shape == (0, 32)
         assert not layer.weight.grad.any()
-
-
-def prepared(products: str, half: str) -> tuple[Any, Precision]:
-    layer, precision = nn.Linear(32, 32), Precision("mixed", half=half, products=products)
-    precision.prepare(layer, torch.optim.SGD(layer.parameters()))
-    return layer, precision
 
 
 def test_beta_0_ignores_what_is_added() -> None:
@@ -87,7 +81,7 @@ def test_beta_0_ignores_what_is_added() -> None:
 )
 def test_an_overflow_reaches_the_gradients(products: str, bad: float) -> None:
     """A gradient that overflowed is no large one: the loss scaler must see it."""
-    layer, precision = prepared(products, "float16")
+    precision = prepared(layer := nn.Linear(32, 32), products, half="float16")
     with precision.cast():
         y = layer(made(32, 32))
     dy = torch.ones_like(y)
@@ -113,9 +107,7 @@ class TestPins:
     def outputs(self, products: str = "mxfp8", **modules: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32))
-        given = {"products": products, "ops": pinned(**modules), "compute": "emulated"}
-        precision = Precision("amp", half="bfloat16", **given)  # type: ignore[arg-type]
-        precision.prepare(model, torch.optim.SGD(model.parameters()))
+        precision = prepared(model, products, mode="amp", ops=pinned(**modules), compute="emulated")
         with precision.cast():
             first = model[0](made(32, 32))
             return [first, second := model[1](first), model[2](second)]

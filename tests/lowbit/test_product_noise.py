@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from low_bits import ROWS
+from low_bits import ROWS, prepared
 from torch import Tensor, nn
 
-from mpframe import Precision
 from mpframe.lab import product_noise as lab
 from mpframe.lab.product_noise import Noise, ProductProbe, merge, rows_of
 from mpframe.lowbit.formats import FORMATS
@@ -83,12 +82,6 @@ def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the
         for part in (values, values[:3], values[3:])
     )
     torch.testing.assert_close(merge(*parts), whole, rtol=1e-12, atol=0)
-
-
-def prepared(model: nn.Module, products: str) -> Precision:
-    precision = Precision("mixed", half="bfloat16", products=products)
-    precision.prepare(model, torch.optim.SGD(model.parameters()))
-    return precision
 
 
 @pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from low_bits import prepared
 from torch import nn
 
 from mpframe import OpLists, Precision
@@ -105,6 +106,10 @@ E2M1, X = {"format": "e2m1"}, "forward.x."
          "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
         ({"every": {"format": {"exponent_bits": 4}}},
          "format e4m0: mantissa_bits=0: choose 1 to 10"),
+        ({"every": {"format": {"exponent_bits": 9, "mantissa_bits": 3}}},
+         "format e9m3: exponent_bits=9: choose 1 to 8"),
+        ({"every": {"format": {"exponent_bits": 8, "mantissa_bits": 3}}},
+         "format e8m3: specials=none: with 8 exponent bits choose inf"),
         ({"every": {**E2M1, "blok": 3}}, f"{X}blok: no such option; choose format, per, block"),
         ({"every": {**E2M1, "per": "column"}}, f"{X}per=column: choose tensor, row, block"),
         ({"every": {**E2M1, "block": 0}}, f"{X}block=0: must be a whole number >= 1"),
@@ -138,8 +143,7 @@ class TestMap:
             "attention": nn.MultiheadAttention(32, 1),
         })  # fmt: skip
         ops = replace(OpLists.named(), modules=modules)
-        precision = Precision("mixed", "bfloat16", products=products, ops=ops)
-        precision.prepare(model, torch.optim.SGD(model.parameters()))
+        precision = prepared(model, products, ops=ops)
         self.text = describe(precision, model)
         return {row.module: row for row in dtype_map(precision, model)}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from low_bits import made
+from low_bits import made, prepared
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -87,8 +87,7 @@ def test_torchs_to_rounding(kind: Any, form: dict[str, Any]) -> None:
 
 def test_each_weight_has_histories_of_its_own() -> None:
     layer = nn.LSTM(8, 8, proj_size=4)
-    precision = Precision("mixed", half="bfloat16", products="fp8_delayed")
-    precision.prepare(layer, torch.optim.SGD(layer.parameters()))
+    precision = prepared(layer, "fp8_delayed")
     with precision.cast():
         layer(made(3, 2, 8))[0].float().sum().backward()
     histories = precision.state_dict()["amax"]

@@ -13,7 +13,16 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from rank_training import CPU, assert_same_but, bad_input, on_ranks, parts, setup
+from rank_training import (
+    CPU,
+    assert_same_but,
+    bad_input,
+    on_ranks,
+    parts,
+    setup,
+    token_loss,
+    whole_of,
+)
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -146,9 +155,23 @@ def kept() -> dict[str, Any]:
         trainer.evaluate(train)
         assert places() == before
         assert not torch.equal(part_of(next(trainer.model.parameters())), first)
+        for set_to_none in (True, False):
+            _clear(trainer, next(train.epoch(0)), set_to_none)
         stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
     held = sum(own.numel() for own in stepped)
     return {"gathered": gathered_in, "held": held, "formats": {own.dtype for own in stepped}}
+
+
+def _clear(trainer: Any, batch: Any, set_to_none: bool) -> None:
+    """Gradients of parts are cleared where no step has come between."""
+    with trainer.precision.cast():
+        loss = token_loss(trainer.model(batch[0]), batch[1])
+    loss.backward()
+    gradients = [own.grad for own in trainer.model.parameters()]
+    assert all(whole_of(own).any() for own in gradients)
+    trainer.optimizer.zero_grad(set_to_none)
+    gradients = [own.grad for own in trainer.model.parameters()]
+    assert not any(own is not None and whole_of(own).any() for own in gradients)
 
 
 def _divide_alone(comm: Comm) -> None:
