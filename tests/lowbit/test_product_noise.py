@@ -1,9 +1,7 @@
 """What quantisation takes from an operand: counted, and counted again by hand in float64."""
 
-import csv
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from mpframe.lab.product_noise import Noise, ProductProbe, merge, rows_of
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Quantization, count_noise, quantize
-from mpframe.tracking.metrics_csv import MetricsCsv
 
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
 MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
@@ -119,16 +116,8 @@ def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
     assert set(probe.noises()) == operands
 
 
-def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    path, noise = tmp_path / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
-    noises = {("head", "dw.x"): noise, ("a,b", "dx.w"): noise}
-    record = MetricsCsv(tmp_path, lab.COLUMNS, name=path.name)
-    for step in (5, 10, 15):
-        record.add(*rows_of(step, noises))
-    whole = path.read_text()
-    path.write_text(whole + "20,head,dw")
-    MetricsCsv(tmp_path, lab.COLUMNS, before=11, name=path.name).add(*rows_of(15, noises))
-    assert path.read_text() == whole
-    rows = [list(row.values()) for row in csv.DictReader(whole.splitlines())]
-    assert [step for step, *_ in rows] == ["5", "5", "10", "10", "15", "15"]
-    assert rows[1] == ["5", "a,b", "dx.w", "10", "31.5", "0.1", "0.2", "3"]
+def test_a_report_has_a_row_for_each_operand() -> None:
+    noise = Noise(10, 31.5, 0.1, 0.2, 3.0)
+    head, other = rows_of(5, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
+    assert head["layer"] == "head"
+    assert [other[name] for name in lab.COLUMNS] == [5, "a,b", "dx.w", 10, 31.5, 0.1, 0.2, 3]

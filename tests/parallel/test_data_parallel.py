@@ -95,7 +95,10 @@ def bad_sum(trainer: Trainer, batches: Any) -> None:
     patch.setattr(DataParallel, "_receive", spoilt_early)
 
 
-@pytest.mark.parametrize(("mode", "reduce"), [("amp", "after_backward"), ("mixed", "in_backward")])
+@pytest.mark.parametrize(
+    ("mode", "reduce"),
+    [("fp32", "in_backward"), ("amp", "after_backward"), ("mixed", "in_backward")],
+)
 def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, reduce: str) -> None:
     faults = {1: bad_input, 2: bad_gradient, 3: bad_sum}
     first, second = two(on_ranks, mode, {"faults": faults, "norm": True, "reduce": reduce})
