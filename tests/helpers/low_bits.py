@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Precision
@@ -13,6 +15,11 @@ from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
+ML_DTYPES = {
+    "e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+    "e2m3": ml_dtypes.float6_e2m3fn, "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}  # fmt: skip
 # In 4 bits every scale is seen; most values of an MX block of e4m3 are the same under any.
 MX = Quantization(FORMATS["e2m1"], per="block", block=32, scale="e8m0")
 MX4 = Recipe.from_mapping("mx4", {"every": {"format": "e2m1", "per": "block", "scale": "e8m0"}})
@@ -20,6 +27,13 @@ MX4 = Recipe.from_mapping("mx4", {"every": {"format": "e2m1", "per": "block", "s
 
 def made(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_ml_dtypes(values: Tensor, name: str) -> Tensor:
+    """Rounded by ml_dtypes; inf and nan, which it drops where a format has none, as they were."""
+    held = values.clamp(-FORMATS[name].max, FORMATS[name].max).nan_to_num(0.0)
+    rounded = held.numpy().astype(ML_DTYPES[name]).astype(np.float32)
+    return torch.where(values.isfinite(), torch.from_numpy(rounded), values)
 
 
 def half(values: Tensor) -> Tensor:
@@ -35,6 +49,14 @@ def run(
         y = op(*leaves)
     y.backward(half(made(*y.shape, seed=9)).to(y.dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def prepared(model: nn.Module, products: Any = "mxfp8", **rest: Any) -> Precision:
+    """The precision for which a model is prepared."""
+    given = {"mode": "mixed", "half": "bfloat16", **rest}
+    precision = Precision(products=products, **given)
+    precision.prepare(model, torch.optim.SGD(model.parameters()))
+    return precision
 
 
 TF32 = Recipe.from_mapping("all", {"every": {"format": "tf32", "scale": "none"}, "attention": True})

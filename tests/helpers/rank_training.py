@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sameness import differing
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -180,6 +181,12 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def in_group(do: Any, *arguments: Any) -> Any:
+    """What `do` returns for the ranks and these arguments, as one of the ranks."""
+    with init_comm(None, lambda: CPU, 120) as comm:
+        return do(comm, *arguments)
+
+
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
     with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
@@ -194,20 +201,9 @@ def bad_input(trainer: Trainer, batches: Any) -> None:
     batches[-1][0][0, 0] = torch.inf
 
 
-def assert_same(first: Any, second: Any, path: str = "") -> None:
+def assert_same(first: Any, second: Any) -> None:
     """Bit for bit, at any depth."""
-    if isinstance(first, Tensor):
-        assert torch.equal(first, second), path
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys(), path
-        for key in first:
-            assert_same(first[key], second[key], f"{path}/{key}")
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second), path
-        for number, pair in enumerate(zip(first, second, strict=True)):
-            assert_same(*pair, f"{path}/{number}")
-    else:
-        assert first == second, path
+    assert (found := differing(first, second)) == [], found
 
 
 def assert_same_but(first: list[Any], second: list[Any], *names: str) -> None:

@@ -1,7 +1,6 @@
 """The averages of the backward pass in a hand-written loop, parameter by parameter."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,9 @@ from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import init_comm
 
+ALL = [0, 1, 2]
+TWO = torch.tensor(2.0, dtype=torch.float64)
+
 
 class Layers(nn.Module):
     """Three layers, of which a call uses those that it names."""
@@ -33,16 +35,23 @@ class Layers(nn.Module):
         """The numbers of the layers that have means in a step; what another rank used is halved."""
         parameters = [own for own in self.parameters() if own.requires_grad]
         loss = self(*numbers) if loss is None else loss
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), parameters)
+        ranks.backward(loss, 1.0, TWO, parameters)
         means, *_ = ranks.means(loss.detach())
         assert all(own.grad is None for own in self.parameters())
         return [n for n, layer in enumerate(self.each) if layer.weight in means]
 
 
-def with_layers(do: Callable[[Layers, DataParallel, int], Any], bucket_mb: float = 25) -> Any:
+def with_layers(do: Callable[..., Any], bucket_mb: float = 25) -> Any:
+    """What it finds; the buckets go with their trainer."""
     with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(data_parallel, "_BUCKET_MB", bucket_mb)
-        return do(Layers(), comm.in_backward(), comm.rank)
+        ranks = comm.in_backward()
+        found = do(Layers(), ranks, comm.rank)
+        gone = weakref.ref(ranks)
+        del ranks
+        gc.collect()
+        assert gone() is None
+        return found
 
 
 def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
@@ -52,15 +61,13 @@ def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
     model.zero_grad()
     found.append(model.averaged(ranks, 0, 1))
     torch.autograd.grad(model(2), model.each[2].weight)
-    found.append(model.averaged(ranks, 1))
-    return [*found, model.averaged(ranks, 0, 1, 2)]
+    return [*found, model.averaged(ranks, 1), model.averaged(ranks, 0, 1, 2)]
 
 
 def used_on_one_rank(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
     """A rank may use none; hooks of a parameter are called where it is used."""
-    unrelated = torch.ones((), requires_grad=True)
+    unrelated, hooked = torch.ones((), requires_grad=True), list[Tensor]()
     found = [model.averaged(ranks, 0, loss=unrelated * 1 if rank == 0 else None)]
-    hooked: list[Tensor] = []
     model.each[2].weight.register_hook(hooked.append)  # type: ignore[no-untyped-call]
     found.append(model.averaged(ranks, *((0,) if rank else (0, 2))))
     assert len(hooked) == 1 - rank
@@ -69,11 +76,10 @@ def used_on_one_rank(model: Layers, ranks: DataParallel, rank: int) -> list[list
 
 def frozen_and_back(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
     """Or converted, even on one rank only: buckets are laid out alike at any time."""
-    found, weight = [model.averaged(ranks, 0, 1, 2)], model.each[1].weight
-    weight.requires_grad_(False)
-    found.append(model.averaged(ranks, 0, 1, 2))
-    weight.requires_grad_(True)
-    found.append(model.averaged(ranks, 0, 1, 2))
+    found, weight = [], model.each[1].weight
+    for trained in (True, False, True):
+        weight.requires_grad_(trained)
+        found.append(model.averaged(ranks, 0, 1, 2))
     if rank:  # The node that accumulates its gradient is another one now.
         weight.data = weight.data.double()
         weight.data = weight.data.float()
@@ -90,16 +96,11 @@ def after_a_failure(model: Layers, ranks: DataParallel, rank: int) -> list[list[
     return [*found, model.averaged(ranks, 0, 1)]
 
 
-def in_silence(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
-    """DDP says nothing."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = [model.averaged(ranks, *numbers) for numbers in ((0, 1, 2), (0, 1, 2), (0,))]
-    assert [str(own.message) for own in said] == []
-    return found
-
-
-ALL = [0, 1, 2]
+def refused(model: Layers, ranks: DataParallel, rank: int) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    said = "^trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the layer"
+    with pytest.raises(ConfigError, match=said):
+        ranks.backward(table(torch.arange(4)).sum(), 1.0, TWO, [table.weight])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ ALL = [0, 1, 2]
         (used_on_one_rank, [[0], [0, 2]]),
         (frozen_and_back, [ALL, [0, 2], ALL, ALL, [0, 1]]),
         (after_a_failure, [ALL, [0, 1]]),
-        (in_silence, [ALL, ALL, [0]]),
+        (refused, None),
     ],
 )
 def test_the_layers_of_a_step_are_averaged(two: Ranks, do: Any, averaged: Any) -> None:
@@ -118,11 +119,10 @@ def test_the_layers_of_a_step_are_averaged(two: Ranks, do: Any, averaged: Any) -
 
 def laid_out(model: Layers, ranks: DataParallel, rank: int) -> list[list[list[int]]]:
     """The layers of each bucket, in the order in which they are sent, in three steps."""
-    orders = []
-    weights = [layer.weight for layer in model.each]
+    orders, weights = [], [layer.weight for layer in model.each]
     for numbers in ((2, 0, 1), (0, 1), (1, 2)):
         loss = model(*numbers)
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), weights)
+        ranks.backward(loss, 1.0, TWO, weights)
         sent: Any = ranks._reductions
         orders.append([[n for n, w in enumerate(weights) if w in slots] for _, slots, _ in sent])
         ranks.means(loss.detach())
@@ -145,70 +145,49 @@ def strided(rank: int) -> list[nn.Parameter]:
     return [nn.Parameter(own) for own in (columns, holes, image, values[:0], values.sum())]
 
 
-def averaged_layouts(used: tuple[int, ...]) -> list[Tensor | None]:
-    """The second rank uses all, the first one those with these numbers; d/dw w^2/2 is w."""
-    with init_comm(None, lambda: CPU, 60) as comm:
-        parameters = strided(comm.rank)
-        numbers = range(5) if comm.rank else used
-        loss = torch.stack([parameters[n].square().sum() / 2 for n in numbers]).sum()
-        ranks: Any = comm.in_backward()
-        ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), parameters)
+def mean_layouts(model: Layers, ranks: DataParallel, rank: int) -> list[list[Tensor | None]]:
+    """The second rank uses all, the first one all or the last; d/dw w^2/2 is w."""
+    found = []
+    for used in ((0, 1, 2, 3, 4), (4,)):
+        parameters = strided(rank)
+        own = range(5) if rank else used
+        loss = torch.stack([parameters[n].square().sum() / 2 for n in own]).sum()
+        ranks.backward(loss, 1.0, TWO, parameters)
         means, *_ = ranks.means(loss.detach())
-        return [means[own] for own in parameters]
+        found.append([means[own] for own in parameters])
+    return found
 
 
-@pytest.mark.parametrize("used", [(0, 1, 2, 3, 4), (4,)])
-def test_gradients_lie_where_they_belong(two: Ranks, used: tuple[int, ...]) -> None:
-    ours, theirs = strided(0), strided(1)
-    for means in two(averaged_layouts, used):
-        for n, mean in enumerate(means):
-            assert torch.equal(mean, (ours[n].detach() * (n in used) + theirs[n].detach()) / 2)
-
-
-def dropped() -> bool:
-    with init_comm(None, lambda: CPU, 60) as comm:
-        model, ranks = Layers(), comm.in_backward()
-        model.averaged(ranks, 0, 1, 2)
-        gone = weakref.ref(ranks)
-        del ranks
-        gc.collect()
-        return gone() is None
-
-
-def test_it_goes_with_its_trainer(two: Ranks) -> None:
-    assert two(dropped) == [True, True]
+def test_gradients_lie_where_they_belong(two: Ranks) -> None:
+    for of_all, of_one in two(with_layers, mean_layouts):
+        for n, (ours, theirs) in enumerate(zip(strided(0), strided(1), strict=True)):
+            assert torch.equal(of_all[n], (ours.detach() + theirs.detach()) / 2)
+            assert torch.equal(of_one[n], (ours.detach() * (n == 4) + theirs.detach()) / 2)
 
 
 def recomputed(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
     """What is said of one, and of two recomputations of a layer in passes of their own."""
     said = []
-    for times in (1, 2, 1):
-        hidden = torch.ones(2, requires_grad=True)
-        for _ in range(times):
-            hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
-        beside = model(1) if model.each[1].weight.requires_grad else 0
-        try:
-            said.append(str(model.averaged(ranks, loss=hidden.sum() + beside)))
-        except ConfigError as error:
-            said.append(str(error))
-        model.zero_grad()
+    for alone in (False, True):  # All that DDP waits for is there after its first gradient.
+        for layer in model.each[1:] if alone else ():
+            layer.requires_grad_(False)
+        for times in (1, 2, 1):
+            hidden = torch.ones(2, requires_grad=True)
+            for _ in range(times):
+                hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
+            try:
+                loss = hidden.sum() + (0 if alone else model(1))
+                said.append(str(model.averaged(ranks, loss=loss)))
+            except ConfigError as error:
+                said.append(str(error))
+            model.zero_grad()
     return said
 
 
-def recomputed_alone(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
-    """All that DDP waits for is there after the layer's first gradient."""
-    for layer in model.each[1:]:
-        layer.requires_grad_(False)
-    return recomputed(model, ranks, rank)
-
-
-@pytest.mark.parametrize(("do", "averaged"), [(recomputed, "[0, 1]"), (recomputed_alone, "[0]")])
-def test_a_layer_may_be_recomputed_once_in_a_pass_of_its_own(
-    two: Ranks, do: Any, averaged: str
-) -> None:
+def test_a_layer_may_be_recomputed_once_in_a_pass_of_its_own(two: Ranks) -> None:
     twice = (
         "trainer.reduce=in_backward: a weight got a second gradient in one backward pass, "
         "as by checkpoint(use_reentrant=True); use use_reentrant=False, or "
         "trainer.reduce=after_backward"
     )
-    assert two(with_layers, do) == [[averaged, twice, averaged]] * 2
+    assert two(with_layers, recomputed) == [["[0, 1]", twice, "[0, 1]", "[0]", twice, "[0]"]] * 2

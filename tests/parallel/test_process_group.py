@@ -1,49 +1,44 @@
-"""What ranks tell each other: sums, norms, values of one of them, and BatchNorm's statistics."""
+"""What ranks tell each other: sums, norms, values of one of them, and what `numerics` counts."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from rank_training import CPU, assert_same, bad_input, on_ranks, trained
+from rank_training import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
 from torch import Tensor, nn
 
-from mpframe.core.comm import SINGLE_PROCESS
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
+from mpframe import Precision
+from mpframe.core.comm import SINGLE_PROCESS, Comm
+from mpframe.core.objective import supervised
+from mpframe.lab.product_noise import ProductProbe
+from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import process_group
-from mpframe.parallel.launch import init_comm
+from mpframe.training.trainer import Trainer
 
 
-def sums(large: int) -> list[Tensor]:
+def sums(comm: Any) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
-    with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(process_group, "_LARGE", large)
-        own = [
-            torch.full((4,), 1.0 + comm.rank),
-            torch.arange(6.0).view(2, 3).t() + comm.rank,
-            torch.full((2,), 0.1, dtype=torch.float64),
-            torch.arange(10.0) * (comm.rank + 1),
-        ]
-        comm.sum_(own)
-        return own
+    found = []
+    for large in (1, 24, 2**22):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(process_group, "_LARGE", large)
+            own = [torch.full((4,), 1.0 + comm.rank), torch.full((2,), 0.1, dtype=torch.float64)]
+            columns = torch.arange(6.0).view(2, 3).t() + comm.rank
+            comm.sum_(own := [*own, columns, torch.arange(10.0) * (comm.rank + 1)])
+            found += own
+    return [*found, comm.norm(torch.tensor(2e38))]
 
 
-@pytest.mark.parametrize("large", [1, 24, 2**22])
-def test_sums_are_the_same_however_tensors_are_sent(two: Ranks, large: int) -> None:
-    columns = torch.arange(6.0).view(2, 3).t() * 2 + 1
-    expected = [torch.full((4,), 3.0), columns, torch.full((2,), 0.2, dtype=torch.float64)]
-    expected.append(torch.arange(10.0) * 3)
-    for found in two(sums, large):
-        assert_same(found, expected)
-
-
-def largest_norm() -> Tensor:
-    with init_comm(None, lambda: CPU, 60) as comm:
-        return comm.norm(torch.tensor(2e38))
-
-
-def test_a_norm_of_parts_whose_squares_overflow_is_finite(two: Ranks) -> None:
-    for found in two(largest_norm):
-        assert torch.equal(found, torch.tensor(2e38 * 2**0.5))
+def test_sums_are_the_same_however_tensors_are_sent_and_a_norm_does_not_overflow(
+    two: Ranks,
+) -> None:
+    expected = [torch.full((4,), 3.0), torch.full((2,), 0.2, dtype=torch.float64)]
+    expected += [torch.arange(6.0).view(2, 3).t() * 2 + 1, torch.arange(10.0) * 3]
+    for found in two(in_group, sums):
+        assert_same(found, [*expected * 3, torch.tensor(2e38 * 2**0.5)])
 
 
 class Third(process_group.ProcessGroup):
@@ -67,48 +62,6 @@ def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
     assert found == ["third", "first"]
 
 
-def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    with init_comm(None, lambda: CPU, 120) as comm:
-        random = torch.Generator().manual_seed(3)
-        inputs = comm.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
-        pull = comm.part(torch.randn(shape, generator=random))
-        norm = nn.BatchNorm1d(3)
-        comm.synchronize_batchnorm(norm)
-        outputs = norm(inputs)
-        (outputs * pull).sum().backward()
-    grads = {"inputs": inputs.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
-    return {"outputs": outputs.detach(), **grads, **dict(norm.named_buffers())}
-
-
-@pytest.mark.parametrize("shape", [(6, 3, 5), (6, 3)])
-def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks, shape: tuple[int, ...]) -> None:
-    """Outputs, input gradients, weight gradients and running statistics, to fp32 rounding.
-
-    Each is a sum of n = 6 * 5 values of order 1, at most n u sum |terms| from any other order of
-    it; the gradient multiplies a few of these.
-    """
-    parts, whole = two(normalized, shape), normalized(shape)
-    for name in ("outputs", "inputs"):
-        merged = torch.cat([part[name] for part in parts])
-        assert torch.allclose(merged, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
-    for name in ("weight", "bias"):
-        added = parts[0][name] + parts[1][name]
-        assert torch.allclose(added, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        assert torch.equal(parts[0][name], parts[1][name]), name
-        assert torch.allclose(parts[0][name], whole[name], rtol=30 * 2**-24, atol=2**-22), name
-
-
-def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks) -> None:
-    options = {"sync": True, "norm": True, "whole": True, "faults": {1: bad_input}, "steps": 3}
-    first, second = two(on_ranks, "mixed", options)
-    assert_same(first["states"], second["states"])
-    assert [own["skipped"] for own in first["results"]] == [False, True, False, False]
-    # Statistics that differ in the last fp32 bit may round single half values to a neighbour.
-    one = trained("mixed", SINGLE_PROCESS, {"norm": True, "whole": True, "steps": 1})
-    assert first["results"][0]["loss"] == pytest.approx(one["results"][0]["loss"], rel=2**-9)
-
-
 @pytest.mark.parametrize(
     ("name", "size"), [("resnet18", 2), pytest.param("gpt", 4, marks=pytest.mark.slow)]
 )
@@ -130,3 +83,43 @@ def test_ranks_equal_one_process_with_the_whole_batch(
         assert torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9)
     for own, other in zip(first["results"], alone["results"], strict=True):
         assert own == pytest.approx(other, rel=1e-9)
+
+
+def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the first step."""
+    trainer, train, _ = setup(mode, comm, options)
+    batches, probe = train.epoch(0), RangeProbe(trainer, torch.float16)
+    trainer.train_step(*(next(batches) for _ in range(options.get("accumulate", 1))))
+    found = asdict(probe.ranges())
+    return {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"})]
+)
+def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
+    """Of two ranks what one process counts of their two halves, even if one alone uses a layer."""
+    first, second = two(in_group, ranges, mode, options)
+    assert_same(first, second)
+    alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8}
+    assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
+
+
+def noise(comm: Comm) -> Any:
+    """Of the operands of one step, the whole batch or a rank's half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    precision = Precision("mixed", half="bfloat16", products="mxfp8")
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, comm=comm)
+    halves = [(half, half) for half in torch.randn(2, 32, 32).unbind()]
+    probe = ProductProbe(precision)
+    trainer.train_step(*(halves if comm.size == 1 else [halves[comm.rank]]))
+    return probe.noises(comm)
+
+
+def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
+    first, second = two(in_group, noise)
+    assert first == noise(SINGLE_PROCESS)
+    assert second == {}
+    assert {own.values for own in first.values()} == {2 * 32 * 32}

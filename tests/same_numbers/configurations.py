@@ -7,6 +7,7 @@ begins high, so that its runs skip steps and drop micro-batches before they find
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 _SHORT = (
     *("trainer.max_steps=12", "trainer.eval_every=6", "trainer.checkpoint_every=6"),
@@ -41,18 +42,14 @@ _MODELS = {
     "cnn": _BATCH_NORM,
     "cnn recomputed": (*_BATCH_NORM, "trainer.recompute=['*']"),
     "cnn averaged": (*_BATCH_NORM, "trainer.ema_decay=0.9"),
-    "gpt": (
-        *("experiment=gpt", "+size=small", "model.depth=1", "model.heads=2", "model.width=16"),
-        *("dataset.batch_size=4", "dataset.context=16", "dataset.eval_windows=8"),
-    ),
+    "gpt": ("experiment=gpt", "+size=small", "model.depth=1", "model.heads=2", "model.width=16",
+            "dataset.batch_size=4", "dataset.context=16", "dataset.eval_windows=8"),
     "lstm": ("experiment=speech_lstm", "+size=small", "dataset.train=128", "model.hidden=8"),
-    "unet": (
-        *("experiment=shapes_unet", "+size=small", "dataset.batch_size=4", "dataset.images=80"),
-        *("dataset.image_size=16", "model.width=4"),
-    ),
+    "unet": ("experiment=shapes_unet", "+size=small", "dataset.batch_size=4", "dataset.images=80",
+             "dataset.image_size=16", "model.width=4"),
     "gan": ("experiment=digits_gan", "dataset.batch_size=32"),
     "gan together": ("experiment=digits_gan", "dataset.batch_size=32", "optimizer.skip=all"),
-}
+}  # fmt: skip
 _RANKS = {
     "ddp": (),
     "ddp after the backward pass": ("trainer.reduce=after_backward",),
@@ -62,66 +59,42 @@ _RANKS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A short run.
+    """A short run."""
 
-    Attributes:
-        name: what tells it from the others.
-        options: of the command line.
-        ranks: processes that train together.
-        resumed: stopped after half of its steps, and resumed.
-    """
-
-    name: str
-    options: tuple[str, ...]
-    ranks: int = 1
-    resumed: bool = False
+    name: str  # what tells it from the others
+    options: tuple[str, ...]  # of the command line
+    ranks: int = 1  # processes that train together
+    resumed: bool = False  # stopped after half of its steps, and resumed
 
 
-def configurations() -> list[Configuration]:
-    """Return all of them."""
-    return [*_of_the_step(), *_of_the_parts(), *_of_ranks(), *_resumed()]
-
-
-def _of_the_step() -> Iterator[Configuration]:
-    everything = product(_MODES, _SCALERS, _WINDOWS, _CLIPPING)
-    for mode, scaler, window, clipping in everything:
+def configurations() -> Iterator[Configuration]:
+    """All of them."""
+    for mode, scaler, window, clipping in product(_MODES, _SCALERS, _WINDOWS, _CLIPPING):
         if scaler == "no scaling" or mode.endswith(" float16"):
             options = (*_SCALERS[scaler], *_WINDOWS[window], *_CLIPPING[clipping])
             yield _of(f"{mode}, {scaler}, {window}, {clipping}", mode, *_DIGITS, *options)
-
-
-def _of_the_parts() -> Iterator[Configuration]:
+    digits = {name: (*_DIGITS, *options) for name, options in _OPTIMIZERS.items()}
     for mode in ("mixed float16", "amp bfloat16"):
-        for name, options in _OPTIMIZERS.items():
-            yield _of(f"{mode}, {name}", mode, *_DIGITS, *options)
-        for name, options in _MODELS.items():
+        for name, options in {**digits, **_MODELS}.items():
             yield _of(f"{mode}, {name}", mode, *options)
     for recipe in _RECIPES:
         options = (*_DIGITS, f"dtype/products={recipe}")
         yield _of(f"mixed bfloat16, {recipe}", "mixed bfloat16", *options)
+    yield from _of_ranks_and_resumed()
 
 
-def _of_ranks() -> Iterator[Configuration]:
-    for mode, (kind, options) in product(_MODES, _RANKS.items()):
-        yield _of(f"{mode}, {kind}", mode, *_DIGITS, *_search(mode), *options, ranks=2)
-
-
-def _resumed() -> Iterator[Configuration]:
-    average = ("trainer.ema_decay=0.9", "trainer.accumulate=2")
+def _of_ranks_and_resumed() -> Iterator[Configuration]:
     for mode in _MODES:
-        searching = _search(mode)
-        yield _of(f"{mode}, resumed", mode, *_DIGITS, *searching, resumed=True)
-        options = (*_BATCH_NORM, *searching, *average)
+        searching = _SCALERS["Backoff"] if mode.endswith(" float16") else ()
+        run = (*_DIGITS, *searching)
+        for kind, options in _RANKS.items():
+            yield _of(f"{mode}, {kind}", mode, *run, *options, ranks=2)
+        yield _of(f"{mode}, resumed", mode, *run, resumed=True)
+        options = (*_BATCH_NORM, *searching, "trainer.ema_decay=0.9", "trainer.accumulate=2")
         yield _of(f"{mode}, averaged, resumed", mode, *options, resumed=True)
-    mode = "mixed float16"
-    yield _of(f"{mode}, ddp, resumed", mode, *_DIGITS, *_search(mode), ranks=2, resumed=True)
+        if mode == "mixed float16":
+            yield _of(f"{mode}, ddp, resumed", mode, *run, ranks=2, resumed=True)
 
 
-def _search(mode: str) -> tuple[str, ...]:
-    return _SCALERS["Backoff"] if mode.endswith(" float16") else ()
-
-
-def _of(
-    name: str, mode: str, *options: str, ranks: int = 1, resumed: bool = False
-) -> Configuration:
-    return Configuration(name, (*options, _MODES[mode], *_SHORT), ranks, resumed)
+def _of(name: str, mode: str, *options: str, **rest: Any) -> Configuration:
+    return Configuration(name, (*options, _MODES[mode], *_SHORT), **rest)

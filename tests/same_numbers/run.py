@@ -21,8 +21,17 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "helpers"), str(ROOT)]
+import torch  # noqa: E402
 from configurations import Configuration, configurations  # noqa: E402
+from in_process import scalars  # noqa: E402
+from sameness import differing  # noqa: E402
+
+# Parts of tags, of keys of the summary and of places in a checkpoint that hold times or memory.
+_MEASURED = (
+    *("seconds", "per_second", "speed/", "memory", "step_times", "throughput", "curves"),
+    "folder",
+)
 
 
 def main() -> int:
@@ -33,45 +42,47 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [c for c in configurations() if asked.wanted in c.name]
     failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        servers = [_serve(asked.other.resolve(), chosen, folder), _serve(ROOT, chosen, folder)]
-        for number, configuration in enumerate(chosen, 1):
-            theirs, ours = (_next(server) for server in servers)
-            said = _compared(theirs, ours)
+    with tempfile.TemporaryDirectory() as name:
+        folders = {"the other": Path(name) / "0", "this": Path(name) / "1"}
+        checkouts = zip(folders.values(), (asked.other.resolve(), ROOT), strict=True)
+        servers = [_serve(checkout, chosen, folder) for folder, checkout in checkouts]
+        for number, configuration in enumerate(chosen):
+            lines = [server.stdout.readline() for server in servers if server.stdout]
+            errors = [
+                f"{whose} checkout: {line.strip() or 'its process died'}"
+                for whose, line in zip(folders, lines, strict=True)
+                if line != "\n"
+            ]
+            said = errors[0] if errors else compared(*(f / f"{number}" for f in folders.values()))
             failed += said != "same"
-            print(f"[{number}/{len(chosen)}] {configuration.name}: {said}", flush=True)
+            print(f"[{number + 1}/{len(chosen)}] {configuration.name}: {said}", flush=True)
     print(f"{len(chosen)} configurations, {failed} differ")
     return 1 if failed else 0
 
 
-def _serve(checkout: Path, chosen: list[Configuration], folder: str) -> "subprocess.Popen[str]":
+def _serve(checkout: Path, chosen: list[Configuration], work: Path) -> "subprocess.Popen[str]":
     """Start the process that trains the configurations with the code of a checkout."""
-    work = Path(folder) / f"{len(os.listdir(folder))}"
     work.mkdir()
     places = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    names = json.dumps([configuration.name for configuration in chosen])
-    command = [sys.executable, str(HERE.parent / "train.py"), str(checkout), names]
+    runs = json.dumps([(own.options, own.ranks, own.resumed) for own in chosen])
+    command = [sys.executable, str(HERE.parent / "train.py"), str(checkout), runs]
     return subprocess.Popen(
         command, cwd=work, env=os.environ | places, stdout=subprocess.PIPE, text=True
     )
 
 
-def _next(server: "subprocess.Popen[str]") -> dict[str, Any]:
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    return json.loads(line) if line else {"error": "its process died"}
+def compared(theirs: Path, ours: Path) -> str:
+    """Return `same`, or where the folders of two runs differ."""
+    found = differing(*(_left_in(folder) for folder in (theirs, ours)))
+    found = [path for path in found if not any(part in path for part in _MEASURED)]
+    return f"{len(found)} numbers differ; {'; '.join(found[:3])}" if found else "same"
 
 
-def _compared(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Return `same`, or where the two differ."""
-    for whose, numbers in (("the other", theirs), ("this", ours)):
-        if "error" in numbers:
-            return f"{whose} checkout: {numbers['error']}"
-    found = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
-    if not found:
-        return "same"
-    shown = [f"{key}: {theirs.get(key)} became {ours.get(key)}" for key in found[:3]]
-    return f"{len(found)} of {len(theirs)} differ; " + "; ".join(shown)
+def _left_in(folder: Path) -> dict[str, Any]:
+    files = max((folder / "checkpoints").glob("step_*")).glob("*.pt")
+    state = {file.stem: torch.load(file, weights_only=True) for file in files}
+    summary = json.loads((folder / "summary.json").read_text())
+    return {**state, "scalars": scalars(folder), "summary": summary}
 
 
 if __name__ == "__main__":
