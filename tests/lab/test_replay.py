@@ -7,6 +7,7 @@ import pytest
 import torch
 from faulty_steps import case_of, net, times
 from torch import nn
+from vocabulary import differing
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.lab.autopsy.diagnosis import diagnose
@@ -18,23 +19,19 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_nothing_is_left_changed(mode: str) -> None:
     middle = nn.Sequential(times(1e6), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
-    case = case_of(net(middle), mode, random=RandomState.now(CPU))
-    case.model.eval()
-    for parameter in case.model.parameters():
+    model = (case := case_of(net(middle), mode, random=RandomState.now(CPU))).model.eval()
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = copy.deepcopy(case.model.state_dict())
+
+    def hooks() -> list[int]:
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
     torch.rand(5)
-    random = torch.get_rng_state()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state(), hooks()
     diagnose(case)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not any(module.training for module in case.model.modules())
-    for name, value in case.model.state_dict().items():
-        assert value.dtype == before[name].dtype
-        assert torch.equal(value, before[name])
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in case.model.parameters())
-    now = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
-    assert now == hooks
+    assert differing((model.state_dict(), torch.get_rng_state(), hooks()), before) == []
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
 
 
 def test_the_random_numbers_of_the_step_are_drawn() -> None:
