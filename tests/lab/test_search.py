@@ -11,6 +11,7 @@ from fixtures import Shown
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
 from mpframe.core.callback import Batch
@@ -48,12 +49,10 @@ def healthy() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def trainer_of(
-    model: nn.Module, precision: Precision, objective: Objective | None = None
-) -> Trainer:
+def trainer_of(model: nn.Module, precision: Precision) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, masters = precision.prepare(model, optimizer)
-    return Trainer(model, masters, objective or supervised(nn.CrossEntropyLoss()), precision)
+    return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision)
 
 
 def batches() -> list[Batch]:
