@@ -1,9 +1,13 @@
-"""What a run, and one stopped and resumed, writes for TensorBoard."""
+"""What a run, and one stopped and resumed, writes for TensorBoard and another tracker."""
 
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from fixtures import Patch
 from in_process import events, scalars, texts, train
+from pages import ROOT, Page
 
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
@@ -43,3 +47,17 @@ def test_every_tag_of_a_run_has_a_meaning(words: str, tmp_path: Path) -> None:
         meaning = meaning_of(tag)
         assert meaning is not None, tag
         assert found.SummaryMetadata(tag).summary_description == meaning.markdown
+
+
+def test_the_tracker_of_own_parts_is_called(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Two logs and one validation in 20 steps; the package itself is not installed."""
+    wandb = MagicMock()
+    wandb.init.return_value = wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    blocks = Page(ROOT / "docs" / "own_parts.md").blocks("python")
+    (code,) = (code for code in blocks if code.startswith("import wandb"))
+    (tmp_path / "my_tracker.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["trainer.eval_every=20", "+callbacks.own._target_=my_tracker.WandB"]
+    train(tmp_path / "run", *SMALL[:2], "trainer.max_steps=20", *options)
+    assert [name for name, *_ in wandb.method_calls] == ["init", "log", "log", "log", "finish"]
