@@ -74,13 +74,6 @@ def conv(kind: type[nn.Module] = nn.Conv2d) -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), kind(4, 4, 1), nn.Flatten())
 
 
-class OwnLoss(nn.Sequential):
-    """A model that returns its loss."""
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
-
-
 def linear() -> nn.Module:
     return nn.Linear(16, 16)
 

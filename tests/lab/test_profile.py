@@ -25,15 +25,14 @@ from mpframe.training.callbacks.profile import (
     read_ops,
 )
 
-NODE = "autograd::engine::evaluate_function: "
 HALVES = ["c10::Half", "c10::Half", "Scalar"]
 
 
-def event(name: str, begin: float, end: float, *types: str, tid: int = 1, **args: Any) -> Any:
+def event(name: str, begin: float, end: float, *types: str, **args: Any) -> Any:
     """A range from `begin` to `end` in microseconds."""
     cat = "user_annotation" if name.startswith((MARK, "Optimizer.")) else "cpu_op"
     named = {key.replace("_", " "): value for key, value in args.items()}
-    own = {"name": name, "ts": begin, "dur": end - begin, "tid": tid}
+    own = {"name": name, "ts": begin, "dur": end - begin, "tid": 1}
     return {"ph": "X", "cat": cat, **own, "args": {**named, "Input type": list(types)}}
 
 
@@ -69,32 +68,6 @@ def test_an_op_belongs_to_the_innermost_module_around_it(tmp_path: Path) -> None
         Op("aten::sum", OUTSIDE, "float32", False, 0.01),
         Op("aten::mul_", OPTIMIZER, "float64", False, 0.01),
         Op("aten::argmax", OPTIMIZER, "no float", False, 0.001),
-    ]
-
-
-@pytest.mark.parametrize("thread", [1, 2])  # A CPU's backward pass has the forward's thread.
-def test_a_backward_op_belongs_to_the_module_of_its_forward_op(tmp_path: Path, thread: int) -> None:
-    first, second = ({"Sequence_number": number, "Fwd_thread_id": 0} for number in (4, 5))
-    back = {"tid": thread, "Fwd_thread_id": 1}
-    ops = read(
-        tmp_path,
-        event(f"{MARK}a", 0, 10),
-        event("aten::linear", 1, 9, "float", **first),
-        event("aten::detach", 9, 10, "float", **second),  # Made no node: the next op did.
-        event(f"{MARK}b", 11, 20),
-        event("aten::relu", 12, 19, "float", **second),
-        event(f"{NODE}ReluBackward0", 30, 40, Sequence_number=5, **back),
-        event("ReluBackward0", 31, 39, Sequence_number=5, **back),
-        event("aten::threshold_backward", 32, 38, "float", tid=thread),
-        event(f"{NODE}AddmmBackward0", 41, 60, Sequence_number=4, **back),
-        event("aten::mm", 42, 58, *HALVES, tid=thread),
-        event(f"{NODE}torch::autograd::AccumulateGrad", 61, 70, tid=thread),
-        event("aten::add_", 62, 63, "float", tid=thread),
-    )
-    assert [(op.name, op.module, op.format) for op in ops if op.backward] == [
-        ("aten::threshold_backward", "b", "float32"),
-        ("aten::mm", "a", "float16"),
-        ("aten::add_", OUTSIDE, "float32"),
     ]
 
 

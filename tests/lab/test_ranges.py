@@ -22,7 +22,6 @@ from mpframe.lab import watch_ranges
 from mpframe.lab.exponents import (
     BINS,
     FIELDS,
-    HIGHEST,
     LOWEST,
     Limits,
     add_rows,
@@ -35,7 +34,7 @@ from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, r
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
 
-FLOAT16, BFLOAT16 = Limits.of(torch.float16), Limits.of(torch.bfloat16)
+FLOAT16 = Limits.of(torch.float16)
 HALVES = [torch.float16, torch.bfloat16]
 SPECIAL = [0.0, math.inf, math.nan, 65504.0, 65505.0, 2.0**-24, 2.0**-25, 2.0**-26, 3e38]
 SPECIAL += [2.0**-14, 2.0**-14 * (1 - 2.0**-12), 2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149]
@@ -94,11 +93,6 @@ def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
     assert (row["lost_at_twice_scale"], row["lost_at_half_scale"]) == (0, 3)
 
 
-def test_every_finite_number_has_its_bin() -> None:
-    values = torch.tensor([2.0**e for e in range(-126, HIGHEST + 1)])
-    assert count(values, BFLOAT16)[len(FIELDS) :].tolist() == [0.0] + [1.0] * (BINS - 1)
-
-
 @pytest.mark.parametrize("stored", HALVES)
 def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype) -> None:
     """All numbers of the format, and more of some than of others: in one call, and in parts."""
@@ -111,12 +105,6 @@ def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype) -> None
     assert whole[FIELDS.index("count")] == len(values)
     same = count(torch.full((2**16,), 3.0, dtype=torch.float16), FLOAT16, 2.0)
     assert same[FIELDS.index("amax")] == 6.0  # The largest is among what is there.
-
-
-def test_many_values_of_fp32_are_counted_in_parts() -> None:
-    values = torch.randn(2**17 + 5) * 1e-4
-    values[-1], values[7] = 1e6, torch.nan
-    assert count(values, FLOAT16, 2.0).tolist() == recount(values, torch.float16, 2.0)
 
 
 def test_what_is_held_at_a_scale_is_divided_by_it_and_sparse_entries_are_counted() -> None:

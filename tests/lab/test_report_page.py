@@ -7,13 +7,11 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reported_runs import MIXED, PNG, SUMMARY, MakeRun, make_run, read, texts, trace
 
 from mpframe.lab.report.page import _panels, draw
-from mpframe.lab.report.tables import costs, every_run, results
 from mpframe.tracking.summary import Status
 from mpframe.tracking.tags import Tag, metric_tag
 
@@ -94,18 +92,14 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     assert "<figcaption>0: weights.png</figcaption>" in page
 
 
-def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_a_page_of_nine_runs_is_below_two_megabytes(make_run: MakeRun, tmp_path: Path) -> None:
     """Three modes with three seeds each: curves of two metrics, and range pictures."""
     noise = random.Random(0)
     picture = PNG + noise.randbytes(30_000)
     modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]
-    large = {"samples_per_second": 1e6, "final_scale": 2.0**24, "median_step_seconds": 1.0}
     tags = [Tag.LOSS_TRAIN, Tag.SCALE, Tag.LOSS_VAL, *map(metric_tag, ("accuracy", "top5"))]
     for number, (summary, seed) in enumerate(itertools.product(modes, (1, 2, 3))):
-        own: dict[str, Any] = {"seed": seed, "skipped_steps": 10_000 + seed, **large}
-        done = replace(summary, val_metric=noise.uniform(0.9, 0.95), **own)
+        done = replace(summary, seed=seed)
         name = f"optimizer.lr=0.003,dtype={summary.dtype},seed={seed}"
         folder = make_run(name, done, model__hidden=2 ** (number // 3))
         (folder / "numerics").mkdir()
@@ -117,30 +111,6 @@ def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
     assert page.count("data:image/png") == 29  # of 90; the others by name
     assert page.count("Too large for this page") == 7
     groups = read(tmp_path)[1]
-    assert all(_least_width(table(groups)) < 800 - 40 for table in (results, costs, every_run))
     titles = ["training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps"]
     assert [title for _, title in _panels(groups)] == titles
-    picture = draw(groups)  # It takes the colours of the reader.
-    assert b"@media (prefers-color-scheme: dark) { svg {" in picture
-    assert b"fill: currentColor" in picture
-    assert b"#010203" not in picture
-    assert "@media (prefers-color-scheme: dark) { :root {" in page
-
-
-TEXTS = ("run", "precision, scaling", "status", "reason")
-
-
-def _least_width(table: list[list[str]]) -> float:
-    """The least width of a table in pixels: text wraps in 96 pixels, heads between words.
-
-    Numbers do not wrap. A digit of the page's 13.4 pixel letters is at most 8.5 wide, those of a
-    second line, of 12.3 pixels, 8; a column's padding is 16.
-    """
-    width = 0.0
-    for head, *cells in zip(*table, strict=True):
-        longest = max(8.5 * max(len(word) for word in head.split()), 96 * (head in TEXTS))
-        if head not in TEXTS:
-            for first, _, second in (cell.partition("\n") for cell in cells):
-                longest = max(longest, 8.5 * len(first), 8.0 * len(second))
-        width += longest + 16
-    return width
+    assert b"@media (prefers-color-scheme: dark) { svg {" in draw(groups)
