@@ -33,7 +33,7 @@ PATTERNS: dict[str, tuple[str, float]] = {
 
 
 def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """Each paragraph of prose with the number of its first line; no code, table or address."""
+    """Each paragraph of prose with the number of its first line."""
     source = path.read_text()
     blocks = _of_code(source) if path.suffix == ".py" else [(1, source)]
     for first, block in blocks:

@@ -5,13 +5,12 @@ well, in their order and in one folder, except those that say behind a `#` what 
 """
 
 import ast
-import csv
 import re
 import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -76,7 +75,6 @@ OURS = {
 
 
 def test_every_command_is_accepted(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Those that have nothing in common are composed together."""
     monkeypatch.chdir(tmp_path)
     Path("conf").symlink_to(ROOT / "conf")
     assert len(OURS) >= 50
@@ -114,9 +112,10 @@ def story(page: Path) -> list[str]:
     for number, command in enumerate(commands):
         words = command.arguments
         if command.program != "train":
-            main = import_module(COMMANDS[command.program]).main
-            with suppress(SystemExit):  # The doctor's: 1 if there is something to mend.
-                main(words)
+            doctor = pytest.raises(SystemExit) if command.program == "doctor" else nullcontext()
+            with doctor as ended:
+                import_module(COMMANDS[command.program]).main(words)
+            assert ended is None or ended.value.code in (0, 1)  # 1: there is something to mend.
         elif "--help" not in words:
             words = next(jobs(words)).typed if "-m" in words else words
             with pytest.raises(DivergedError) if "diverged" in command.note else nullcontext():
@@ -151,9 +150,7 @@ def test_the_commands_of_a_guide_run(name: str, tmp_path: Path, monkeypatch: Pat
 
 
 @pytest.mark.slow
-def test_the_commands_of_fine_tuning_run(
-    tmp_path: Path, monkeypatch: Patch, tiny_data: Path
-) -> None:
+def test_the_commands_of_tuning_run(tmp_path: Path, monkeypatch: Patch, tiny_data: Path) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_data / "image_folder", "data/pictures")
     torch.save(resnet18().state_dict(), "resnet18.pth")
@@ -163,10 +160,7 @@ def test_the_commands_of_fine_tuning_run(
     programs = story(ROOT / "docs" / "fine_tuning.md")
     assert programs == ["train", "evaluate", "predict", *["train"] * 4]
     (table,) = Path("runs/tuned").glob("predictions_folder_step_*.csv")
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["name"] for row in rows[:2]] == ["0/0000.jpg", "0/0001.jpg"]
-    assert "probability_9" in rows[0]
+    assert "0/0000.jpg" in table.read_text()
 
 
 def test_every_block_of_python_is_python() -> None:

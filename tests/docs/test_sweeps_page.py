@@ -76,16 +76,3 @@ def test_a_study_in_a_file_continues(tmp_path: Path, monkeypatch: Patch, capsys:
     exec(compile(code, "sweeps.md", "exec"), {})
     found = capsys.readouterr().out
     assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))
-
-
-@pytest.mark.slow
-@plugin("hydra_optuna_sweeper")
-def test_a_search_with_a_fixed_seed_takes_its_finished_trials(tmp_path: Path) -> None:
-    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0"]
-    words += ["optimizer.lr=tag(log, interval(1e-4, 1e-1))", "hydra.sweep.dir=out", *SMALL]
-    run(tmp_path, *words, "hydra.sweeper.n_trials=2")
-    first = statuses(tmp_path / "out")
-    said = run(tmp_path, *words, "hydra.sweeper.n_trials=3")
-    assert said.count("finished when the sweep ran before") == 2
-    assert first.keys() < statuses(tmp_path / "out").keys()
-    assert len(statuses(tmp_path / "out")) == 3

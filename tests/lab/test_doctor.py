@@ -33,13 +33,11 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (checks.check_numbers, r"error: optimizer\.lr=1e-08 is 0 in float16, the format optimizer works in; fix: dtype\.master_weights=true"),
         (checks.check_numbers, r"warning: optimizer\.betas\[1\]=0\.999 becomes 0\.999023 in float16, the format .*"),
         (checks.check_masters, r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; fix: dtype\.master_weights=true"),
-        (hints.check_learning_rate, r"warning: optimizer\.lr=1e-08: below .* of most float16 weights, .*; fix: dtype\.master_weights=true"),
-    ],
+        (hints.check_learning_rate, r"warning: optimizer\.lr=1e-08: below .* of most float16 weights, .*; fix: dtype\.master_weights=true")],
     "dtype=mixed_bf16 dtype.master_weights=false optimizer.lr=2e-5 loss_scaling=LogMax": [
         (checks.check_numbers, r"error: optimizer\.betas\[1\]=0\.999 is 1 in bfloat16, the format optimizer works in; fix: dtype\.master_weights=true"),
         (hints.check_learning_rate, r"warning: optimizer\.lr=2e-05: below .* of most bfloat16 weights, .*; fix: dtype\.master_weights=true"),
-        (hints.check_needless_scaling, r"note: loss_scaling=LogMax with dtype=mixed, and bfloat16 has the range of fp32: no gradient needs a scale; fix: loss_scaling=none"),
-    ],
+        (hints.check_needless_scaling, r"note: loss_scaling=LogMax with dtype=mixed, and bfloat16 has the range of fp32: no gradient needs a scale; fix: loss_scaling=none")],
     "dtype=fp32 optimizer.eps=1e-50 optimizer.betas=[0.9,0.999999999] optimizer.lr=1e-10 "
     "loss_scaling=Backoff trainer.clip_norm=1e-9 trainer.ema_decay=0.9999 model.classes=9": [
         (checks.check_numbers, r"error: optimizer\.eps=1e-50 is 0 in float32, the format optimizer works in; fix: optimizer\.eps=1e-08"),
@@ -48,33 +46,26 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (hints.check_needless_scaling, r"note: loss_scaling=Backoff with dtype=fp32: no gradient needs a scale; fix: loss_scaling=none"),
         (hints.check_clip_norm, r"warning: trainer\.clip_norm=1e-09: each step's gradients are cut down to this norm; usual are 0\.1 to 10; fix: trainer\.clip_norm=1\.0"),
         (hints.check_average, r"warning: trainer\.ema_decay=0\.9999: averages over the last 10000 steps, and the run has 440; fix: trainer\.ema_decay=0\.977"),
-        (hints.check_classes, r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10"),
-    ],
+        (hints.check_classes, r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10")],
     "loss_scaling=Backoff loss_scaling.growth_interval=1 trainer.accumulate=23 model.classes=12": [
         (hints.check_growth, r"warning: loss_scaling\.growth_interval=1: the scale doubles after each clean step, so about every second step overflows and is skipped; fix: loss_scaling\.growth_interval=2000"),
         (hints.check_accumulation, r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
-        (hints.check_classes, r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
-    ],
+        (hints.check_classes, r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10")],
     "loss_scaling=none model.hidden=100 dataset.batch_size=60 device=cpu": [
         (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff"),
         (checks.check_dimensions, r"note: (model\.hidden=100|dataset\.batch_size=60|, ){3}: not a multiple of 8; tensor cores compute float16 products in tiles of it; fix: (model\.hidden=104|dataset\.batch_size=64| ){3}"),
-        (checks.check_emulation, r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
-    ],
+        (checks.check_emulation, r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)")],
     "loss_scaling=static loss_scaling.scale=1e-3 dtype.compute=native device=cpu": [
         (hints.check_static_scale, r"warning: loss_scaling\.scale=0\.001: below 1 it makes small gradients smaller; usual are 128 to 65536; fix: loss_scaling\.scale=1024"),
-        (checks.check_emulation, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto"),
-    ],
+        (checks.check_emulation, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto")],
     "experiment=digits_gan +optimizer.parts.generator.eps=1e-60": [(checks.check_numbers, r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; fix: \+\+optimizer\.parts\.generator\.eps=1e-08")],
     f"{NET} model.head=1e7 dtype=amp": [(checks.check_weight_range, r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'")],
     "model._target_=planted.numbered model.head=1e7": [(checks.check_weight_range, r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32")],
     f"{NET} model.head=1e-7": [(checks.check_small_weights, r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'")],
     f"{NET} model.head=1e-4 model.form=bfloat16": [
         (checks.check_small_weights, r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
-        (checks.check_training_format, r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16"),
-    ],
-    LOUD: [
-        (checks.check_overflow, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'"),
-    ],
+        (checks.check_training_format, r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16")],
+    LOUD: [(checks.check_overflow, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"{LOUD} 'ops.modules={{first:fp32}}' dtype=amp loss_scaling=static": [(checks.check_overflow, r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(checks.check_norms, r"warning: 2, 3: norms stored and computed in float16; their sums lose small terms; fix: ops=default")],
     f"ops=fast {NORMED} dtype=amp": [(checks.check_norms, r"note: 2: norms with float16 inputs and outputs; the kernels sum in fp32 and each output is rounded once; fix: 'ops\.deny\+=\[layer_norm\]'")],
@@ -148,7 +139,6 @@ def test_every_check_has_a_case() -> None:
 
 
 def test_what_is_counted_leaves_no_trace() -> None:
-    """Random numbers and histories are as before, and no gradient is left."""
     own = subject("dtype=mixed dtype.products=fp8_delayed")
     before, drawn = copy.deepcopy(own.trainer.precision.state_dict()), torch.get_rng_state()
     assert noises_of(own.case) == noises_of(own.case)
@@ -183,9 +173,7 @@ def test_where_no_pin_helps_it_is_said_in_one_line(check: Check, words: str, lin
     assert re.fullmatch(line, "|".join(map(str, found(check, words))))
 
 
-def test_a_run_says_at_its_start_what_the_doctor_says(
-    tmp_path: Path, start_run: StartRun, caplog: Log
-) -> None:
+def test_a_run_says_what_the_doctor_says(tmp_path: Path, start_run: StartRun, caplog: Log) -> None:
     words = "model=mlp loss_scaling=none trainer.max_steps=1 trainer.clip_norm=1e-9"
     start_run(tmp_path, *words.split())
     said = [message for message in caplog.messages if "fix:" in message]
@@ -213,18 +201,13 @@ def test_an_examination_changes_nothing(words: str) -> None:
     assert trainer.progress.global_step == 0
 
 
-# --- the command
-
-
 def run(arguments: str) -> int:
     with pytest.raises(SystemExit) as exit_:
         doctor_command.main(shlex.split(arguments))
     return int(exit_.value.code or 0)
 
 
-def test_an_error_of_any_job_is_exit_code_one(
-    tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
+def test_an_error_is_exit_code_one(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     monkeypatch.chdir(tmp_path)
     fp32 = "experiment=digits_mlp dtype=fp32"
     nothing = "nothing found: the first step was tried and is finite\n"

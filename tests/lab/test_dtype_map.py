@@ -43,7 +43,6 @@ class Weight(nn.Module):
 
 
 def test_the_table() -> None:
-    """Printed before the first step: a small model with every kind of reason."""
     parts = {"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "act": nn.ReLU()}
     parts |= {"soft": nn.Softmax(1), "head": nn.Linear(2, 2), "sub": Own(2, 2), "own": Weight()}
     model = nn.Sequential()
@@ -80,10 +79,9 @@ PINNED = {"head": "fp32", "encoder": "half"}
         ("fp32", "fast", PINNED, "float16"),
     ],
 )
-def test_weights_are_stored_as_the_map_says(
+def test_storage_is_as_the_map_says(
     mode: str, name: str, modules: dict[str, str], half: str
 ) -> None:
-    """The map is the same before and after the weights are prepared."""
     model = transformer()
     precision = Precision(mode, half, ops=lists(name, modules))
     before = dtype_map(precision, model)
@@ -96,7 +94,6 @@ def test_weights_are_stored_as_the_map_says(
 
 @pytest.mark.parametrize(("name", "pins"), [("default", {"norm": "half"}), ("fp32_norms", {})])
 def test_weights_beside_running_statistics_stay_fp32(name: str, pins: dict[str, str]) -> None:
-    """Those that arrive in half are widened."""
     model = transformer()
     model["norm"].half()
     Precision("mixed", ops=lists(name, pins)).prepare(model, SGD(model.parameters()))
@@ -104,7 +101,6 @@ def test_weights_beside_running_statistics_stay_fp32(name: str, pins: dict[str, 
 
 
 def test_inputs_and_gradients_follow_the_weights() -> None:
-    """Half in training; fp32 while an evaluation has put fp32 weights in their place."""
     head = nn.Sequential(nn.Linear(2, 2))
     head(torch.ones(1, 2)).sum().backward()
     Precision("mixed", ops=OpLists()).prepare(head, SGD(head.parameters()))
@@ -153,7 +149,6 @@ LAYERS: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
 
 
 def test_modules_compute_as_the_map_says() -> None:
-    """Prepared as in a run; what their kernels were given and what they returned."""
     seen = set()
     layers = ((name, *row[1:]) for row in LAYERS for name in row[0].split())
     for name, arguments, inputs in layers:

@@ -58,9 +58,7 @@ def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> N
         assert np.diff(values).tolist() == [-1.0, -1.0, -1.0]
 
 
-def test_a_run_shows_its_ranges_and_products_and_a_resumed_one_continues(
-    start_run: StartRun, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
     on = ["numerics=on", "numerics.every=2", "callbacks.ranges.layers=[head]"]
     products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
     options = ["model=mlp", "model.hidden=32", *products, *on]

@@ -72,7 +72,7 @@ def test_an_exception_inside_or_before_leaves_the_pin(before: bool) -> None:
         assert model[2](X).dtype == HALF
 
 
-def test_outside_a_cast_a_pin_does_nothing_and_preparing_twice_hooks_once() -> None:
+def test_outside_a_cast_a_pin_does_nothing_and_hooks_once() -> None:
     model = small()
     pinned(model, {"1": "half"}).prepare(model, SGD(model.parameters()))
     assert model(X).dtype == FP32

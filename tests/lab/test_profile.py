@@ -120,7 +120,6 @@ class Recursive(nn.Module):
 
 
 def test_marks_of_a_real_trace_and_no_hook_left(tmp_path: Path) -> None:
-    """A module that calls itself, and one that raises, leave the ranges as they were."""
     model, path = nn.Sequential(nn.Linear(2, 2), Recursive()), tmp_path / "trace.json.gz"
     with profile(record_shapes=True) as recorded, mark_modules(model):
         with pytest.raises(ValueError, match="too deep"):

@@ -19,15 +19,7 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import DataError
 from mpframe.core.objective import supervised
 from mpframe.lab import watch_ranges
-from mpframe.lab.exponents import (
-    BINS,
-    FIELDS,
-    LOWEST,
-    Limits,
-    add_rows,
-    amax_of,
-    lost_fraction,
-)
+from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows, amax_of, lost_fraction
 from mpframe.lab.exponents import count_exponents as count
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
@@ -95,7 +87,6 @@ def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
 
 @pytest.mark.parametrize("stored", HALVES)
 def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype) -> None:
-    """All numbers of the format, and more of some than of others: in one call, and in parts."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(stored)
     values = torch.cat([every, torch.randn(2**16).to(stored), every[2**14 : 2**14 + 999]])
     scale, held_at = torch.tensor(2.0**8), torch.tensor(2.0**3)
@@ -137,8 +128,6 @@ def test_the_share_and_amax_of_nothing_and_of_what_is_not_finite() -> None:
         seen = count(torch.tensor([bad, 1.0]), FLOAT16)
         assert (amax_of(seen), int(seen[len(FIELDS) :].sum())) == (math.inf, 1)
 
-
-# --- the ranges of a step
 
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 
@@ -199,8 +188,7 @@ def test_what_counts_is_not_asked_of_the_casts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "half", "micro_batches"),
-    [*((*mode, 3) for mode in MODES), ("mixed", "bfloat16", 1)],
+    ("mode", "half", "micro_batches"), [*((*mode, 3) for mode in MODES), ("mixed", "bfloat16", 1)]
 )
 def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -> None:
     trainer, dtype = trainer_of(mode, half), getattr(torch, half)

@@ -28,8 +28,6 @@ from mpframe.tracking.tracker import Tracker
 __all__ = ["make_run"]  # a fixture
 MODE = "precision, scaling"
 
-# --- what is compared with what
-
 
 def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Path) -> None:
     tested = {"test_loss": 0.3, "tested": "best"}
@@ -98,9 +96,7 @@ def test_fp32_runs_that_differ_only_in_loss_scaling_count_once(
     assert table(tmp_path)[-1]["gap to fp32"] == f"+0.0000\nfp32: n {seeds}, {told}"
 
 
-def test_each_group_is_held_against_fp32_with_its_own_options(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_fp32_has_the_groups_own_options(make_run: MakeRun, tmp_path: Path) -> None:
     for lr, accuracy in ((0.1, 0.9), (0.2, 0.5)):
         make_run(f"full{lr}", replace(SUMMARY, val_metric=accuracy), optimizer__lr=lr)
         # Options of precision do not part a run from its fp32 runs.
@@ -149,9 +145,6 @@ def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: 
     assert all("+0.0500" in text for text in texts(tmp_path))
 
 
-# --- runs that did not finish, and what cannot be read
-
-
 def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("0", SUMMARY)
     stopped = {Status.DIVERGED: "too high", Status.INTERRUPTED: "SIGTERM", Status.FAILED: "no disk"}
@@ -169,10 +162,7 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
     assert told[-1] == "finished\n1 step applied, 43 skipped: most of the run"
 
 
-def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
-    """Without the folder where it lay."""
+def test_a_run_that_cannot_be_read_is_shown(make_run: MakeRun, tmp_path: Path) -> None:
     (make_run("0", None) / "config_resolved.yaml").write_text("a: &a [1]\nb: *a\n")
     (make_run("1", SUMMARY) / "summary.json").write_text("{")
     away = f"see {tmp_path / 'sweep' / '2'}/autopsy/a.md"
@@ -194,9 +184,7 @@ def test_a_diverged_loss_of_nan_is_drawn(make_run: MakeRun, tmp_path: Path) -> N
     assert table(tmp_path, every_run)[0]["val loss"] == "nan"
 
 
-def test_the_repeated_steps_of_a_resumed_run_are_not_warned_of(
-    make_run: MakeRun, caplog: Log
-) -> None:
+def test_repeated_steps_are_not_warned_of(make_run: MakeRun, caplog: Log) -> None:
     folder = make_run("resumed")
     for first in (1, 2):
         with Tracker(folder, purge_step=first) as tracker:
@@ -207,17 +195,12 @@ def test_the_repeated_steps_of_a_resumed_run_are_not_warned_of(
     assert caplog.messages == []
 
 
-def test_runs_are_found_once_and_in_the_order_of_their_numbers(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_runs_are_in_the_order_of_their_numbers(make_run: MakeRun, tmp_path: Path) -> None:
     for name in ("10", "2", "1", "3"):
         make_run(name)
     sweep = tmp_path / "sweep"
     home, runs = find_runs([sweep / "2", sweep])
     assert (home, [run.name for run in runs]) == (sweep, ["2", "1", "3", "10"])
-
-
-# --- the command
 
 
 def run(*words: str) -> int:

@@ -54,9 +54,7 @@ def evil(make_run: MakeRun, tmp_path: Path) -> tuple[str, str]:
     return texts(tmp_path, EVIL)
 
 
-def test_what_comes_from_runs_is_text_in_one_file_without_an_address(
-    evil: tuple[str, str],
-) -> None:
+def test_what_comes_from_runs_is_text_in_one_file_without_an_address(evil: tuple[str, str]) -> None:
     page = Tags(evil[0])
     assert EVIL in page.text
     assert {tag for tag, _ in page.tags} <= {*HARMLESS.split()}
@@ -93,7 +91,6 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
 
 
 def test_a_page_of_nine_runs_is_below_two_megabytes(make_run: MakeRun, tmp_path: Path) -> None:
-    """Three modes with three seeds each: curves of two metrics, and range pictures."""
     noise = random.Random(0)
     picture = PNG + noise.randbytes(30_000)
     modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]

@@ -77,11 +77,7 @@ def found_in(planted: Any, mode: str, half: str = "float16", target: float = 0.1
 
 
 @pytest.mark.parametrize(
-    ("planted", "mode", "faults"),
-    [
-        (one_fault, "amp", ["3"]),
-        (two_faults, "mixed", ["3", "7"]),
-    ],
+    ("planted", "mode", "faults"), [(one_fault, "amp", ["3"]), (two_faults, "mixed", ["3", "7"])]
 )
 def test_exactly_the_planted_modules_are_found(planted: Any, mode: str, faults: list[str]) -> None:
     found = found_in(planted, mode)

@@ -11,9 +11,7 @@ from fixtures import Patch
 from mpframe.tracking.environment import environment_text, format_command
 
 
-def test_environment_is_a_table_with_the_commit_and_whether_files_differ(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_environment_has_versions_and_commit(monkeypatch: Patch, tmp_path: Path) -> None:
     def rows() -> dict[str, str]:
         lines = environment_text().splitlines()[2:]
         return dict(line.strip("| ").split(" | ", 1) for line in lines)

@@ -43,7 +43,7 @@ def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 10])
-def test_a_clock_that_went_back_does_not_mix_the_curves(
+def test_a_clock_that_went_back_mixes_nothing(
     tmp_path: Path, monkeypatch: Patch, ahead: int
 ) -> None:
     """Files are read in the order of their names, and the newer one hides what is repeated."""
@@ -92,9 +92,6 @@ def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
     assert scalars(tmp_path)["mine"] == [(2, 1.0), (6, 3.0)]
 
 
-# --- a disk that is full
-
-
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -110,10 +107,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_full_disk_is_one_line_and_what_waited_is_written(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
-    """An error, or a warning where that is asked for."""
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     warned, refused = Tracker(tmp_path / "a", on_error="warn"), Tracker(tmp_path / "b")
     with monkeypatch.context() as patched:
         patched.setattr(event_file, "append_whole", full)
@@ -131,9 +125,7 @@ def test_a_full_disk_is_one_line_and_what_waited_is_written(
     assert "cannot be written (No space left on device); the curves wait in memory" in line
 
 
-def test_a_full_disk_does_not_hide_what_went_wrong_before(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_it_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: Patch) -> None:
     def fail(tracker: Tracker) -> None:
         tracker.scalars(1, {"a": 1.0})
         monkeypatch.setattr(event_file, "append_whole", full)

@@ -41,24 +41,21 @@ class CountedTransfers(TorchFunctionMode):
 
 def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_path: Path) -> None:
     """torch promotes float16 beside int64 to float16, whose largest number is 65504."""
-    given = {"half": torch.ones((), dtype=torch.half), "truth": torch.tensor(True)}
-    given |= {"count": torch.tensor(100_000), "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16)}
-    given |= {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
-    given |= {"inf": torch.tensor(-math.inf), "nan": torch.tensor(math.nan)}
+    small = {"half": torch.ones((), dtype=torch.half), "truth": torch.tensor(True)}
+    small |= {"count": torch.tensor(100_000)}
+    wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
+    wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
     plain = {"number": 3, "plain inf": math.inf, "many": 2**24, Tag.LOSS_TRAIN: 0.5}
     with Tracker(tmp_path) as tracker, CountedTransfers() as transfers:
-        tracker.scalars(3, given | plain)
-    assert transfers.shapes == [(len(given),)]
-    found = scalars(tmp_path)
+        tracker.scalars(3, small | plain)
+        tracker.scalars(3, wide | {"nan": torch.tensor(math.nan)})
+    assert transfers.shapes == [(3,), (4,)]
+    found, read = scalars(tmp_path), events(tmp_path)
     assert math.isnan(found.pop("nan")[0][1])
     values = {"half": 1.0, "truth": 1.0, "count": 100_000.0, "bfloat16": 2.0, "inf": -math.inf}
     values |= {"double": torch.tensor(2 / 3).item(), **plain}
     assert found == {tag: [(3, value)] for tag, value in values.items()}
-    read = events(tmp_path)
-    assert len({read.Scalars(tag)[0].wall_time for tag in values}) == 1
-
-
-# --- tags
+    assert len({read.Scalars(tag)[0].wall_time for tag in small | plain}) == 1
 
 
 def test_the_page_says_what_every_tag_means() -> None:
@@ -106,9 +103,6 @@ def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
         read.SummaryMetadata("mine")
 
 
-# --- text, hyperparameters, charts
-
-
 def test_text_is_markdown_without_a_table_around_it(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
@@ -118,9 +112,7 @@ def test_text_is_markdown_without_a_table_around_it(tmp_path: Path) -> None:
     assert events(tmp_path).SummaryMetadata("text/config").plugin_data.plugin_name == "text"
 
 
-def test_the_columns_that_differ_come_first_and_only_a_finished_run_is_a_success(
-    tmp_path: Path,
-) -> None:
+def test_columns_that_differ_and_the_success_of_a_run(tmp_path: Path) -> None:
     config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
     with Tracker(tmp_path) as tracker:
         tracker.hparams(config, [Tag.LOSS_VAL, metric_tag("accuracy")], ["n"])
@@ -143,9 +135,7 @@ def test_the_columns_that_differ_come_first_and_only_a_finished_run_is_a_success
 
 
 @pytest.mark.parametrize(("value", "kind"), [({"a": 1}, "dict"), ([torch.ones(1)], "Tensor")])
-def test_a_hyperparameter_of_another_type_is_refused(
-    tmp_path: Path, value: object, kind: str
-) -> None:
+def test_another_type_is_refused(tmp_path: Path, value: object, kind: str) -> None:
     said = rf"optimizer\.x=.*: a {kind} cannot be a hyperparameter; allowed are bool, int, float, "
     with Tracker(tmp_path) as tracker, pytest.raises(MpframeError, match=said):
         tracker.hparams({"optimizer.x": value}, [])
@@ -160,9 +150,6 @@ def test_the_page_of_charts(tmp_path: Path) -> None:
     assert charts.pop("accuracy") == ["metric/accuracy/val"]
     tags = {tag for own in charts.values() for tag in own}
     assert {"loss/train", "loss/val", "loss_scale/skipped_total", "grad/amax"} <= tags <= {*Tag}
-
-
-# --- pictures and histograms
 
 
 def test_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
