@@ -3,8 +3,8 @@
     python tests/docs/prose.py               the rates of docs and code, beside their limits
     python tests/docs/prose.py FILE...       each place in these files, to be rewritten
 
-The limits are near the rates of well-read libraries (jmp, nanochat, optax, Fabric, equinox), where
-most of these patterns do not occur at all. tests/docs/test_prose.py holds them.
+The limits are near the rates of well-read libraries, where most of these patterns do not occur at
+all. tests/docs/test_prose.py holds them.
 """
 
 import ast
@@ -33,7 +33,7 @@ PATTERNS: dict[str, tuple[str, float]] = {
 
 
 def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """Each paragraph of prose with the number of its first line; no code, table or address."""
+    """Each paragraph of prose with the number of its first line."""
     source = path.read_text()
     blocks = _of_code(source) if path.suffix == ".py" else [(1, source)]
     for first, block in blocks:
@@ -91,24 +91,17 @@ def parts() -> dict[str, list[Path]]:
     """The files that have a reader, by the kind of text."""
     docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     code = [*(ROOT / "mpframe").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    return {
-        "docs": sorted(docs),
-        "code": sorted(code),
-        "tests": sorted((ROOT / "tests").rglob("*.py")),
-    }
+    return {"docs": docs, "code": code, "tests": [*(ROOT / "tests").rglob("*.py")]}
 
 
 def main() -> None:
     """Print the rates, or the places in the files that are named."""
-    if len(sys.argv) > 1:
-        for path in map(Path, sys.argv[1:]):
-            for line, text in paragraphs(path):
-                for name, (pattern, _) in PATTERNS.items():
-                    for place in re.finditer(pattern, text):
-                        begin = max(place.start() - 40, 0)
-                        print(f"{path}:{line}: {name}: ...{text[begin : place.end() + 40]}...")
-        return
-    for part, paths in parts().items():
+    for path in map(Path, sys.argv[1:]):
+        for line, text in paragraphs(path):
+            for name, (pattern, _) in PATTERNS.items():
+                for found in re.findall(f".{{0,40}}(?:{pattern}).{{0,40}}", text):
+                    print(f"{path}:{line}: {name}: ...{found}...")
+    for part, paths in parts().items() if not sys.argv[1:] else ():
         words, found = count(paths)
         print(f"{part}: {words} words in {len(paths)} files")
         for name, (_, limit) in PATTERNS.items():

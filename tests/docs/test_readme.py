@@ -3,19 +3,21 @@
 import re
 from typing import Any
 
-import pytest
 import torch
 from checkout import ROOT
-
-README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+from fixtures import Shown
 
 
-def test_the_loop_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.search(r"<!-- run: own loop -->\n```python\n(.*?)```", README, re.S)
+def block(page: str, mark: str) -> str:
+    """The block behind a mark in a page."""
+    text = (ROOT / page).read_text()
+    found = re.search(rf"<!-- {mark} -->\n```\w*\n(.*?)```", text, re.S)
     assert found is not None
-    names: dict[str, Any] = {}
-    exec(compile(found[1], "README.md", "exec"), names)
+    return found[1]
+
+
+def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
+    exec(compile(block("README.md", "run: own loop"), "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 20
     assert all("skipped False" in line for line in printed)
@@ -25,14 +27,11 @@ def test_the_loop_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[
 
 
 def test_the_joint_optimizer_of_the_documentation_steps() -> None:
-    page = (ROOT / "docs" / "several.md").read_text()
-    found = re.search(r"<!-- run: several -->\n```python\n(.*?)```", page, re.S)
-    assert found is not None
     torch.manual_seed(0)  # Where the first outputs are large their gradients overflow at 2^16.
     model = torch.nn.Linear(4, 3)
     names: dict[str, Any] = {"torch": torch, "model": model}
     names |= {"matrices": [model.weight], "others": [model.bias]}
-    exec(compile(found[1], "several.md", "exec"), names)
+    exec(compile(block("docs/several.md", "run: several"), "several.md", "exec"), names)
     with names["precision"].cast():
         loss = model(torch.ones(2, 4)).float().square().mean()
     (loss * names["scaler"].scale).backward()
@@ -40,21 +39,13 @@ def test_the_joint_optimizer_of_the_documentation_steps() -> None:
 
 
 def test_the_layout_names_what_is_there() -> None:
-    found = re.search(r"<!-- layout -->\n```\n(.*?)```", CONTRIBUTING, re.S)
-    assert found is not None
-    folder = ROOT
-    for line in found[1].splitlines():
-        name = line.split()[0]
+    lines = block("CONTRIBUTING.md", "layout").splitlines()
+    for line in lines:
         folder = ROOT / "mpframe" if line.startswith("  ") else ROOT
-        assert (folder / name).exists(), name
-    shown = {line.split()[0].rstrip("/") for line in found[1].splitlines()}
+        assert (folder / line.split()[0]).exists(), line
     packages = {path.parent.name for path in (ROOT / "mpframe").glob("*/__init__.py")}
-    assert packages <= shown
+    assert packages <= {line.split()[0].rstrip("/") for line in lines}
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:
-    assert len(README.splitlines()) <= 120
-
-
-def test_nothing_is_left_to_fill_in() -> None:
-    assert "TABLE_" not in README
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

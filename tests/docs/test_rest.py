@@ -2,8 +2,8 @@
 
 import runpy
 
-import pytest
 from checkout import ROOT
+from fixtures import Shown
 
 REST = runpy.run_path(str(ROOT / "tests" / "rest.py"))
 
@@ -15,29 +15,19 @@ def test_a_week_runs_every_part_and_a_change_its_own_first() -> None:
     assert sorted(p.name for day in week for p in day) == sorted(p.name for p in parts)
     first, *_ = REST["due"](parts, ["mpframe/tracking/tracker.py"], 0)
     assert first.name == "slow tracking"
-
-
-def test_every_folder_of_tests_runs_somewhere() -> None:
     tests = ROOT / "tests"
     there = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
     assert there == {*REST["folders"](), "ports", "zoo", "bench", "same_numbers"}
 
 
-def test_a_part_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_or_has_no_time_is_named(capfd: Shown) -> None:
     assert REST["main"]("no such part") == 0
-    broken = REST["Part"]("broken", ("-c", "raise SystemExit(3)"), ())
-    REST["main"].__globals__["parts"] = lambda: [broken]
+    own, part = REST["main"].__globals__, REST["Part"]
+    own["changed"] = lambda: ["anything"]
+    own["parts"] = lambda: [part("broken", ("-c", "raise SystemExit(3)"), ())]
     assert REST["main"]() == 1
     assert "failed: ['broken']" in capfd.readouterr().out
-
-
-def test_a_part_without_time_is_stopped_and_named(capfd: pytest.CaptureFixture[str]) -> None:
-    parts = [
-        REST["Part"](name, ("-c", "import time; time.sleep(60)"), ("",))
-        for name in ("long", "never begun")
-    ]
-    REST["main"].__globals__["parts"] = lambda: parts
-    REST["main"].__globals__["changed"] = lambda: ["anything"]
+    own["parts"] = lambda: [part(n, ("-c", "import time; time.sleep(60)"), ("",)) for n in "ab"]
     assert REST["main"]("--within", "0.5") == 0
     shown = capfd.readouterr().out
     assert shown.count(", not ended in time") == 2

@@ -61,9 +61,20 @@ def command(*words: str) -> int:
     return 0
 
 
+def events(folder: Path) -> EventAccumulator:
+    """Everything in a run folder's event files."""
+    everything = {"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    """The texts of a tag with their steps."""
+    found = events(folder).Tensors(tag)
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every scalar tag of a run folder with its (step, value) pairs."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+    found = events(folder)
+    tags = found.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags}

@@ -53,11 +53,6 @@ def exp(shift: float) -> nn.Module:
     return Each(lambda x: torch.exp(0.01 * x + shift))
 
 
-def total() -> nn.Module:
-    """The sum over the features, beside each of them."""
-    return Each(lambda x: (0.0 * x + 10_000.0).sum(dim=-1, keepdim=True).expand_as(x))
-
-
 def attention() -> nn.Module:
     """Self-attention over a sequence of length 2."""
     inner = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -74,12 +69,13 @@ def recurrent() -> nn.Module:
     return Each(lambda x: inner(x[:, None])[0][:, 0], inner=inner)
 
 
-def conv(dimensions: int, transposed: bool = False) -> nn.Module:
+def conv(kind: type[nn.Module] = nn.Conv2d) -> nn.Module:
     """A convolution over 16 features seen as channels and places."""
-    name = f"Conv{'Transpose' * transposed}{dimensions}d"
-    sizes = {1: (4, 4), 2: (4, 2, 2), 3: (2, 2, 2, 2)}[dimensions]
-    layer = getattr(nn, name)(sizes[0], sizes[0], 1)
-    return nn.Sequential(nn.Unflatten(1, sizes), layer, nn.Flatten())
+    return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), kind(4, 4, 1), nn.Flatten())
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
 
 
 def net(middle: nn.Module) -> nn.Module:
@@ -99,10 +95,6 @@ def large(layer: nn.Module, factor: float = 1e5) -> nn.Module:
         for parameter in layer.parameters():
             parameter.mul_(factor)
     return layer
-
-
-def linear() -> nn.Module:
-    return nn.Linear(16, 16)
 
 
 def data(rows: tuple[int, ...] = (), factor: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,11 @@
 import base64
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from mpframe.lab.report.page import as_markdown, as_page
@@ -51,6 +53,11 @@ def write_run(top: Path, name: str, summary: Summary | None = SUMMARY, **options
     if summary is not None:
         summary.write(folder)
     return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    return partial(write_run, tmp_path)
 
 
 def read(folder: Path) -> tuple[list[Record], list[RunGroup]]:

@@ -1,14 +1,15 @@
 """Runs in trouble: what is saved, what the report says, and the program that reads it again."""
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fixtures import Log, Patch, Shown
 from in_process import StartRun, train
+from vocabulary import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint.saving import save_as
@@ -20,6 +21,7 @@ from mpframe.lab.ranges import read_ranges
 OWN = "model._target_=overflowing.Overflowing"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
 STOPS = "trainer.max_consecutive_skips=4"
+HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216"]
 
 
 def report(folder: Path, step: int = 1) -> str:
@@ -41,17 +43,21 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_diverges_points_to_its_report_with_the_line_to_type(failed: Path) -> None:
+def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
     summary = json.loads((failed / "summary.json").read_text())
     assert summary["status"] == "diverged"
     assert summary["reason"].endswith(f"; see {evidence.folder_of(failed, 1) / 'report.md'}")
-    assert [path.name for path in evidence.all_in(failed)] == ["step_00000001"]
     text = report(failed)
     assert text.startswith("# autopsy of step 1: activation beyond float16 in gain\n")
     assert "- **where**: gain (Gain), op mul, forward pass" in text
-    assert "float16 ends at 65504" in text
     assert "'ops.modules={gain:fp32}'   (replayed with it: finite)" in text
     assert "epoch 0, batch 0" in text
+    _, weights, _ = evidence.load(evidence.folder_of(failed, 1))
+    assert not weights["norm.running_mean"].any()  # As before the step.
+    for folder in (failed, evidence.folder_of(failed, 1)):
+        autopsy_command.main([f"run={folder}", OWN])
+        assert capsys.readouterr().out.startswith(text.splitlines()[0][2:])
+        assert report(failed) == text
 
 
 def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
@@ -64,156 +70,95 @@ def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error
 
 
-def test_the_program_says_the_same_again(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = report(failed)
-    autopsy_command.main([f"run={failed}", OWN])
-    assert report(failed) == before
-    printed = capsys.readouterr().out
-    assert printed.startswith("autopsy of step 1: activation beyond float16 in gain\n")
-    autopsy_command.main([f"run={evidence.folder_of(failed, 1)}", OWN])
-    assert capsys.readouterr().out == printed
-
-
-def test_weights_ruined_without_masters_need_masters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_ruined_without_masters_need_masters(tmp_path: Path) -> None:
     diverge(tmp_path, "model=mlp", "dtype.master_weights=false")
+    advice = "start again with dtype.master_weights=true: the optimizer's eps=1e-08 is 0 in float16"
     (step,) = evidence.all_in(tmp_path)
-    advice = (
-        "start again with dtype.master_weights=true: the optimizer's eps=1e-08 is 0 in float16, "
-        "the format it works in"
-    )
-    assert f"- **do**: {advice}\n" in (step / "report.md").read_text()
-    autopsy_command.main([f"run={step}"])
-    assert advice in capsys.readouterr().out
-
-
-def test_evidence_holds_the_step_and_no_code(failed: Path) -> None:
-    step, weights, config = evidence.load(evidence.folder_of(failed, 1))
-    assert (step.step, step.epoch, step.batch, step.reason) == (1, 0, 0, "the loss is nan")
-    assert (step.scales, step.floors, step.scaling) == ({"": 2.0**16}, {"": 1.0}, "Backoff")
-    assert len(step.samples[0]) == len(step.batches[0][1]) == 32
-    assert weights["first.weight"].dtype == torch.float32
-    assert torch.equal(weights["norm.running_mean"], torch.zeros(32))  # As before the step.
-    assert "overflowing.Overflowing" in config
+    assert f"- **do**: {advice}, the format it works in\n" in (step / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "run: must be given"),
-        (["run=/nowhere"], "no readable checkpoint"),
-        (["run={failed}", OWN, "trainer.clip_norm=1.0"], "clip_norm=1.0: has no part in an autop"),
-        (["run={failed}", "step=7", OWN], "step=7: .* holds the evidence of 1"),
-        (["run={failed}"], "if you trust it, add model._target_=overflowing.Overflowing"),
+        ("", "run: must be given"),
+        ("run=/nowhere", "no readable checkpoint"),
+        (f"run={{}} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
+        (f"run={{}} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
+        ("run={}", "if you trust it, add model._target_=overflowing.Overflowing"),
     ],
 )
-def test_mistakes_are_one_line(
-    arguments: list[str], said: str, failed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_line(arguments: str, said: str, failed: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(MpframeError, match=said) as error:
-        autopsy_command.main([argument.format(failed=failed) for argument in arguments])
+        autopsy_command.main(arguments.format(failed).split())
     assert "\n" not in str(error.value)
 
 
 def changed(failed: Path, run: Path, **entries: object) -> Path:
     """A sealed copy of the evidence with entries of its state replaced."""
     snapshot = checkpoint.read(evidence.folder_of(failed, 1))
-    return save_as(
-        evidence.folder_of(run, 1), replace(snapshot, state={**snapshot.state, **entries})
-    )
+    state = {**snapshot.state, **entries}
+    return save_as(evidence.folder_of(run, 1), replace(snapshot, state=state))
 
 
 @pytest.mark.parametrize(
-    "entries",
-    [
-        {"scales": {"": -1.0}},
-        {"scales": {"": "large"}},
-        {"random": [torch.zeros(3), None]},
-        {"batches": [1]},
-        {"weights": {"first.weight": 1}},
-        {"samples": 3},
-    ],
+    ("entry", "value"), [("scales", {"": -1.0}), ("random", [1, None]), ("weights", {"": 1})]
 )
-def test_evidence_that_is_none_is_refused(
-    entries: dict[str, object], failed: Path, tmp_path: Path
-) -> None:
-    folder = changed(failed, tmp_path, **entries)
+def test_what_is_none_is_refused(entry: str, value: object, failed: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not the evidence of a step"):
-        evidence.load(folder)
+        evidence.load(changed(failed, tmp_path, **{entry: value}))
 
 
 def test_evidence_that_does_not_fit_the_model_is_said_so(failed: Path, tmp_path: Path) -> None:
-    batches = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))]
-    folder = changed(failed, tmp_path, batches=batches)
-    with pytest.raises(CheckpointError, match="does not run with this model and data") as error:
+    folder = changed(failed, tmp_path, batches=[(torch.zeros(4, 3), torch.zeros(4).long())])
+    with pytest.raises(CheckpointError, match=r"^.*does not run with this model and data.*$"):
         autopsy_command.of_evidence(folder, [OWN])
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "step", "title", "said"),
+    ("words", "title", "said"),
     [
-        (["optimizer.lr=1e4", "trainer.max_steps=200"], None, "diverging, in fp32", "lower opti"),
-        (["dtype=fp32", "optimizer=sgd", "optimizer.lr=1e30"], 2, "not finite in fp32 too", ""),
-        (
-            ["loss_scaling=static", "loss_scaling.scale=16777216"],
-            *(1, "scale too high", "the step was skipped at the scaler's floor"),
-        ),
+        ("optimizer.lr=1e4 trainer.max_steps=200", "diverging, in fp32", "lower optimizer.lr"),
+        ("dtype=fp32 optimizer=sgd optimizer.lr=1e30", "step 2: not finite in fp32 too", ""),
+        ("loss_scaling=static loss_scaling.scale=16777216", "step 1: scale too high", "floor"),
     ],
 )
-def test_a_learning_rate_or_a_scale_is_told_from_a_format_that_ends(
-    words: list[str], step: int | None, title: str, said: str, tmp_path: Path
-) -> None:
-    assert diverge(tmp_path, "model=mlp", *words).endswith("report.md")
+def test_a_rate_is_told_from_a_format(words: str, title: str, said: str, tmp_path: Path) -> None:
+    diverge(tmp_path, "model=mlp", *words.split())
     (folder,) = evidence.all_in(tmp_path)
-    assert step is None or folder == evidence.folder_of(tmp_path, step)
     text = (folder / "report.md").read_text()
     assert title in text.splitlines()[0]
     assert said in text
 
 
-def test_a_scale_that_is_on_its_way_down_is_called_normal(
-    tmp_path: Path, start_run: StartRun
-) -> None:
-    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "callbacks.autopsy.after=2"]
-    start_run(tmp_path, "model=mlp", *SHORT, *high, "trainer.accumulate=3")
+def test_a_scale_on_its_way_down_is_normal(tmp_path: Path, start_run: StartRun) -> None:
+    more = ["callbacks.autopsy.after=2", "trainer.accumulate=3"]
+    start_run(tmp_path, "model=mlp", *SHORT, *HIGH, *more)
     text = report(tmp_path, 2)
     assert text.startswith("# autopsy of step 2: scale too high (normal)\n")
     assert "2 steps in a row were skipped" in text
     assert "nothing: the scale goes from 8.38861e+06 to" in text
 
 
-def test_off_is_off_and_a_failing_autopsy_does_not_end_the_run_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_off_or_failing_it_does_nothing(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
     monkeypatch.setattr("mpframe.lab.autopsy.report.diagnose", fail)
-    with caplog.at_level(logging.WARNING):
-        failing = diverge(tmp_path / "failing", OWN)
+    failing = diverge(tmp_path / "failing", OWN)
     assert "the autopsy of a failed step failed: out of memory" in caplog.text
     assert diverge(tmp_path / "off", OWN, "callbacks.autopsy=null") == failing
-    assert "report.md" not in failing
     assert not (tmp_path / "off" / "autopsy").exists()
 
 
-def test_a_run_is_bit_for_bit_the_same_with_it_and_without(
-    tmp_path: Path, start_run: StartRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mended by the words of its report."""
+def test_it_changes_no_bit(tmp_path: Path, start_run: StartRun, monkeypatch: Patch) -> None:
     monkeypatch.setattr("mpframe.lab.range_watch.RangeWatch.draw", lambda self: None)
-    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "callbacks.autopsy.after=1"]
-    options = [OWN, *SHORT, *high, "ops.modules={gain:fp32}", "numerics=on", "numerics.every=1"]
-    summary = start_run(tmp_path / "with", *options)
-    start_run(tmp_path / "without", *options, "callbacks.autopsy=null")
-    assert summary.steps == 3
-    assert evidence.all_in(tmp_path / "with")
+    options = [OWN, *SHORT, *HIGH, "ops.modules={gain:fp32}", "numerics=on", "numerics.every=1"]
     folders = [tmp_path / name for name in ("with", "without")]
-    first, second = (checkpoint.load(folder)["trainer"]["weights"] for folder in folders)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    for folder, own in zip(folders, (".after=1", "=null"), strict=True):
+        assert start_run(folder, *options, f"callbacks.autopsy{own}").steps == 3
+    assert evidence.all_in(folders[0])
+    assert not differing(*(checkpoint.load(folder)["trainer"]["weights"] for folder in folders))
     watched = [read_ranges(folder) for folder in folders]
     assert len(watched[0]) > 3
     for one, other in zip(*watched, strict=True):
@@ -228,12 +173,7 @@ def test_a_run_is_bit_for_bit_the_same_with_it_and_without(
     ],
 )
 def test_on_demand_the_next_step_of_a_checkpoint_is_examined(
-    tmp_path: Path,
-    start_run: StartRun,
-    capsys: pytest.CaptureFixture[str],
-    scale: str,
-    verdict: str,
-    advice: str,
+    tmp_path: Path, start_run: StartRun, capsys: Shown, scale: str, verdict: str, advice: str
 ) -> None:
     start_run(tmp_path, "model=mlp", *SHORT, "loss_scaling=static", f"loss_scaling.scale={scale}")
     autopsy_command.main([f"run={tmp_path}"])
@@ -244,11 +184,10 @@ def test_on_demand_the_next_step_of_a_checkpoint_is_examined(
 
 
 def test_two_losses_are_told_apart(tmp_path: Path) -> None:
-    words = ["experiment=digits_gan", "device=cpu", "optimizer.parts.generator.lr=1e6", STOPS]
-    with pytest.raises(DivergedError, match=r"report\.md"):
-        train(tmp_path, *words)
+    words = ["experiment=digits_gan", "device=cpu", "optimizer.parts.generator.lr=1e6"]
+    with pytest.raises(DivergedError):
+        train(tmp_path, *words, STOPS)
     (folder,) = evidence.all_in(tmp_path)
-    step, _, _ = evidence.load(folder)
-    assert set(step.scales) == {"discriminator", "generator"}
+    assert set(evidence.load(folder)[0].scales) == {"discriminator", "generator"}
     autopsy_command.main([f"run={tmp_path}"])
     assert "- **loss**: discriminator" in (folder / "report.md").read_text()

@@ -7,21 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process import StartRun
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from fixtures import Patch
+from in_process import StartRun, events
 from test_ranges import made
 
 from mpframe.lab import pictures
 from mpframe.lab.exponents import Limits
 from mpframe.lab.pictures import draw_layers, draw_time
 from mpframe.lab.product_noise import NAMES
+from mpframe.lab.range_watch import RangeWatch
 from mpframe.lab.ranges import KINDS, read_ranges
+from mpframe.tracking.tags import meaning_of
 
 HALF = torch.float16
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drawn(monkeypatch: Patch) -> list[Any]:
     """The axes of every picture, which is not written."""
     axes: list[Any] = []
     monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: axes.append(own))
@@ -40,6 +42,10 @@ def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_
         draw_time([made(7)] * 4, "weights", layer, HALF, tmp_path)
         shown = [own for own in drawn[-1].patches if np.isfinite(own.get_data().values).all()]
         assert len(shown) == len(drawn[-1].texts) == lines
+    many = made(7, layers=60)
+    assert np.allclose(many.headroom("weights", Limits.of(HALF)), np.log2(65504) - 3)
+    many.rows[:] = 0
+    assert not draw_layers(many, "weights", HALF, tmp_path)
 
 
 def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> None:
@@ -52,28 +58,16 @@ def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> N
         assert np.diff(values).tolist() == [-1.0, -1.0, -1.0]
 
 
-def test_one_report_of_many_layers_is_drawn_and_nothing_is_not(tmp_path: Path) -> None:
-    many, path = made(7, layers=60), tmp_path / "one.png"
-    assert draw_layers(many, "weights", torch.bfloat16, path)
-    draw_time([many], "weights", many.layers[0], torch.bfloat16, tmp_path / "time.png")
-    assert all(picture.stat().st_size > 5000 for picture in tmp_path.iterdir())
-    assert np.allclose(many.headroom("weights", Limits.of(HALF)), np.log2(65504) - 3)
-    many.rows[:] = 0
-    assert not draw_layers(many, "weights", HALF, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_a_run_shows_its_ranges_and_products_and_a_resumed_one_continues(
-    start_run: StartRun, tmp_path: Path
-) -> None:
+def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
     on = ["numerics=on", "numerics.every=2", "callbacks.ranges.layers=[head]"]
     products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
-    options = ["model=mlp", "model.hidden=32", *products]
-    start_run(tmp_path, *options, *on, "trainer.max_steps=2")
-    start_run(tmp_path, *options, *on, "trainer.max_steps=4", "resume=auto")
+    options = ["model=mlp", "model.hidden=32", *products, *on]
+    with monkeypatch.context() as patched:
+        patched.setattr(RangeWatch, "draw", lambda self: None)  # It takes seconds.
+        start_run(tmp_path, *options, "trainer.max_steps=2")
+    start_run(tmp_path, *options, "trainer.max_steps=4", "resume=auto")
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4]
-    folder = tmp_path / "numerics"
-    with (folder / "products.csv").open() as file:
+    with (tmp_path / "numerics" / "products.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
     counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
@@ -83,21 +77,22 @@ def test_a_run_shows_its_ranges_and_products_and_a_resumed_one_continues(
     assert first["dx.dy"] is first["dx.w"] is None
     assert second["forward.w"] == second["dx.w"]
     assert second["dx.dy"] == second["dw.dy"] == first["dw.dy"]
-    sizes = {"scalars": 0, "images": 0, "histograms": 0}
-    events = EventAccumulator(str(tmp_path), size_guidance=sizes)
-    events.Reload()
-    tags = events.Tags()
+    found = events(tmp_path)
+    kinds = {kind: set(found.Tags()[kind]) for kind in ("scalars", "images", "histograms")}
     figures = [f"products/{name}" for name in ("snr_db", "saturated", "lost", "scale_spread")]
     for name in [*figures, *(f"{kind}/headroom_bits" for kind in KINDS)]:
-        assert any(tag.startswith(f"numerics/{name}/") for tag in tags["scalars"])
+        assert any(tag.startswith(f"numerics/{name}/") for tag in kinds["scalars"])
+    assert "numerics/products/signal_to_noise" in kinds["images"]
     for kind in KINDS:
-        assert f"numerics/{kind}/layers_by_exponent" in tags["images"]
-        assert f"numerics/{kind}/exponents_by_step/head" in tags["images"]
-        assert f"numerics/{kind}/exponents/head" in tags["histograms"]
-    assert "numerics/products/signal_to_noise" in tags["images"]
+        assert f"numerics/{kind}/layers_by_exponent" in kinds["images"]
+        assert f"numerics/{kind}/exponents_by_step/head" in kinds["images"]
+        assert f"numerics/{kind}/exponents/head" in kinds["histograms"]
+    for tag in set().union(*kinds.values()):
+        if "/products/" not in tag:
+            assert found.SummaryMetadata(tag).summary_description == meaning_of(tag).markdown
     for name in (*KINDS, "products"):
-        assert (folder / f"{name}.png").stat().st_size > 5000
-    steps = [event.step for event in events.Scalars("numerics/weights/headroom_bits/head")]
+        assert (tmp_path / "numerics" / f"{name}.png").stat().st_size > 5000
+    steps = [event.step for event in found.Scalars("numerics/weights/headroom_bits/head")]
     assert steps == [2, 4]
-    counts = events.Histograms("numerics/weights/exponents/head")[-1].histogram_value
+    counts = found.Histograms("numerics/weights/exponents/head")[-1].histogram_value
     assert counts.num == read_ranges(tmp_path)[-1].bins("weights")[-1].sum()

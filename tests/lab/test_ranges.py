@@ -1,5 +1,6 @@
-"""The ranges of a training step against a recount of what the step really used."""
+"""Counts of magnitudes against a recount in float64; the ranges of a step against its values."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from run_context import context
-from test_exponents import recount
 from torch import Tensor, nn
 from vocabulary import CalledOps
 
@@ -17,33 +19,134 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import DataError
 from mpframe.core.objective import supervised
 from mpframe.lab import watch_ranges
-from mpframe.lab.exponents import FIELDS
+from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows, amax_of, lost_fraction
+from mpframe.lab.exponents import count_exponents as count
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
 
+FLOAT16 = Limits.of(torch.float16)
+HALVES = [torch.float16, torch.bfloat16]
+SPECIAL = [0.0, math.inf, math.nan, 65504.0, 65505.0, 2.0**-24, 2.0**-25, 2.0**-26, 3e38]
+SPECIAL += [2.0**-14, 2.0**-14 * (1 - 2.0**-12), 2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149]
+numbers = st.one_of(
+    st.sampled_from([*SPECIAL, *(-value for value in SPECIAL)]),
+    st.floats(width=32),
+    st.builds(lambda m, e: m * 2.0**e, st.floats(1, 2, width=32), st.integers(-40, 17)),
+)
+
+
+def recount(values: Tensor, half: torch.dtype, scale: float) -> list[float]:
+    """The same figures by rounding each value alone, in float64 and numpy."""
+    x = values.double().numpy().ravel()
+    finite, zero = np.isfinite(x), x == 0
+    y = x[finite & ~zero].astype(np.float64) * scale
+    info = torch.finfo(half)
+    # Every number of either half format is one of fp32's, so float64 -> half rounds once here:
+    # to a number of steps of the smallest number, ties to even, as the format does.
+    lost = [np.round(y * k / (info.smallest_normal * info.eps)) == 0 for k in (0.5, 1.0, 2.0)]
+    tiny = (np.abs(y) < info.smallest_normal) & ~lost[1]
+    counts = [x.size, zero.sum(), (~finite).sum(), *(own.sum() for own in lost), tiny.sum()]
+    counts += [(np.abs(y) > info.max).sum(), np.abs(y).max(initial=0.0)]
+    bins = np.zeros(BINS)
+    for value in np.abs(x[finite & ~zero]):
+        bins[max(math.frexp(value)[1] - 1, LOWEST) - LOWEST] += 1
+    return [float(number) for number in [*counts, *bins]]
+
+
+@pytest.mark.parametrize(
+    ("stored", "half"),
+    [*((stored, torch.float16) for stored in HALVES), *((torch.float32, half) for half in HALVES)],
+)
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(numbers, max_size=40), exponent=st.integers(-4, 20))
+def test_a_float64_recount_agrees(
+    stored: torch.dtype, half: torch.dtype, values: list[float], exponent: int
+) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32).to(stored)
+    scale = 2.0**exponent
+    # A product beyond fp32 would be inf there and finite in the recount.
+    scale = scale if not (tensor.abs()[tensor.isfinite()] * scale).isinf().any() else 1.0
+    row = count(tensor, Limits.of(half), torch.tensor(scale))
+    # fp32 products below 2^-149 are rounded: exact where nothing so small is made still smaller.
+    if exponent >= 1 or not (tensor.abs()[tensor != 0] < 2.0**-120).any():
+        assert row.tolist() == recount(tensor, half, scale)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
+    info = torch.finfo(half)
+    smallest = info.smallest_normal * info.eps
+    values = torch.tensor([smallest / 2, smallest * 0.50001, smallest])
+    assert values.to(half).count_nonzero() == 2
+    row = dict(zip(FIELDS, count(values, Limits.of(half)).tolist(), strict=False))
+    assert (row["lost"], row["subnormal"]) == (1, 2)
+    assert (row["lost_at_twice_scale"], row["lost_at_half_scale"]) == (0, 3)
+
+
+@pytest.mark.parametrize("stored", HALVES)
+def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(stored)
+    values = torch.cat([every, torch.randn(2**16).to(stored), every[2**14 : 2**14 + 999]])
+    scale, held_at = torch.tensor(2.0**8), torch.tensor(2.0**3)
+    parts = [count(p, FLOAT16, scale, held_at) for p in values.split(2**15)]
+    whole = count(values, FLOAT16, scale, held_at)
+    assert torch.equal(whole, add_rows(parts))
+    assert whole[FIELDS.index("count")] == len(values)
+    same = count(torch.full((2**16,), 3.0, dtype=torch.float16), FLOAT16, 2.0)
+    assert same[FIELDS.index("amax")] == 6.0  # The largest is among what is there.
+
+
+def test_what_is_held_at_a_scale_is_divided_by_it_and_sparse_entries_are_counted() -> None:
+    values = torch.randn(100)
+    assert torch.equal(count(values * 8, FLOAT16, 4.0, held_at=8.0), count(values, FLOAT16, 4.0))
+    places, entries = torch.tensor([[0, 0, 1]]), torch.tensor([1.0, 2.0, 5.0])
+    sparse = torch.sparse_coo_tensor(places, entries, (9,), check_invariants=True)
+    assert torch.equal(count(sparse, FLOAT16), count(torch.tensor([3.0, 5.0]), FLOAT16))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-40, 20), st.integers(-30, 10), st.sampled_from(HALVES), st.integers(0, 9))
+def test_the_lost_share_is_that_of_a_cast(
+    log2_scale: int, log2_size: int, half: torch.dtype, seed: int
+) -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(seed)) * 2.0**log2_size
+    values[::7] = 0.0
+    scale = 2.0**log2_scale
+    # At a scale that is a power of two the limit lies between two octaves: the counts are equal,
+    # but for values on the limit, of which random ones have none.
+    nonzero = values[values != 0].double()
+    lost = ((nonzero * scale).float().to(half) == 0).double().mean()
+    assert lost_fraction(count(values, FLOAT16), scale, half) == float(lost)
+
+
+def test_the_share_and_amax_of_nothing_and_of_what_is_not_finite() -> None:
+    nothing = count(torch.zeros(3), FLOAT16)
+    assert (amax_of(nothing), lost_fraction(nothing, 1.0, torch.float16)) == (0.0, 0.0)
+    for bad in (math.inf, -math.inf, math.nan):
+        seen = count(torch.tensor([bad, 1.0]), FLOAT16)
+        assert (amax_of(seen), int(seen[len(FIELDS) :].sum())) == (math.inf, 1)
+
+
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 
 
-def trainer_of(mode: str = "mixed", half: str = "float16", plan: Plan | None = None) -> Trainer:
+def trainer_of(mode: str = "mixed", half: str = "float16") -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
-    )
-    precision = Precision(mode, half)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, masters = precision.prepare(model, optimizer)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)]
+    model, precision = nn.Sequential(*layers), Precision(mode, half)
+    model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     scaler = None if mode == "fp32" else Backoff(2.0**12)
-    loss = supervised(nn.CrossEntropyLoss())
-    return Trainer(model, masters, loss, precision, scaler=scaler, plan=plan or Plan(clip_norm=0.1))
+    loss, plan = supervised(nn.CrossEntropyLoss()), Plan(clip_norm=0.1)
+    return Trainer(model, masters, loss, precision, scaler=scaler, plan=plan)
 
 
-def batches(count: int) -> list[Batch]:
+def batches(number: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     return [
         (torch.randn(6, 1, 8, 8, generator=generator), torch.randint(0, 3, (6,)))
-        for _ in range(count)
+        for _ in range(number)
     ]
 
 
@@ -68,6 +171,11 @@ def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
     return seen
 
 
+def masters_of(trainer: Trainer) -> dict[Tensor, Tensor]:
+    masters = trainer.optimizer
+    return {p: masters.master_of(p).detach().clone() for p in trainer.model.parameters()}
+
+
 def test_what_counts_is_not_asked_of_the_casts() -> None:
     """The hooks of a module run in its cast block, where Python is asked about each op."""
     trainer, called = trainer_of(), CalledOps()
@@ -80,57 +188,46 @@ def test_what_counts_is_not_asked_of_the_casts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "half", "micro_batches"),
-    [*((*mode, 3) for mode in MODES), ("mixed", "bfloat16", 1), ("amp", "float16", 1)],
+    ("mode", "half", "micro_batches"), [*((*mode, 3) for mode in MODES), ("mixed", "bfloat16", 1)]
 )
 def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -> None:
     trainer, dtype = trainer_of(mode, half), getattr(torch, half)
-    scale = float(trainer.scaler.scale) if trainer.scaler else 1.0  # type: ignore[union-attr]
-    seen = spy(trainer)
-    before = masters_of(trainer)
+    scale = float(trainer.scaler.scale) if trainer.scaler else 1.0
+    seen, before = spy(trainer), masters_of(trainer)
     probe = RangeProbe(trainer, dtype)
     assert not trainer.train_step(*batches(micro_batches)).skipped
-    ranges = probe.ranges()
-    after = masters_of(trainer)
+    ranges, after = probe.ranges(), masters_of(trainer)
     for layer, module in trainer.model.named_children():
-        own = list(module.parameters())
+        own, place = list(module.parameters()), ranges.layers.index(layer)
         seen["weights"][layer] = own
         seen["updates"][layer] = [after[p] - before[p] for p in own]
-        for kind in KINDS:
-            scaled = kind in ("gradients", "activation_gradients")
+        for index, kind in enumerate(KINDS):
+            at = scale if kind in ("gradients", "activation_gradients") else 1.0
             values = torch.cat([torch.zeros(0), *(t.float().ravel() for t in seen[kind][layer])])
-            row = ranges.rows[KINDS.index(kind), ranges.layers.index(layer)]
-            given = values.detach() / scale if scaled else values.detach()
-            assert row.tolist() == recount(given, dtype, scale if scaled else 1.0), (kind, layer)
+            found = ranges.rows[index, place].tolist()
+            assert found == recount(values.detach() / at, dtype, at), (kind, layer)
             in_half = any(tensor.dtype == dtype for tensor in seen[kind][layer])
-            assert ranges.in_half[KINDS.index(kind), ranges.layers.index(layer)] == in_half
+            assert ranges.in_half[index, place] == in_half
         stuck = [(after[p].to(dtype) == before[p].to(dtype)) & (after[p] != before[p]) for p in own]
-        away = sum(int(part.sum()) for part in stuck)
-        assert ranges.rounded_away[ranges.layers.index(layer)] == away
+        assert ranges.rounded_away[place] == sum(int(part.sum()) for part in stuck)
     assert (ranges.step, ranges.scale) == (1, scale)
-    numbers = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert ranges.field("gradients", "count").sum() == micro_batches * numbers
-
-
-def masters_of(trainer: Trainer) -> dict[Tensor, Tensor]:
-    optimizer = trainer.optimizer
-    return {p: optimizer.master_of(p).detach().clone() for p in trainer.model.parameters()}
+    counted = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert ranges.field("gradients", "count").sum() == micro_batches * counted
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, half: str) -> None:
+    assert type(watch_ranges(None)) is Callback  # Off, it does nothing.
     plain, watched = trainer_of(mode, half), trainer_of(mode, half)
     with Tracker(tmp_path) as tracker:
         watch = RangeWatch(every=2)
         watch.setup(watched, context(tmp_path, tracker))
-        for batch in batches(5):
+        for batch in batches(6):
             plain.train_step(batch)
             watch.on_step_begin(watched, [batch])
             watch.on_optimizer_step(watched, watched.train_step(batch))
-        for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-        watch.on_step_begin(watched, batches(1))
-        watch.on_optimizer_step(watched, watched.train_step(batches(1)[0]))
+    for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
     assert not any(module._forward_hooks for module in watched.model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in watched.model.parameters())
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
@@ -141,22 +238,6 @@ def test_scalars_show_the_worst_layers(figure: str, worst: str) -> None:
     seen = {"a": 1.0, "b": 2.0, "c": 3.0, "d": np.nan}
     found = RangeWatch(every=1, worst=1)._worst_of(f"numerics/weights/{figure}", seen)
     assert found == {f"numerics/weights/{figure}/{worst}": seen[worst]}
-
-
-def test_off_is_a_callback_that_does_nothing() -> None:
-    assert type(watch_ranges(None)) is Callback
-
-
-def test_updates_that_half_rounds_away() -> None:
-    """32 updates of 2^-12 to a weight of 1: each is below half a bfloat16 step, 2^-8."""
-    model, precision = nn.Linear(1, 1, bias=False), Precision("mixed", "bfloat16")
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=2.0**-12))
-    trainer = Trainer(model, masters, supervised(lambda out, target: -out.sum()), precision)
-    probe = RangeProbe(trainer, torch.bfloat16)
-    trainer.train_step((torch.ones(1, 1), torch.ones(1)))
-    assert probe.ranges().rounded_away_fraction().tolist() == [1.0]
 
 
 def test_a_skipped_step_has_no_updates() -> None:
@@ -178,34 +259,24 @@ def made(step: int, layers: int = 2, scale: float = 2.0**10) -> Ranges:
     rows[:, :, FIELDS.index("amax")] = 8.0
     names = tuple(f"encoder.block{index}.attention.projection" for index in range(layers))
     in_half = np.arange(len(KINDS) * layers).reshape(len(KINDS), layers) % 2 == 0
-    away = generator.integers(0, 9, layers).astype(float)
-    return Ranges(step, scale, names, rows, away, in_half)
-
-
-def same(one: Ranges, other: Ranges) -> bool:
-    facts = (one.step, one.scale, one.layers) == (other.step, other.scale, other.layers)
-    away = np.array_equal(one.rounded_away, other.rounded_away)
-    formats = np.array_equal(one.in_half, other.in_half)
-    return facts and away and formats and np.array_equal(one.rows, other.rows)
+    return Ranges(step, scale, names, rows, generator.integers(0, 9, layers).astype(float), in_half)
 
 
 def test_the_record_is_read_back_and_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
-    record = RangeRecord(tmp_path)
-    for step in (10, 20, 30):
-        record.add(made(step))
-    assert all(map(same, read_ranges(tmp_path), [made(10), made(20), made(30)]))
-    with (tmp_path / FOLDER / "ranges.bin").open("ab") as file:
-        file.write(b"cut short")
-    RangeRecord(tmp_path, kept=20).add(made(25))
-    assert [report.step for report in read_ranges(tmp_path)] == [10, 20, 25]
-
-
-def test_a_run_without_a_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="train the run with numerics=on"):
         read_ranges(tmp_path)
-    RangeRecord(tmp_path)
+    record, file = RangeRecord(tmp_path), tmp_path / FOLDER / "ranges.bin"
     with pytest.raises(DataError, match=r"holds no report; train for numerics\.every steps"):
         read_ranges(tmp_path)
-    (tmp_path / FOLDER / "ranges.bin").write_bytes(b"ab\n")
+    for step in (10, 20, 30):
+        record.add(made(step))
+    for one, other in zip(read_ranges(tmp_path), map(made, (10, 20, 30)), strict=True):
+        assert (one.step, one.scale, one.layers) == (other.step, other.scale, other.layers)
+        for name in ("rounded_away", "in_half", "rows"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+    file.write_bytes(file.read_bytes() + b"cut short")
+    RangeRecord(tmp_path, kept=20).add(made(25))
+    assert [report.step for report in read_ranges(tmp_path)] == [10, 20, 25]
+    file.write_bytes(b"ab\n")
     with pytest.raises(DataError, match="damaged"):
         read_ranges(tmp_path)

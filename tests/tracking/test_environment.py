@@ -11,39 +11,30 @@ from fixtures import Patch
 from mpframe.tracking.environment import environment_text, format_command
 
 
-def test_environment_is_a_table_without_environment_variables(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
-    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
-    monkeypatch.chdir(tmp_path)  # no repository here
-    text = environment_text()
-    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:])
-    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert rows["torch"] == torch.__version__
-    assert rows["git commit"] == "none"
-    assert rows["command"] == r"`scripts/train.py 'ops.modules={a\|b: fp32}'`"
-    assert all(rows.values())
-    assert "must-not-appear" not in text
+def test_environment_has_versions_and_commit(monkeypatch: Patch, tmp_path: Path) -> None:
+    def rows() -> dict[str, str]:
+        lines = environment_text().splitlines()[2:]
+        return dict(line.strip("| ").split(" | ", 1) for line in lines)
 
-
-def test_environment_names_the_commit_and_whether_files_differ(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
-    def git(*arguments: str) -> str:
-        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *name, *arguments]
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
     monkeypatch.chdir(tmp_path)
+    assert rows()["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert (rows()["torch"], rows()["git commit"]) == (torch.__version__, "none")
+    assert rows()["command"] == r"`scripts/train.py 'ops.modules={a\|b: fp32}'`"
+    assert all(rows().values())
+    assert "must-not-appear" not in environment_text()
     git("init", "-q")
-    (tmp_path / "file").write_text("1")
+    Path("file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "first")
-    commit = git("rev-parse", "HEAD")
-    assert f"| git commit | {commit} |" in environment_text()
-    (tmp_path / "file").write_text("2")
-    assert f"| git commit | {commit}-dirty |" in environment_text()
+    assert rows()["git commit"] == git("rev-parse", "HEAD")
+    Path("file").write_text("2")
+    assert rows()["git commit"] == git("rev-parse", "HEAD") + "-dirty"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,261 @@
+"""An autopsy's parts: replays, what is kept as evidence, what is said, what is advised to type."""
+
+import copy
+import math
+import re
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faulty_steps import case_of, net, times
+from in_process import composed
+from torch import Tensor, nn
+from vocabulary import differing
+
+from mpframe.checkpoint.state import RandomState
+from mpframe.config.command_line import check_config, prepare
+from mpframe.config.schema import Config
+from mpframe.core.casting.op_lists import OpLists
+from mpframe.core.casting.policy import Policy
+from mpframe.core.tree import named_tensors
+from mpframe.lab.autopsy import evidence
+from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
+from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
+from mpframe.lab.autopsy.report import Report, report_on
+from mpframe.lab.autopsy.watch import OpCall, Trace
+from mpframe.lab.remedies import deny_words, pin_words
+from mpframe.run.parts import build_precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_nothing_is_left_changed(mode: str) -> None:
+    middle = nn.Sequential(times(1e6), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    model = (case := case_of(net(middle), mode, random=RandomState.now(CPU))).model.eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def hooks() -> list[int]:
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+    torch.rand(5)
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state(), hooks()
+    diagnose(case)
+    assert differing((model.state_dict(), torch.get_rng_state(), hooks()), before) == []
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+def test_the_random_numbers_of_the_step_are_drawn() -> None:
+    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0)
+    case = replace(case, random=RandomState.now(CPU))
+    inputs, targets = case.batches[0]
+    loss = float(nn.functional.cross_entropy(case.model(inputs), targets).detach())
+    torch.rand(7)
+    assert replay(case, Setting()).loss == replay(case, Setting(fp32=True)).loss == loss
+
+
+Pair = namedtuple("Pair", "left right")
+IDS = torch.arange(6).reshape(2, 3)
+
+
+@dataclass(frozen=True)
+class Holder:
+    image: Tensor
+    target: dict[str, Any]
+
+
+def saved(folder: Path, *batches: Any) -> Evidence:
+    """Written and read again."""
+    samples = [[4, 5]] * len(batches)
+    step = Evidence(3, "asked", list(batches), samples, 0, 2, {"": 1.0}, {}, "none")
+    step = replace(step, updates=2, clips=True)
+    return evidence.load(evidence.save(folder, step, {"weight": torch.ones(1)}, "a: 1"))[0]
+
+
+def same(left: Any, right: Any) -> bool:
+    pairs = zip(named_tensors(left), named_tensors(right), strict=True)
+    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_tuples_lists_and_dicts_as_they_are(tmp_path: Path) -> None:
+    """What is no tensor is kept as a number or its text."""
+    images = [torch.randn(3, 4, 5).bfloat16(), torch.randn(3, 6, 5)]
+    plain = {"name": ["a", "b"], "share": 0.5, "none": None}
+    batches = [
+        {"ids": IDS, **plain, "file": Path("a.png"), "size": np.float32(0.5), "box": np.arange(4)},
+        (images, [{"boxes": torch.zeros(0, 4)}, {"boxes": torch.ones(2, 4)}]),
+        ((IDS, (IDS + 1, IDS + 2)), torch.tensor([1, 0])),
+        IDS,
+    ]
+    step = saved(tmp_path, *batches)
+    assert (step.plain, step.updates, step.clips) == (True, 2, True)
+    assert [type(batch) for batch in step.batches] == [dict, tuple, tuple, Tensor]
+    assert all(map(same, step.batches[1:], batches[1:]))
+    first: Any = step.batches[0]
+    assert torch.equal(first["ids"], IDS)
+    assert {name: first[name] for name in plain} == plain
+    assert (first["file"], first["size"], first["box"].tolist()) == ("a.png", 0.5, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Holder(IDS, {"boxes": IDS + 1}),
+        UserDict(input_ids=IDS, inner={"a": IDS}),
+        (IDS, [Pair(IDS, "a"), Pair(IDS + 1, "b")]),
+    ],
+)
+def test_a_class_comes_back_by_the_example_of_another_batch(batch: Any, tmp_path: Path) -> None:
+    step = saved(tmp_path, batch)
+    (plain,), (restored,) = step.batches, step.like(batch).batches
+    assert not step.plain
+    assert type(plain) in (dict, tuple)
+    assert same(plain, batch)
+    assert type(restored) is type(batch)
+    assert same(restored, batch)
+    if isinstance(batch, tuple):
+        assert [type(item) for item in restored[1]] == [Pair, Pair]
+    (other,) = step.like({"left": IDS}).batches  # An example of another form changes nothing.
+    assert type(other) is type(plain)
+
+
+def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    saved(tmp_path, {"x": torch.zeros(2**20)[:2]})
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.pt")) < 2**16
+
+
+@pytest.mark.parametrize("batch", [1, [[], {"a": 1}]])
+def test_a_batch_without_a_tensor_is_no_evidence(batch: Any, tmp_path: Path) -> None:
+    with pytest.raises(evidence.CheckpointError, match="not the evidence of a step"):
+        saved(tmp_path, batch)
+
+
+FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
+STEP = Evidence(
+    12, "the loss is nan", [], [range(100, 120)], 2, 5, {"": 1024.0}, {"": 1.0}, "Backoff"
+)
+CLIPS, FIRST = replace(STEP, clips=True), replace(STEP, updates=0)
+REPLAYS = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
+
+
+def report(
+    kind: Kind, scaling: str = "Backoff", floor: float = 1.0, step: Evidence = STEP, **more: object
+) -> Report:
+    case = case_of(nn.Sequential(nn.Linear(2, 2)), "amp", batches=[])
+    case = replace(case, floors={"": floor}, scaling=scaling)
+    diagnosis = Diagnosis(kind, **{"culprit": FOUND, "replays": REPLAYS, **more})
+    return report_on(diagnosis, case, replace(step, first_loss=2.0))
+
+
+def advice(made: Report) -> str:
+    return dict(made.facts)["do"]
+
+
+def test_a_remedy_is_given_as_words_and_one_that_does_not_help_is_not_sold_as_one() -> None:
+    remedy = Setting(pins=("fc", "0"), denied=("mul",))
+    words = "'ops.modules={fc:fp32}' ops.modules.0=fp32 'ops.deny+=[mul]'"
+    proven = f"add to the command line: {words}   (replayed with it: finite)"
+    assert advice(report(Kind.BEYOND_FORMAT, remedy=remedy, proven=True)) == proven
+    made = report(Kind.BEYOND_FORMAT, remedy=Setting(pins=("fc",)), proven=False)
+    assert made.title == "autopsy of step 12: activation beyond float16 in 0"
+    assert advice(made) == (
+        "train with dtype=fp32 or dtype.half=bfloat16; 'ops.modules={fc:fp32}' alone does not help"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "floor", "said"),
+    [
+        ("Backoff", 1.0, "nothing: the scale goes from 1024 to 16 by itself, in about 6 skipped"),
+        ("Backoff", 64.0, "loss_scaling.min_scale=16: there the step is finite"),
+        ("static", 1024.0, "loss_scaling.scale=16 is finite; or loss_scaling=Backoff"),
+    ],
+)
+def test_a_scale_that_is_too_high(scaling: str, floor: float, said: str) -> None:
+    made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
+    normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
+    assert made.title == f"autopsy of step 12: scale too high{normal}"
+    assert advice(made).startswith(said)
+
+
+def test_a_scale_that_is_too_low() -> None:
+    shares = {"underflow": 0.9, "underflow_then": 0.02, "zeros": 0.4}
+    for scaling, said in (
+        ("static", "loss_scaling.scale=8192: at scale 8192 it is 2%"),
+        ("none", "loss_scaling=static loss_scaling.scale=8192: "),
+        ("LogMax", "loss_scaling.init_scale=8192: "),
+    ):
+        made = report(Kind.UNDERFLOW, scaling, octaves=3, proven=True, **shares)
+        assert advice(made).startswith(said)
+    assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
+
+
+@pytest.mark.parametrize(
+    ("step", "direction", "said"),
+    [
+        (STEP, "data", "correct or remove the samples"),
+        (STEP, "weights", "lower optimizer.lr; or start from an earlier"),
+        (FIRST, "weights", "start from a checkpoint whose weights are finite"),  # Never were.
+        (STEP, "forward", "no format helps: lower optimizer.lr"),
+    ],
+)
+def test_what_fp32_cannot_hold_either(step: Evidence, direction: str, said: str) -> None:
+    culprit = replace(FOUND, direction=direction, value=math.nan, samples=(103, 104))
+    made = report(Kind.NOT_FINITE_IN_FP32, culprit=culprit, step=step)
+    assert advice(made).startswith(said)
+    assert dict(made.facts)["samples"] == "103, 104 (2 of 20), epoch 2, batch 5"
+
+
+ZERO = "look for a division by zero, a logarithm of zero, or first weights that are too large"
+
+
+@pytest.mark.parametrize(
+    ("step", "advised", "cause"),
+    [
+        (STEP, "lower optimizer.lr or set trainer.clip_norm", "model, data or learning rate"),
+        (CLIPS, "lower optimizer.lr", "model, data or learning rate"),
+        (FIRST, ZERO, "model or data"),
+    ],
+)
+def test_what_is_set_is_not_advised(step: Evidence, advised: str, cause: str) -> None:
+    made = report(Kind.NOT_FINITE_IN_FP32, step=step)
+    then = "and look at these samples and at this op's inputs"
+    assert advice(made) == f"no format helps: {advised}, {then}"
+    assert made.title == f"autopsy of step 12: not finite in fp32 too: {cause}"
+    made = report(Kind.DIVERGING, step=step)
+    loss = "in fp32 too the loss is 1e+07, and it was 2 at the first step"
+    assert advice(made) == f"{advised}: {loss}"
+    assert made.text().startswith(f"{made.title}\n")
+    assert made.markdown().startswith(f"# {made.title}\n")
+    for word, sentence in made.facts:  # The terminal and the page say the same.
+        assert f"- **{word}**: {sentence}" in made.markdown()
+        assert re.search(rf"^  {word} +{re.escape(sentence)}$", made.text(), re.M)
+
+
+NAMES = ["", "fc", "head", "0", "05", "2", "2.1", "2.10", "2.1.1", "layer4.1.conv2", "layer4.11"]
+
+
+def given(*words: str) -> Config:
+    return check_config(composed(*prepare(["dtype=mixed", *words])))
+
+
+@pytest.mark.parametrize("modules", [["fc", "layer4.1"], ["0", "2.10", "2.1.1"], [""]])
+def test_the_named_modules_are_pinned_and_no_others(modules: list[str]) -> None:
+    policy = Policy("mixed", "float16", OpLists(modules=given(*pin_words(modules)).ops.modules))
+    inside = [n for n in NAMES if any(not m or f"{n}.".startswith(f"{m}.") for m in modules)]
+    assert [name for name in NAMES if policy.pin_of(name)] == inside
+
+
+def test_ops_are_denied() -> None:
+    moved = ["mul", "linear"]
+    before, after = (build_precision(given(*w)).policy.ops for w in ((), deny_words(moved)))
+    assert after.deny == before.deny | {*moved}
+    assert not {*moved} & (after.allow | after.infer)
+    assert (pin_words([]), deny_words([])) == ((), ())
