@@ -21,12 +21,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page.
-
-    Attributes:
-        words: the program and its arguments.
-        note: the comment behind it.
-    """
+    """A command of a page: the program and its arguments, and the comment behind it."""
 
     words: tuple[str, ...]
     note: str

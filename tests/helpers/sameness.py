@@ -14,10 +14,8 @@ from mpframe.tracking.amax_record import FILE_NAME
 MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
 LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
 TIMES = ("seconds", "train_seconds", "step_times")
-MEASURED_SUMMARY = (
-    *("seconds", "train_seconds", "samples_per_second", "median_step_seconds"),
-    "peak_memory_bytes",
-)
+MEASURED_SUMMARY = ("seconds", "train_seconds", "samples_per_second", "median_step_seconds",
+                    "peak_memory_bytes")  # fmt: skip
 
 
 def differing(first: Any, second: Any, path: str = "") -> list[str]:
@@ -30,9 +28,8 @@ def differing(first: Any, second: Any, path: str = "") -> list[str]:
     elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
         if len(first) != len(second):
             return [path]
-        entries = [
-            (a, b, f"{path}/{n}") for n, (a, b) in enumerate(zip(first, second, strict=True))
-        ]
+        pairs = enumerate(zip(first, second, strict=True))
+        entries = [(a, b, f"{path}/{n}") for n, (a, b) in pairs]
     elif isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
     else:
@@ -66,10 +63,7 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert not found, found
 
 
-STOPPED_AT = 4
-
-
-def cut(whole: Path, target: Path, at: int = STOPPED_AT) -> Path:
+def cut(whole: Path, target: Path, at: int = 4) -> Path:
     """A copy of a run's folder as a kill after step `at` and a few more steps would leave it."""
     shutil.copytree(whole, target)
     for path in checkpoint.all_in(target):

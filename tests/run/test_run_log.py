@@ -6,8 +6,6 @@ import re
 import sys
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fixtures import Log, Patch, Shown
@@ -20,7 +18,6 @@ from tqdm import tqdm
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import check_config
-from mpframe.run.outcome import worsening_of
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
@@ -97,38 +94,31 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
     tmp_path: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    run(tmp_path / "quiet", "trainer.max_steps=2", "trainer.verbosity=quiet")
-    assert "step/s" not in capsys.readouterr().err
-    run(tmp_path / "normal", "trainer.max_steps=2")
-    assert "step/s" in capsys.readouterr().err
+    for verbosity in ("quiet", "normal"):
+        run(tmp_path / verbosity, "trainer.max_steps=2", f"trainer.verbosity={verbosity}")
+        assert ("step/s" in capsys.readouterr().err) is (verbosity == "normal")
 
 
-def test_a_run_that_ends_much_worse_says_so(tmp_path: Path, caplog: Log) -> None:
+@pytest.mark.parametrize("kept", [1, 0])
+def test_a_run_that_ends_much_worse_says_so_and_whether_it_keeps_the_best(
+    tmp_path: Path, caplog: Log, kept: int
+) -> None:
     """A learning rate that grows to 1e4 at the end."""
     grows = [
-        *("scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"),
-        *("+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"),
-        *("dtype=fp32", "trainer.monitor=loss", "trainer.keep_best=1"),
-    ]
+        "scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR",
+        "+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4",
+        "dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}",
+    ]  # fmt: skip
     summary = train(tmp_path, *SMALL, *grows)
     (line,) = (text for text in caplog.messages if "much worse" in text)
     assert line == (
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept, "
-        "callbacks=early_stopping ends the run in time, and a lower optimizer.lr may prevent it"
+        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept"
+        f"{'' if kept else ' with trainer.keep_best=1'}, callbacks=early_stopping ends the run in "
+        "time, and a lower optimizer.lr may prevent it"
     )
-    assert summary.best_step in [step_of(path) for path in checkpoint.all_in(tmp_path)]
-
-
-@pytest.mark.parametrize(
-    ("keep_best", "kept"), [(1, "is kept"), (0, "is kept with trainer.keep_best=1")]
-)
-def test_a_much_worse_run_that_keeps_no_best_is_told_how(keep_best: int, kept: str) -> None:
-    config: Any = SimpleNamespace(trainer=SimpleNamespace(keep_best=keep_best))
-    callbacks: Any = SimpleNamespace(results=SimpleNamespace(worsening="bad"))
-    line = worsening_of(config, callbacks)
-    assert line is not None
-    assert line.startswith(f"bad; the best checkpoint {kept}, callbacks=early_stopping ends")
+    steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
+    assert (summary.best_step in steps) is bool(kept)
 
 
 FAINT = ["objective=own", "objective._target_=planted.faint"]
@@ -154,18 +144,17 @@ def test_gradients_that_are_all_0_are_said_once(
     assert [line for line in logged if "all gradients" in line] == said
 
 
-def _train_without_a_reader(folder: Path, words: list[str]) -> None:
+def _train_without_a_reader(folder: Path) -> None:
     as_a_new_program()
     reading, writing = os.pipe()
     os.close(reading)
     os.dup2(writing, 2)
     os.chdir(folder)
-    sys.exit(command(*words))
+    sys.exit(command(*SMALL, "callbacks.progress_bar.shown=on", "hydra.run.dir=run"))
 
 
 def test_a_reader_of_stderr_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
-    words = [*SMALL, "callbacks.progress_bar.shown=on", "hydra.run.dir=run"]
-    process = CONTEXT.Process(target=_train_without_a_reader, args=(tmp_path, words))
+    process = CONTEXT.Process(target=_train_without_a_reader, args=(tmp_path,))
     process.start()
     assert exit_code(process) == 0
     assert Summary.read(tmp_path / "run").status == "finished"
