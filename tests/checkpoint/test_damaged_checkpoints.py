@@ -15,7 +15,7 @@ from checkout import ROOT
 from fixtures import Log, Patch, Shown
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
 from in_process import train
-from sameness import differing
+from sameness import differing, trained
 from time_limit import time_limit
 
 from mpframe import checkpoint
@@ -111,11 +111,7 @@ BAD: dict[str, tuple[Damage, str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder, *OPTIONS)
-    return folder
+whole = trained(*OPTIONS)
 
 
 def built(folder: Path, *options: str) -> tuple[Trainer, str]:
@@ -204,13 +200,6 @@ def test_a_checkpoint_of_something_else_is_refused(whole: Path, tmp_path: Path, 
     options, said = OTHERS[case]
     line = refused(*built(tmp_path / "other", *options), whole / NEWEST)
     assert re.search(rf"^{re.escape(str(whole / NEWEST))}: .*{said}", line), line
-
-
-def test_a_file_is_no_checkpoint(own: tuple[Trainer, str], tmp_path: Path) -> None:
-    photo = tmp_path / "photo.png"
-    photo.write_bytes(b"\x89PNG")
-    said = r"photo\.png: no readable checkpoint \(manifest\.json: Not a directory\)"
-    assert re.search(said, refused(*own, photo))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -1,8 +1,5 @@
-"""init_from with weights that torchvision, Hugging Face and runs of ours wrote."""
+"""init_from with weights that torchvision and runs of ours wrote."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.checkpoint.init_from import read_foreign
 from mpframe.checkpoint.state import weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError
@@ -79,30 +75,6 @@ def test_a_new_head_is_refused_or_keeps_its_first_values(resnet_file: Path, capl
         "init_from: with their first values: fc.weight, fc.bias",
         "init_from: not used: fc.weight, fc.bias",
     ]
-
-
-SIZES = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-OTHERS = f"""
-import torch, transformers
-model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{SIZES}))
-model.bfloat16().save_pretrained('saved', max_shard_size='10KB')
-"""
-
-
-@pytest.mark.slow
-def test_a_sharded_model_of_hugging_face_is_taken(tmp_path: Path) -> None:
-    """Saved by a process that knows nothing of mpframe."""
-    transformers: Any = pytest.importorskip("transformers")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", OTHERS], cwd=tmp_path, env=environment, check=True)
-    saved = tmp_path / "saved"
-    assert len(list(saved.glob("*.safetensors"))) > 1
-    trainer = trainer_of(transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)))
-    take_first_weights(trainer, RunOptions(init_from=str(saved)))
-    tensors = read_foreign(saved).tensors
-    assert "lm_head.weight" not in tensors  # It is tied to the embedding, and saved once.
-    tied = tensors["transformer.wte.weight"]
-    assert_taken(trainer, {**tensors, "lm_head.weight": tied})
 
 
 def test_a_run_starts_from_a_run_or_a_file_and_its_average_too(tmp_path: Path) -> None:

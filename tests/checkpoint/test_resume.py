@@ -9,7 +9,7 @@ import torch
 from fixtures import Log, Patch
 from in_process import train
 from omegaconf import OmegaConf
-from sameness import assert_same_run, cut
+from sameness import assert_same_run, cut, trained
 
 from mpframe import checkpoint
 from mpframe.core.errors import CheckpointError
@@ -37,11 +37,7 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder, *EVERY_FOURTH_STEP)
-    return folder
+whole = trained(*EVERY_FOURTH_STEP)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A data set, a model, a loss and a metric of a user's own, each with a fault that is asked for."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from mpframe.core.objective import StepOutput
+from mpframe.core.objective import StepOutput, supervised
 from mpframe.data import Accuracy, Task
+from mpframe.data.images import digits
 
 CLASSES = 3
 
@@ -114,6 +116,27 @@ def task(
     if loss in OBJECTIVES:
         return Task(train, val, OBJECTIVES[loss], measure)
     return Task(train, val, loss=LOSSES.get(loss, nn.CrossEntropyLoss()), metric=measure)
+
+
+class TurnsNan:
+    """Cross-entropy, and nan from one training batch on."""
+
+    def __init__(self, good: int) -> None:
+        self._good = good
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._good -= torch.is_grad_enabled()
+        return cross_entropy(outputs, targets) * (float("nan") if self._good < 0 else 1)
+
+
+def nan_after(batches: int) -> Task:
+    """The digits with a loss that is good for so many training batches."""
+    return replace(digits(), objective=supervised(TurnsNan(batches)))
+
+
+def linear() -> nn.Module:
+    """A linear model of the digits."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,11 @@ def manifest(content: Any) -> Change:
 
 def pickled(content: bytes) -> Change:
     """A state file whose pickle is `content`, resealed."""
-
-    def change(folder: Path) -> None:
-        with zipfile.ZipFile(folder / "state.pt", "w") as archive:
-            archive.writestr("archive/data.pkl", content)
-            archive.writestr("archive/version", "3\n")
-
-    return resealed(change)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+    return bytes_of_state(buffer.getvalue())
 
 
 def bytes_of_state(content: bytes) -> Change:
@@ -71,15 +69,7 @@ def bytes_of_state(content: bytes) -> Change:
 
 
 def stated(state: Any) -> Change:
-    return resealed(lambda folder: torch.save(state, folder / "state.pt"))
-
-
-def doubled() -> list[Any]:
-    """Sixty lists that unfold to 2^60."""
-    held: list[Any] = []
-    for _ in range(60):
-        held = [held, held]
-    return held
+    return bytes_of_state(saved(state))
 
 
 class Attack:
@@ -108,6 +98,7 @@ STORED = r"state\.pt: .*its entries are not stored as torch stores them"
 ZEROES = b"\x80\x02" + b"N0" * 20_000_000 + b"."
 DEEP = b"\x80\x02}K\x01" + b"]" * 100_000 + b"a" * 99_999 + b"s."
 WEIGHTS = {"trainer": {"weights": {"a": torch.zeros(2)}}}
+DOUBLED: list[Any] = reduce(lambda held, _: [held, held], range(60), [])  # unfolds to 2^60
 HOLLOW = {"trainer": {"weights": {"a": torch.zeros(1).expand(10**12)}}}
 OLD = {"_use_new_zipfile_serialization": False}
 NOT_A_FILE = r"state\.pt: cannot be read \(Not a regular file\)"
@@ -131,7 +122,7 @@ STATES: dict[str, tuple[Change, str]] = {
     "state a folder": (instead("state.pt", Path.mkdir), NOT_A_FILE),
     "pickle too deep": (pickled(DEEP), r"state\.pt: refused, nested"),
     "pickle of no-ops": (pickled(ZEROES), r"state\.pt: refused, its pickle has 4\d{7} bytes"),
-    "doubled lists": (stated({"a": doubled()}), r"state\.pt: refused, nested"),
+    "doubled lists": (stated({"a": DOUBLED}), r"state\.pt: refused, nested"),
 }  # fmt: skip
 CASES: dict[str, tuple[Change, str]] = {
     **STATES,

@@ -15,10 +15,8 @@ class NoisyNet(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Linear(64, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.drop = nn.Dropout(0.2)
-        self.last = nn.Linear(width, 10)
+        self.first, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(width, 10)
         self.register_buffer("bank", torch.zeros(3, width), persistent=False)
         self.next = 0
 

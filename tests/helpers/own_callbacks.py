@@ -17,9 +17,10 @@ from mpframe.training.run_context import RunContext
 class Losses(Callback):
     """Keeps the losses of all steps, over resumes; writes them at the end."""
 
+    losses: list[float]
+
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.losses: list[float] = []
+        self._name, self.losses = name, []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         self._path = context.folder / f"{self._name}.txt"

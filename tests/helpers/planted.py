@@ -39,8 +39,7 @@ def loud(gain: float = 1.0) -> nn.Module:
             nn.init.constant_(self.first.weight, gain / 1000)
 
         def forward(self, images: Tensor) -> Tensor:
-            hidden = self.middle(self.first(images.flatten(1)))
-            return self.last(hidden.float() / gain)
+            return self.last(self.middle(self.first(images.flatten(1))).float() / gain)
 
     return Loud()
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from fork_server import CONTEXT, as_a_new_program
-from processes import exit_code
+from fork_server import as_a_new_program
+from processes import exit_code, forked
 
 SCRIPT = ROOT / "scripts" / "train.py"
 
@@ -29,9 +29,7 @@ def run(
     own = {**os.environ, **(environment or {})}
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_main, args=(words, folder, own, files))
-        process.start()
-        code = exit_code(process, within=300)
+        code = exit_code(forked(_main, words, folder, own, files), within=300)
         return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
 
 

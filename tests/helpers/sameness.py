@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from in_process import scalars
+from in_process import scalars, train
 
 from mpframe import checkpoint
 from mpframe.tracking.amax_record import FILE_NAME
@@ -71,3 +72,14 @@ def cut(whole: Path, target: Path, at: int = 4) -> Path:
             shutil.rmtree(path)
     (target / "summary.json").unlink()
     return target
+
+
+def trained(*options: str) -> Any:
+    """A fixture: the folder of a run with these options, made once for a file of tests."""
+
+    @pytest.fixture(scope="module")
+    def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        train(folder := tmp_path_factory.mktemp("run"), *options)
+        return folder
+
+    return run

@@ -2,8 +2,6 @@
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,37 +30,6 @@ def test_only_glibc_is_told_to_keep_memory(
     monkeypatch.setattr(memory, "_c_library", lambda: library)
     assert memory.keep_freed_memory() is bool(told and answer)
     assert [call.args for call in library.mallopt.mock_calls] == told
-
-
-_FAULTS = """
-import resource, sys
-from mpframe.training.memory import keep_freed_memory
-import torch
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 23)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-given_back = faults()
-assert keep_freed_memory()
-kept = [faults() for _ in range(16)][-1]
-print(given_back, kept)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_a_tensor_that_is_made_again_costs_no_page_faults() -> None:
-    """32 MiB and its header: more than glibc ever keeps by itself.
-
-    Before glibc 2.38 freed memory rarely fits the next aligned request of the same size, and it
-    takes some rounds until two freed neighbours have become one.
-    """
-    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    given_back, kept = map(int, done.stdout.split())
-    assert kept < given_back / 4
-    assert given_back >= 32  # pages of 2 MiB at most
 
 
 FREE = (

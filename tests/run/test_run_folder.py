@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fixtures import Shown
 from in_process import train
+from sameness import trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, identity_of
@@ -28,25 +29,16 @@ OPTIONS = [
 FAILS = ["resume=auto", "model._target_=noisy.nothing"]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    train(folder, *OPTIONS, "trainer.max_steps=4", "seed=1")
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
-    (folder / "train.log").write_text("what the run said\n")
-    return folder
+finished = trained(*OPTIONS, "trainer.max_steps=4", "seed=1")
+other = trained(*OPTIONS, "trainer.max_steps=2", "seed=2")
 
 
 @pytest.fixture
 def done(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "done"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other")
-    train(folder, *OPTIONS, "trainer.max_steps=2", "seed=2")
+    folder = Path(shutil.copytree(finished, tmp_path / "done"))
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+    (folder / "train.log").write_text("what the run said\n")
     return folder
 
 

@@ -8,11 +8,11 @@ from fixtures import Log
 from in_process import train
 
 from mpframe import checkpoint
-from mpframe.core.errors import ConfigError, DivergedError, UserCodeError
+from mpframe.core.errors import DivergedError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]
-LINEAR = ["model._target_=faulty.linear", "dtype=fp32"]
+LINEAR = ["model._target_=erring.linear", "dtype=fp32"]
 
 
 def test_times_and_counts_add_up_over_resumes(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ NOTHING_APPLIED = [
     (["model=mlp", "dtype=mixed", "loss_scaling=static", "loss_scaling.scale=1073741824"],
      "the loss is finite and its gradients overflow at scale 1.07374e+09: lower loss_scaling.scale "
      "or pin the overflowing module to fp32 in ops.modules"),
-    ([*LINEAR, "dataset._target_=faulty.nan_after", "dataset.batches=0"],
+    ([*LINEAR, "dataset._target_=erring.nan_after", "dataset.batches=0"],
      "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the data, "
      "or pin the overflowing module to fp32 in ops.modules"),
 ]  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
 
 
 def test_a_run_that_ended_in_skips_is_diverged(tmp_path: Path) -> None:
-    options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=1"]
+    options = [*LINEAR, "dataset._target_=erring.nan_after", "trainer.epochs=1"]
     said = "^the last 2 steps were skipped: the loss itself is not finite"
     with pytest.raises(DivergedError, match=said):
         train(tmp_path / "two", *options, "dataset.batches=20", "callbacks.autopsy=null")
@@ -89,7 +89,7 @@ def test_a_run_that_ended_in_skips_is_diverged(tmp_path: Path) -> None:
 
 def test_a_closure_that_ends_at_nan_is_diverged(tmp_path: Path) -> None:
     """An optimizer that evaluates the loss itself skips nothing."""
-    options = ["dataset._target_=faulty.nan_after", "dataset.batches=5", "trainer.max_steps=5"]
+    options = ["dataset._target_=erring.nan_after", "dataset.batches=5", "trainer.max_steps=5"]
     lbfgs = ["optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=2", "scheduler=none"]
     with pytest.raises(DivergedError, match=r"^the last step was applied at a loss that is not"):
         train(tmp_path, *LINEAR, *options, *lbfgs)
@@ -113,10 +113,3 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
         assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)
         resumed = train(tmp_path / str(stop), *options, "resume=auto")
         assert (resumed.best, resumed.best_step) == (whole.best, 32)
-
-
-def test_a_metric_named_loss_is_refused(tmp_path: Path) -> None:
-    """The summary's val_loss is the loss."""
-    said = r"its metric is named loss, and val_loss is the validation loss; give the metric another"
-    with pytest.raises(ConfigError, match=rf"^dataset\._target_=faulty\.named_loss: {said}"):
-        train(tmp_path, *LINEAR, "dataset._target_=faulty.named_loss")

@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 from fixtures import Patch, Shown
-from fork_server import CONTEXT
 from in_process import command
 from omegaconf import OmegaConf
-from processes import exit_code
+from processes import exit_code, forked
 from sameness import assert_same_run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mpframe.config.command_line import prepare
 from mpframe.config.sweep import holds_this_run
@@ -34,6 +31,11 @@ OPTIONS = [
 NAMES = ["seed=1", "seed=2"]
 
 LOCKS = (".turn", ".lock")
+
+
+@pytest.fixture(autouse=True)
+def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +66,15 @@ def _sweep(folder: Path) -> None:
     sys.exit(command(*OPTIONS))
 
 
-def hparam_columns(folder: Path) -> dict[str, bool]:
-    """The columns of a run in the HParams table, and whether each comes first."""
-    data = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")
-    told = HParamsPluginData.FromString(data["_hparams_/experiment"]).experiment.hparam_infos
-    return {info.name: info.differs for info in told}
-
-
-def test_the_jobs_are_named_by_what_was_swept(whole: Path) -> None:
-    assert sorted(path.name for path in whole.iterdir() if path.is_dir()) == NAMES
-    first, second = (hparam_columns(whole / name) for name in NAMES)
-    assert first == second
-    assert [name for name, varies in first.items() if varies] == ["seed"]
-
-
 def test_a_killed_sweep_goes_on_by_the_same_command_or_a_longer_one(
-    whole: Path, tmp_path: Path, monkeypatch: Patch
+    whole: Path, tmp_path: Path
 ) -> None:
     """In another order, too; the table has all jobs of the folder."""
-    process = CONTEXT.Process(target=_sweep, args=(tmp_path,))
-    process.start()
-    assert exit_code(process, within=300) == -9
+    assert exit_code(forked(_sweep, tmp_path), within=300) == -9
     folder = tmp_path / "out sweep"
     # The table was written after the first job, when nothing of the second was there.
     assert [row["folder"] for row in rows(folder)] == NAMES[:1]
     first = written(folder / "seed=1")
-    monkeypatch.chdir(tmp_path)
     assert command(*OPTIONS, "seed=3,2,1") == 0
     assert written(folder / "seed=1") == first
     assert "at step 3" in (folder / "seed=2" / "train.log").read_text()
@@ -108,7 +93,6 @@ def test_a_stopped_sweep_says_how_it_goes_on(
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", *OPTIONS])
     folder = tmp_path / "out sweep"
     shutil.copytree(whole / NAMES[0], folder / NAMES[0])
-    monkeypatch.chdir(tmp_path)
     assert command(*OPTIONS) == 143
     said = capsys.readouterr().err.splitlines()[-1]
     start, _, again = said.partition("with: ")
@@ -122,10 +106,9 @@ def test_a_stopped_sweep_says_how_it_goes_on(
 
 
 def test_a_folder_with_other_options_is_refused_and_left_alone(
-    whole: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
+    whole: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     shutil.copytree(whole, tmp_path / "out sweep")
-    monkeypatch.chdir(tmp_path)
     before = written(tmp_path)
     assert command(*OPTIONS, "model.hidden=5", "model.depth=1") == 1
     assert capsys.readouterr().err == (
@@ -182,7 +165,6 @@ def test_a_job_that_diverged_is_a_result_and_one_that_failed_is_run_again(
     ]  # fmt: skip
     (tmp_path / "mending.py").write_text(MENDING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     assert command(*words) == 1
     said = capsys.readouterr().err
     assert "mpframe: job 1: model: mending.net refused its options: not yet" in said
