@@ -13,7 +13,6 @@ from ranks import Ranks, ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The way in which steps are computed."""
     parser.addoption("--path", choices=PATHS, default="plain")
 
 
@@ -27,10 +26,7 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Looks for no garbage among the modules and the tests, which stay until the end.
-
-    Looking for it takes a third of the time of collecting.
-    """
+    """Looks for no garbage among modules and tests: it takes a third of the time of collecting."""
     gc.disable()
     try:
         return (yield)
@@ -40,7 +36,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """Lets Python take all down at its end, as it would without pytest."""
     gc.unfreeze()
 
 
@@ -48,20 +43,19 @@ def pytest_unconfigure() -> None:
 def _logging_left_as_found() -> Iterator[None]:
     """What Hydra sets up in a test, handlers and level, would change what the next one sees."""
     root = logging.getLogger()
-    level, before = root.level, _writers(root)
+
+    def writers() -> list[logging.Handler]:  # pytest's own come and go with each phase of a test.
+        return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
+
+    level, before = root.level, writers()
     yield
-    for handler in _writers(root):
+    for handler in writers():
         if handler not in before:
             root.removeHandler(handler)
             handler.close()
     for handler in before:
         root.addHandler(handler)  # One that is there is not added again.
     root.setLevel(level)
-
-
-def _writers(root: logging.Logger) -> list[logging.Handler]:
-    """Those of a program. pytest's own come and go with each phase of a test."""
-    return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
 
 
 @pytest.fixture

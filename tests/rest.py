@@ -18,8 +18,8 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,15 +29,8 @@ NO_TESTS = 5  # pytest's exit code where nothing is collected
 DAYS = 7
 
 
-@dataclass(frozen=True)
-class Part:
-    """One command.
-
-    Attributes:
-        name: the kind of proof and what it is of.
-        command: arguments of this Python.
-        touched_by: changes of paths that begin so ask for it.
-    """
+class Part(NamedTuple):
+    """One command: arguments of this Python. Changes of paths that begin so ask for it."""
 
     name: str
     command: tuple[str, ...]
@@ -47,8 +40,7 @@ class Part:
 def folders() -> list[str]:
     """The folders of tests that `./dev` runs, by pyproject.toml."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
-    paths: list[str] = options["ini_options"]["testpaths"]
-    return [path.removeprefix("tests/") for path in paths]
+    return [path.removeprefix("tests/") for path in options["ini_options"]["testpaths"]]
 
 
 def _pytest(*words: str) -> tuple[str, ...]:
@@ -96,8 +88,7 @@ def run(part: Part, seconds: float) -> int | None:
     """The exit code of a part, or None if it has not ended within so many seconds."""
     if seconds <= 0:
         return None
-    command = [sys.executable, *part.command]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
         return process.wait(None if seconds == float("inf") else seconds)
     except subprocess.TimeoutExpired:
@@ -114,9 +105,8 @@ def main(*arguments: str) -> int:
     parser.add_argument("words", nargs="*", help="of the parts' names")
     parser.add_argument("--within", type=float, help="seconds: a share of the parts, for CI")
     options = parser.parse_args(arguments)
-    chosen = [
-        part for part in parts() if not options.words or any(w in part.name for w in options.words)
-    ]
+    words = options.words or [""]
+    chosen = [part for part in parts() if any(word in part.name for word in words)]
     if options.within is not None:
         chosen = due(chosen, changed(), datetime.date.today().toordinal())
     failed, began = [], time.monotonic()

@@ -1,7 +1,6 @@
-"""Checkpoints: whole or absent, verified, ranked, pruned by number."""
+"""Checkpoints: whole or absent, verified, ranked, pruned by number; the parts that ranks wrote."""
 
 import os
-import random
 import shutil
 import threading
 from contextlib import closing
@@ -15,83 +14,86 @@ from fixtures import Patch
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
+from mpframe.checkpoint.folder import (
+    all_parts,
+    best_in,
+    parts_of,
+    prune,
+    rank_to_beat,
+    set_aside_after,
+    tidy,
+)
 from mpframe.checkpoint.saving import Background
+from mpframe.checkpoint.state import put_together
 from mpframe.core.errors import CheckpointError
 
-STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}
+WEIGHTS = {"a": torch.arange(5.0)}
+STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 
 
-def save(folder: Path, global_step: int, accuracy: float | None = None, **state: Any) -> Path:
-    facts = {
-        "validation": {"metric": "accuracy", "value": accuracy, "higher_is_better": True}
-        if accuracy is not None
-        else None
-    }
-    return checkpoint.save(folder, Snapshot(global_step, state or STATE, "seed: 1\n", facts))
+def save(folder: Path, step: int, *value: float | None, higher: bool = True, **state: Any) -> Path:
+    """A checkpoint; one without a value was never validated."""
+    found = {"metric": "m", "value": value[0], "higher_is_better": higher} if value else None
+    snapshot = Snapshot(step, state or STATE, "seed: 1\n", {"validation": found})
+    return checkpoint.save(folder, snapshot)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_snapshot_comes_back(tmp_path: Path) -> None:
-    path = save(tmp_path, 3, 0.5)
-    snapshot = checkpoint.read(path)
-    assert torch.equal(snapshot.state["weights"]["a"], STATE["weights"]["a"])  # type: ignore[index]
-    assert {k: v for k, v in snapshot.state.items() if k != "weights"} == {
-        k: v for k, v in STATE.items() if k != "weights"
-    }
+def test_a_snapshot_comes_back_and_the_one_of_its_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 3, name="old")
+    snapshot = checkpoint.read(save(tmp_path, 3, 0.5))
+    assert torch.equal(snapshot.state.pop("weights")["a"], WEIGHTS["a"])
+    assert snapshot.state == {k: v for k, v in STATE.items() if k != "weights"}
     assert (snapshot.global_step, snapshot.config) == (3, "seed: 1\n")
     assert snapshot.facts["validation"]["value"] == 0.5
-    assert checkpoint.load(tmp_path)["steps"] == 3
-
-
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    save(tmp_path, 1, name="old")
-    save(tmp_path, 1, name="new")
-    assert checkpoint.load(tmp_path) == {"name": "new"}
-    assert names(tmp_path) == ["step_00000001"]
+    assert names(tmp_path) == ["step_00000003"]
 
 
 def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
-    for global_step in (9, 10, 99_999_999, 100_000_000):
-        save(tmp_path, global_step)
+    for step in (9, 10, 99_999_999, 100_000_000):
+        save(tmp_path, step)
     prune(tmp_path, keep_last=2, keep_best=0)
     assert names(tmp_path) == ["step_100000000", "step_99999999"]
 
 
-@pytest.mark.parametrize(("higher", "kept"), [(True, [2, 3, 5]), (False, [1, 4, 5])])
-def test_the_best_stay_besides_the_newest(tmp_path: Path, higher: bool, kept: list[int]) -> None:
-    for global_step, value in enumerate((0.1, 0.9, 0.8, 0.2, 0.5), start=1):
-        facts = {"validation": {"metric": "m", "value": value, "higher_is_better": higher}}
-        checkpoint.save(tmp_path, Snapshot(global_step, STATE, facts=facts))
-    prune(tmp_path, keep_last=1, keep_best=2)
-    assert names(tmp_path) == [f"step_{n:08d}" for n in kept]
+@pytest.mark.parametrize(
+    ("values", "higher", "count", "best"),
+    [
+        ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
+        ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
+        ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
+        ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
+    ],
+)
+def test_the_best_stay_besides_the_newest(
+    tmp_path: Path, values: tuple[float | None, ...], higher: bool, count: int, best: list[int]
+) -> None:
+    for step, value in enumerate(values, start=1):
+        save(tmp_path, step, value, higher=higher)
+    save(tmp_path, 9)  # was never validated
+    assert sorted(path.name for path in best_in(tmp_path, count)) == places(best)
+    prune(tmp_path, keep_last=1, keep_best=count)
+    assert names(tmp_path) == places([*best, 9])
 
 
-def test_of_two_equal_ones_the_older_is_the_best(tmp_path: Path) -> None:
-    for global_step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9)):
-        save(tmp_path, global_step, accuracy)
-    assert [path.name for path in best_in(tmp_path, 1)] == ["step_00000002"]
+def places(steps: list[int]) -> list[str]:
+    return [f"step_{step:08d}" for step in steps]
 
 
-def test_what_was_never_validated_or_is_nan_is_no_best(tmp_path: Path) -> None:
-    facts = {"validation": {"metric": "m", "value": None, "higher_is_better": True}}
-    checkpoint.save(tmp_path, Snapshot(1, STATE, facts=facts))
-    save(tmp_path, 2)
+def test_a_value_has_to_beat_the_last_of_the_best_if_there_are_enough(tmp_path: Path) -> None:
     save(tmp_path, 3, 0.1)
-    assert [path.name for path in best_in(tmp_path, 3)] == ["step_00000003"]
-    assert rank_to_beat(tmp_path, 1) == -0.1
-    assert rank_to_beat(tmp_path, 2) == float("inf")
+    assert (rank_to_beat(tmp_path, 1), rank_to_beat(tmp_path, 2)) == (-0.1, float("inf"))
 
 
 def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
-    for global_step in (1, 2, 3):
-        save(tmp_path, global_step)
+    for step in (1, 2, 3):
+        save(tmp_path, step)
     moved = set_aside_after(tmp_path, 1)
-    assert [path.name for path in moved] == ["step_00000002.set_aside", "step_00000003.set_aside"]
-    assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step_00000001"]
+    assert [path.name for path in moved] == [f"{name}.set_aside" for name in places([2, 3])]
+    assert [path.name for path in checkpoint.all_in(tmp_path)] == places([1])
     save(tmp_path, 2)
     set_aside_after(tmp_path, 1)
     assert checkpoint.load(moved[0])["steps"] == 3
@@ -123,8 +125,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
 
 def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     """Half-written, half-deleted, and killed between the two renames of a replacement."""
-    for global_step in (1, 2, 3):
-        save(tmp_path, global_step)
+    for step in (1, 2, 3):
+        save(tmp_path, step)
     parent = tmp_path / "checkpoints"
     (parent / "step_00000001").rename(parent / ".step_00000001.dropped")
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")
@@ -135,53 +137,20 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
+def test_a_save_that_fails_leaves_the_older_ones_and_nothing_else(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    save(tmp_path, 1)
-
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"the state holds numpy\S+, and loading it would"):
+        save(tmp_path, 2, value=np.float64(1.0))
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\)"):
         save(tmp_path, 2)
-    assert names(tmp_path) == ["step_00000001"]
+    assert names(tmp_path) == places([1])
     assert checkpoint.load(tmp_path)["steps"] == 3
-
-
-def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match=r"the state holds numpy\S+, and loading it would run"
-    ):
-        save(tmp_path, 2, value=np.float64(1.0))
-    assert names(tmp_path) == ["step_00000001"]
-
-
-def test_the_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    def draw() -> list[float]:
-        return [float(torch.rand(())), random.random(), float(np.random.normal())]
-
-    draw()
-    path = save(tmp_path, 1, rng=checkpoint.rng_state())
-    expected = [draw() for _ in range(3)]
-    checkpoint.restore_rng(checkpoint.load(path)["rng"])
-    assert [draw() for _ in range(3)] == expected
-
-
-def test_a_detached_snapshot_does_not_follow_the_run() -> None:
-    weight = torch.arange(6.0).reshape(2, 3).t()
-    counts = {"step": [1]}
-    state = {"a": weight, "tied": weight, "counts": counts, "pair": (weight[0], 1)}
-    taken = Snapshot(1, state).to_cpu().state
-    expected = weight.clone()
-    weight.zero_()
-    counts["step"][0] = 2
-    assert torch.equal(taken["a"], expected)
-    assert torch.equal(taken["pair"][0], expected[0])
-    assert taken["a"] is taken["tied"]
-    assert taken["counts"] == {"step": [1]}
 
 
 def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
@@ -204,3 +173,55 @@ def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     with pytest.raises(OSError, match="full"):
         background.close()
     assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
+
+
+# The parts that ranks wrote become whole tensors again, and nothing else does.
+
+FIVE = torch.arange(10.0).view(5, 2)
+PLACE = ("trainer", "weights", "w")
+
+
+def written(folder: Path, ranks: list[Any]) -> list[Path]:
+    paths = [folder / parts_of(rank) for rank in range(len(ranks))]
+    for path, parts in zip(paths, ranks, strict=True):
+        torch.save(parts, path)
+    return paths
+
+
+def state() -> dict[str, Any]:
+    return {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
+
+
+def test_the_parts_of_all_ranks_are_the_tensor(tmp_path: Path) -> None:
+    """An empty one, too; what several names share is one tensor."""
+    other, moment = ("trainer", "weights", "tied"), ("trainer", "optimizer", 0, "m")
+    pieces = [piece.clone() for piece in (FIVE[:3], FIVE[3:], FIVE[5:])]
+    ranks = [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces]
+    own = state()
+    put_together(own, written(tmp_path, ranks))
+    weights = own["trainer"]["weights"]
+    assert torch.equal(weights["w"], FIVE)
+    assert weights["tied"] is weights["w"]
+    assert torch.equal(own["trainer"]["optimizer"][0]["m"], FIVE + 1)
+
+
+def test_the_files_are_in_the_order_of_the_ranks() -> None:
+    names = ["state.pt", parts_of(100000), parts_of(2), "parts_1.pt", parts_of(0)]
+    assert all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
+
+
+LONG = torch.arange(2.0**16)
+HOSTILE: dict[str, list[Any]] = {
+    "holds no rank's": [{PLACE: 3}],
+    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
+    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
+    "one holds other tensors": [{}, {PLACE: FIVE}],
+    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
+}
+
+
+@pytest.mark.parametrize("said", HOSTILE)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as refused:
+        put_together(state(), written(tmp_path, HOSTILE[said]))
+    assert str(refused.value).startswith(str(tmp_path))

@@ -1,7 +1,6 @@
 """Bad checkpoints, all kinds: refused in one line that names the file, and nothing has changed."""
 
 import io
-import json
 import pickle
 import random
 import re
@@ -16,7 +15,7 @@ from checkout import ROOT
 from fixtures import Log, Patch, Shown
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
 from in_process import train
-from sameness import differing
+from sameness import differing, trained
 from time_limit import time_limit
 
 from mpframe import checkpoint
@@ -24,7 +23,7 @@ from mpframe.checkpoint.folder import Manifest, prune
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main as export
 from mpframe.core.errors import CheckpointError
-from mpframe.run.resume import Renew, Resume
+from mpframe.run.resume import Resume
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [
@@ -42,34 +41,27 @@ def _nothing_is_run(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
     assert not Path("attacked").exists()
 
 
-def truncated(path: Path) -> None:
-    content = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(content[:-9])
+def state(change: Callable[[bytes], bytes]) -> Damage:
+    """A state file of other bytes."""
+    return lambda path: (path / "state.pt").write_bytes(change((path / "state.pt").read_bytes()))
 
 
 def flipped(path: Path) -> None:
     """One bit in the first tensor that the file holds."""
-    content = bytearray((path / "state.pt").read_bytes())
     first = next(w for w in checkpoint.load(path)["trainer"]["weights"].values() if w.numel() > 9)
-    content[content.index(first.numpy().tobytes()) + 5] ^= 16
-    (path / "state.pt").write_bytes(content)
+    old = first.numpy().tobytes()
+    state(lambda content: content.replace(old, bytes([old[0] ^ 16]) + old[1:], 1))(path)
 
 
 def without(name: str) -> Damage:
     return lambda path: (path / name).unlink()
 
 
-def without_digest(path: Path) -> None:
-    sealed = json.loads((path / "manifest.json").read_text())
-    del sealed["content"]["files"]["state.pt"]["sha256"]
-    (path / "manifest.json").write_text(json.dumps(sealed))
-
-
 def edited(old: str, new: str) -> Damage:
     def damage(path: Path) -> None:
-        text = (path / "manifest.json").read_text()
-        assert old in text
-        (path / "manifest.json").write_text(text.replace(old, new))
+        text, changes = re.subn(old, new, (path / "manifest.json").read_text())
+        assert changes
+        (path / "manifest.json").write_text(text)
 
     return damage
 
@@ -86,73 +78,48 @@ def sealed(config: str = "", **facts: object) -> Damage:
     return damage
 
 
-def changed(change: Callable[[dict[str, Any]], None]) -> Damage:
+def changed(part: str, key: str, **to: object) -> Damage:
     """A state in order but for one thing."""
 
     def damage(path: Path) -> None:
-        state = checkpoint.load(path)
-        change(state)
-        torch.save(state, path / "state.pt")
+        held = checkpoint.load(path)
+        held[part][key] = {**held[part][key], **to} if part == "trainer" else to[key]
+        torch.save(held, path / "state.pt")
         sealed()(path)
 
     return damage
 
 
-def progress(**counts: object) -> Damage:
-    return changed(lambda state: state["trainer"]["progress"].update(counts))
-
-
-def curves(state: object) -> Damage:
-    return changed(lambda held: held["callbacks"].update(curves=state))
-
-
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+ODD = {"last_step": {"step": 8, "events": ["////"]}}
 NO_FIT = r"step_00000008: its state of callbacks\.curves does not fit \(.*\); resume from another"
 BAD: dict[str, tuple[Damage, str]] = {
     **CASES,
-    "truncated": (truncated, r"state\.pt: damaged, \d+ bytes instead of \d+"),
+    "truncated": (state(lambda old: old[:-9]), r"state\.pt: damaged, \d+ bytes instead of \d+"),
     "bit in the first": (flipped, r"state\.pt: damaged, its digest differs"),
     "missing state": (without("state.pt"), r"state\.pt: cannot be read \(No such"),
     "manifest missing": (without("manifest.json"), "no readable checkpoint"),
-    "missing digest": (without_digest, r"manifest\.json: damaged, not a manifest"),
-    "newer format": (
-        edited('"format": 2', '"format": 3'),
-        r"step_00000008: format 3, this version reads 2; use the version of",
-    ),
-    "format of two_lines": (
-        edited('"format": 2', '"format": "2\\n3"'),
-        r"step_00000008: format 2\\n3, this version reads",
-    ),
-    "manifest altered": (
-        edited('"value": 0.', '"value": 1.'),
-        r"manifest\.json: damaged, its digest differs",
-    ),
+    "missing digest": (edited('  "sha256"', '  "sha"'), r"manifest\.json: damaged, not a manifest"),
+    "newer format": (edited('"format": 2', '"format": 3'), "format 3, this version reads 2; use"),
+    "format of two_lines": (edited('"format": 2', r'"format": "2\\n3"'), r"format 2\\n3, this v"),
+    "manifest altered": (edited('"value": 0.', '"value": 1.'), r"manifest\.json: .*digest di"),
     "an alias bomb": (sealed(BOMB), r"config\.yaml: refused, a stored configuration has no alia"),
     "options too deep": (sealed("a: " + "[" * 999 + "]" * 999), r"config\.yaml: refused, a stored"),
-    "steps below 0": (progress(steps=-5), r"its progress\.steps is no count but -5; use another"),
-    "callbacks_state a number": (curves(7), NO_FIT),
-    "callbacks_state undecodable": (curves({"last_step": {"step": 8, "events": ["////"]}}), NO_FIT),
-}
+    "steps below 0": (changed("trainer", "progress", steps=-5), r"progress\.steps is no count but"),
+    "callbacks_state a number": (changed("callbacks", "curves", curves=7), NO_FIT),
+    "callbacks_state undecodable": (changed("callbacks", "curves", curves=ODD), NO_FIT),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder, *OPTIONS)
-    return folder
+whole = trained(*OPTIONS)
 
 
 def built(folder: Path, *options: str) -> tuple[Trainer, str]:
     """The trainer of a run before its first step, with its callbacks, and the run's options."""
     kept: list[Trainer] = []
     into = Resume.into
-
-    def keep(resume: Resume, trainer: Trainer, renew: Renew) -> object:
-        kept.append(trainer)
-        return into(resume, trainer, renew)
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Resume, "into", keep)
+        patched.setattr(Resume, "into", lambda *words: kept.append(words[1]) or into(*words))
         patched.setattr(Trainer, "fit", lambda *_: None)
         train(folder, *OPTIONS, *options)
     return kept[0], (folder / "config_resolved.yaml").read_text()
@@ -222,7 +189,7 @@ OTHERS = {
     "optimizer": (["optimizer=sgd"], r"made with optimizer\._target_=\S+AdamW, and this run has"),
     "no schedule": (
         ["scheduler=none"],
-        r"made with scheduler\._target_=\S+, and this run has \S+constant",
+        r"made with scheduler\._target_=\S+, and this \S+ has \S+con",
     ),
     "scaler": (["loss_scaling=LogMax"], "loss_scaling"),
 }
@@ -233,16 +200,6 @@ def test_a_checkpoint_of_something_else_is_refused(whole: Path, tmp_path: Path, 
     options, said = OTHERS[case]
     line = refused(*built(tmp_path / "other", *options), whole / NEWEST)
     assert re.search(rf"^{re.escape(str(whole / NEWEST))}: .*{said}", line), line
-
-
-def test_a_file_is_no_checkpoint(own: tuple[Trainer, str], tmp_path: Path) -> None:
-    photo = tmp_path / "photo.png"
-    photo.write_bytes(b"\x89PNG")
-    said = r"photo\.png: no readable checkpoint \(manifest\.json: Not a directory\)"
-    assert re.search(said, refused(*own, photo))
-
-
-# Read by other commands
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -266,9 +223,9 @@ def test_every_reader_refuses_code(reader: str, whole: Path, tmp_path: Path, cap
 
 def test_the_attacks_would_work_on_a_reader_that_unpickles() -> None:
     """The control: what is refused above does leave its file elsewhere."""
-    torch.load(io.BytesIO(ATTACKS["code"]), weights_only=False)
-    assert Path("attacked").exists()
-    Path("attacked").unlink()
-    pickle.loads(ATTACKS["a bare pickle"])
-    assert Path("attacked").exists()
-    Path("attacked").unlink()
+    for unpickles in (
+        lambda: torch.load(io.BytesIO(ATTACKS["code"]), weights_only=False),
+        lambda: pickle.loads(ATTACKS["a bare pickle"]),
+    ):
+        unpickles()
+        Path("attacked").unlink()

@@ -1,4 +1,4 @@
-"""Weights of others: every common form is read, and nothing hostile or damaged is."""
+"""Weights of others: every common form is read, nothing hostile or damaged, and all must fit."""
 
 import collections
 import json
@@ -14,7 +14,7 @@ import torch
 from fixtures import Patch
 from hostile_checkpoints import ATTACKS, repacked, saved
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, ones, zeros
 
 from mpframe.checkpoint import untrusted
 from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
@@ -26,28 +26,27 @@ STATE = {
     "norm.num_batches_tracked": torch.tensor(7),
     "head.weight": torch.tensor([1.5, -2.25], dtype=torch.bfloat16),
 }
+INDEX = "model.safetensors.index.json"
+Made = Callable[[Path], Path]
 
 
-def assert_same(tensors: dict[str, Tensor]) -> None:
-    assert tensors.keys() == STATE.keys()
-    for name, tensor in STATE.items():
-        assert tensors[name].dtype == tensor.dtype
-        assert torch.equal(tensors[name], tensor)
+def saving(state: Any, **options: Any) -> Made:
+    return lambda folder: content(folder / "a", saved(state, **options))
 
 
-def save(path: Path, state: Any, **options: Any) -> Path:
-    torch.save(state, path, **options)
+def content(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
     return path
 
 
-def sharded(folder: Path, kind: str = "safetensors") -> Path:
+def safetensors(folder: Path) -> Path:
+    save_file(STATE, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def sharded(folder: Path, stem: str = "pytorch_model", kind: str = "bin") -> Path:
     """A folder with two shards and their index, named as Hugging Face's save_pretrained does it."""
-    stem, write = {
-        "safetensors": ("model", save_file),
-        "bin": ("pytorch_model", torch.save),
-    }[kind]
-    folder.mkdir(exist_ok=True)
-    places = {}
+    write, places = (torch.save if kind == "bin" else save_file), {}
     for number, names in enumerate((list(STATE)[:2], list(STATE)[2:]), 1):
         shard = f"{stem}-{number:05}-of-00002.{kind}"
         write({name: STATE[name] for name in names}, folder / shard)
@@ -57,22 +56,24 @@ def sharded(folder: Path, kind: str = "safetensors") -> Path:
     return folder
 
 
-def one_file(folder: Path) -> Path:
-    save_file(STATE, folder / "model.safetensors")
-    return folder / "model.safetensors"
+def hub(folder: Path) -> Path:
+    """Hugging Face's cache: links to its store."""
+    blobs, version = folder / "blobs", folder / "snapshots" / "abc"
+    blobs.mkdir()
+    version.mkdir(parents=True)
+    for path in list(sharded(folder, "model", "safetensors").glob("model*")):
+        (version / path.name).symlink_to(path.rename(blobs / f"digest of {path.name}"))
+    return version
 
 
-FORMS: dict[str, Callable[[Path], Path]] = {
-    "safetensors": one_file,
-    "a state dict": lambda folder: save(folder / "a.pth", collections.OrderedDict(STATE)),
-    "in torch's older format": lambda folder: save(
-        folder / "a.pth", STATE, _use_new_zipfile_serialization=False
-    ),
-    "parameters": lambda folder: save(
-        folder / "a.pt",
-        {k: torch.nn.Parameter(v) if v.is_floating_point() else v for k, v in STATE.items()},
-    ),
-    "a folder with shards": lambda folder: sharded(folder, "bin"),
+FORMS: dict[str, Made] = {
+    "safetensors": safetensors,
+    "a state dict": saving(collections.OrderedDict(STATE)),
+    "in torch's older format": saving(STATE, _use_new_zipfile_serialization=False),
+    "parameters": saving({k: torch.nn.Parameter(v, False) for k, v in STATE.items()}),
+    "a folder with shards": sharded,
+    "the cache of a hub": hub,
+    "an index in it": lambda folder: hub(folder) / INDEX,
 }
 
 
@@ -80,34 +81,21 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 def test_every_form_is_read_bit_for_bit(form: str, tmp_path: Path) -> None:
     path = FORMS[form](tmp_path)
     assert is_foreign(path)
-    assert_same(read_foreign(path).tensors)
+    tensors = read_foreign(path).tensors
+    assert tensors.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
 
 
 def test_what_is_no_weight_is_named(tmp_path: Path) -> None:
     beside = {"epoch": 3, "optimizer": {}, "model_ema": STATE}
-    assert read_foreign(save(tmp_path / "a", {"model": STATE, **beside})).left == (
-        *("epoch", "model_ema", "optimizer"),
-    )
-    assert read_foreign(save(tmp_path / "b", {**STATE, "version": 2})).left == ("version",)
-
-
-def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path: Path) -> None:
-    blobs, version = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
-    version.mkdir(parents=True)
-    for path in sharded(tmp_path / "made").iterdir():
-        path.rename(blobs / f"digest of {path.name}")
-        (version / path.name).symlink_to(blobs / f"digest of {path.name}")
-    assert_same(read_foreign(version).tensors)
-    assert_same(read_foreign(version / "model.safetensors.index.json").tensors)
+    left = read_foreign(saving({"model": STATE, **beside})(tmp_path)).left
+    assert left == ("epoch", "model_ema", "optimizer")
+    assert read_foreign(saving({**STATE, "version": 2})(tmp_path)).left == ("version",)
 
 
 # What is refused
-
-
-def content(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
 
 
 def long_pickle(folder: Path) -> Path:
@@ -117,57 +105,48 @@ def long_pickle(folder: Path) -> Path:
     return content(folder / "a", b"".join([*parts[:3], state, parts[3]]))
 
 
-def fifo(folder: Path) -> Path:
-    os.mkfifo(folder / "a")
-    return folder / "a"
-
-
-def index_of(**places: str) -> Callable[[Path], Path]:
+def index_of(**places: str) -> Made:
     """An index that says so of a folder whose only shard holds a."""
 
     def made(folder: Path) -> Path:
-        save_file({"a": torch.zeros(1)}, folder / "s.safetensors")
-        text = json.dumps({"weight_map": places})
-        return content(folder / "model.safetensors.index.json", text.encode())
+        save_file({"a": zeros(1)}, folder / "s.safetensors")
+        return content(folder / INDEX, json.dumps({"weight_map": places}).encode())
 
     return made
 
 
 def linked(folder: Path) -> Path:
-    (folder / "out").mkdir()
     (folder / "in").mkdir()
-    save_file(STATE, folder / "out" / "mine.safetensors")
-    (folder / "in" / "model.safetensors").symlink_to(folder / "out" / "mine.safetensors")
+    (folder / "in" / "model.safetensors").symlink_to(safetensors(folder))
     return folder / "in"
 
 
-def bytes_of(data: bytes) -> Callable[[Path], Path]:
+def fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "a")
+    return folder / "a"
+
+
+def bytes_of(data: bytes) -> Made:
     return lambda folder: content(folder / "a", data)
 
 
-BOMB = repacked(saved({"a": torch.zeros(2**20)}), zipfile.ZIP_DEFLATED)
-HUGE = saved({"a": torch.zeros(1).expand(10**12)})
+BOMB = repacked(saved({"a": zeros(2**20)}), zipfile.ZIP_DEFLATED)
 CODE = "holds code or objects, which are never loaded; save only its state dict"
 OUT = "refused, it leads out of its folder"
 TORN = "damaged, not a file of weights"
-HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
+EPOCH = "holds no state dict, but epoch, net; save only the state dict"
+HOSTILE: dict[str, tuple[Made, str]] = {
     "code": (bytes_of(ATTACKS["code"]), CODE),
     "code, older": (bytes_of(ATTACKS["code in an old file"]), CODE),
     "a bare pickle": (bytes_of(ATTACKS["a bare pickle"]), f"{TORN} (neither an archive nor tor"),
     "a bomb": (bytes_of(BOMB), "its entries are not stored as torch stores them"),
-    "hollow": (bytes_of(HUGE), "a tensor of 1000000000000 values in a file of"),
+    "hollow": (saving({"a": zeros(1).expand(10**12)}), "a tensor of 1000000000000 values in a fi"),
     "endless, older": (long_pickle, "its pickles have more than 65536 bytes"),
-    "nothing of use": (
-        bytes_of(saved({"epoch": 1, "net": {"a": 1}})),
-        "holds no state dict, but epoch, net; save only the state dict",
-    ),
+    "nothing of use": (saving({"epoch": 1, "net": {"a": 1}}), EPOCH),
     "a shard elsewhere": (index_of(a="../s.safetensors"), OUT),
     "a link out": (linked, f"{OUT}; put the file itself there"),
     "a missing shard": (index_of(a="t.safetensors"), TORN),
-    "a weight that is not there": (
-        index_of(a="s.safetensors", b="s.safetensors"),
-        "s.safetensors misses b, against the index",
-    ),
+    "a missing weight": (index_of(a="s.safetensors", b="s.safetensors"), "misses b, against the i"),
     "a weight too many": (index_of(b="s.safetensors"), "also holds a, against the index"),
     "a FIFO": (fifo, TORN),
 }
@@ -189,8 +168,6 @@ def test_what_is_hostile_or_damaged_is_refused_in_one_line(
 
 # Names
 
-OWN = {"encoder.conv.weight", "encoder.conv.bias", "head.weight"}
-
 
 def numbered(*names: str) -> dict[str, Tensor]:
     return {name: torch.tensor(float(number)) for number, name in enumerate(names)}
@@ -203,112 +180,96 @@ def numbered(*names: str) -> dict[str, Tensor]:
         (["a.x.y"], {"a.*.*": "*.b.*"}, ["x.b.y"]),
         (["a.x", "b"], {"a.x": "first", "*": "rest.*"}, ["first", "rest.b"]),
         (["module._orig_mod.a"], {}, ["a"]),
+        (["_orig_mod.module.own"], {}, ["module.own"]),  # The model's own prefix stays.
         (["a[0].w+"], {"a[0].w+": "a"}, ["a"]),
     ],
 )
 def test_patterns_give_new_names(
     given: list[str], names: dict[str, str], expected: list[str]
 ) -> None:
-    own = numbered(*given)
-    result = rename_weights(own, names, OWN, "file")
+    model = {"module.own"} if "module.own" in expected else {"head.weight"}
+    result = rename_weights(numbered(*given), names, model, "file")
     assert list(result) == expected
-    assert [float(v) for v in result.values()] == [float(v) for v in own.values()]
-
-
-def test_a_prefix_of_the_models_own_stays() -> None:
-    assert list(rename_weights(numbered("module.a"), {}, {"module.a"}, "file")) == ["module.a"]
+    assert list(map(float, result.values())) == list(range(len(given)))
 
 
 @pytest.mark.parametrize(
-    ("names", "error", "text"),
+    ("names", "text"),
     [
-        (
-            {"bakbone.*": "*"},
-            ConfigError,
-            "init_from_names=bakbone.*: matches no weight of file that an earlier pattern leaves; "
-            "nearest: backbone.a",
-        ),
-        (
-            {"backbone.a": "*"},
-            ConfigError,
-            "init_from_names={backbone.a: *}: each * on the right stands for one on the left, "
-            "which has fewer",
-        ),
-        (
-            {"backbone.a": "head.b"},
-            CheckpointError,
-            "init_from=file: two of its weights would be head.b by init_from_names; let each "
-            "pattern give different names",
-        ),
+        ({"bakbone.*": "*"}, "init_from_names=bakbone.*: matches no weight of file that an earlier "
+         "pattern leaves; nearest: backbone.a"),
+        ({"backbone.a": "*"}, "init_from_names={backbone.a: *}: each * on the right stands for one "
+         "on the left, which has fewer"),
+        ({"backbone.a": "head.b"}, "init_from=file: two of its weights would be head.b by "
+         "init_from_names; let each pattern give different names"),
     ],
-)
-def test_patterns_that_cannot_be_meant_are_refused(
-    names: dict[str, str], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as refused:
-        rename_weights(numbered("backbone.a", "head.b"), names, OWN, "file")
+)  # fmt: skip
+def test_patterns_that_cannot_be_meant_are_refused(names: dict[str, str], text: str) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        rename_weights(numbered("backbone.a", "head.b"), names, {"head.weight"}, "file")
     assert str(refused.value) == text
 
 
 # What fits
 
+OWN = {"body.w": zeros(2), "head.w": zeros(3), "head.b": zeros(3)}
+SAVED = {"body.w": ones(2), "head.w": ones(5), "old.w": ones(1)}
+TIED = {"embed.weight": OWN["head.w"], "head.weight": OWN["head.w"].detach()}
+UNFIT: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str], str]] = [
+    (SAVED, OWN, [], "init_from=run: missing: head.b; unexpected: old.w; of another shape: head.w "
+     "(5,) for (3,); use the model it was made with, or name what may differ: "
+     "init_from_except=[head.*]"),
+    (SAVED, OWN, ["head.b"], "=run: unexpected: old.w; of another shape: head.w (5,) for (3,);"),
+    (SAVED, OWN, ["*"], "init_from=run: nothing is left to take; use the model"),
+    (SAVED, OWN, ["haed.w"], "=haed.w: matches no weight of the checkpoint or the model; nearest"),
+    (numbered(*"abcdefghi") | OWN, OWN, [], "unexpected: a, b, c, d, e and 4 more"),
+    (numbered("backbone.x.w", "backbone.x.b"), numbered("encoder.x.w", "encoder.x.b"), [],
+     "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or"),
+    ({"a": zeros(2).char(), "n": zeros(())}, {"a": zeros(2), "n": zeros(()).long()}, [],
+     "of another kind: a int8 for floating, n floating for int64"),
+    ({"a": zeros(2).to_sparse()}, {"a": zeros(2)}, [], "a sparse_coo for floating"),
+    ({"embed.weight": ones(3), "head.weight": zeros(3)}, TIED, [],
+     "tied, and of different values: embed.weight and head.weight"),
+]  # fmt: skip
 
-def test_the_pattern_that_would_do_is_named() -> None:
-    own = {name: torch.zeros(()) for name in sorted(OWN)}
-    given = numbered("backbone.conv.weight", "backbone.conv.bias", "head.weight")
-    with pytest.raises(CheckpointError) as refused:
-        fit_weights(given, own, [], "file")
-    assert "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or" in str(
-        refused.value
-    )
-    names = {"backbone.*": "encoder.*"}
-    assert fit_weights(rename_weights(given, names, OWN, "file"), own, [], "file").kept == []
+
+@pytest.mark.parametrize(("given", "own", "left_out", "text"), UNFIT)
+def test_all_that_does_not_fit_is_listed(
+    given: dict[str, Tensor], own: dict[str, Tensor], left_out: list[str], text: str
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError)) as refused:
+        fit_weights(given, own, left_out, "run")
+    assert text in str(refused.value)
 
 
-def test_another_kind_is_refused() -> None:
-    own = {"a": torch.zeros(2), "n": torch.tensor(0)}
-    given = {"a": torch.zeros(2, dtype=torch.int8), "n": torch.tensor(0.0)}
-    with pytest.raises(CheckpointError) as refused:
-        fit_weights(given, own, [], "file")
-    assert "of another kind: a int8 for floating, n floating for int64" in str(refused.value)
-    with pytest.raises(CheckpointError, match="a sparse_coo for floating"):
-        fit_weights({**own, "a": torch.zeros(2).to_sparse()}, own, [], "file")
+def test_what_may_differ_keeps_its_first_values() -> None:
+    taken = fit_weights(SAVED, OWN, ["head.*", "old*"], "run")
+    assert (taken.kept, taken.unused) == (["head.w", "head.b"], ["head.w", "old.w"])
+    assert list(taken.weights) == list(OWN)
+    assert torch.equal(taken.weights["body.w"], SAVED["body.w"])
+    assert all(taken.weights[name] is OWN[name] for name in ("head.w", "head.b"))
 
 
 def test_a_tied_name_takes_the_weight_that_was_saved() -> None:
-    table = torch.zeros(3)
-    own = {"embed.weight": table, "head.weight": table.detach(), "other": torch.zeros(3)}
-    given = {"embed.weight": torch.ones(3), "other": torch.zeros(3)}
-    taken = fit_weights(given, own, [], "file")
+    given = {"embed.weight": ones(3), "other": zeros(3)}
+    taken = fit_weights(given, {**TIED, "other": zeros(3)}, [], "file")
     assert taken.weights["head.weight"] is given["embed.weight"]
     assert (taken.kept, taken.unused) == ([], [])
 
 
-def test_two_values_for_a_tied_weight_are_refused() -> None:
-    table = torch.zeros(3)
-    own = {"embed.weight": table, "head.weight": table.detach()}
-    given = {"embed.weight": torch.ones(3), "head.weight": torch.zeros(3)}
-    with pytest.raises(CheckpointError) as refused:
-        fit_weights(given, own, [], "file")
-    assert "tied, and of different values: embed.weight and head.weight" in str(refused.value)
-    assert fit_weights(given, own, ["head.*"], "file").kept == ["head.weight"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
-def test_fewer_bits_are_widened_exactly(dtype: torch.dtype) -> None:
-    given = {"a": torch.tensor([1.75, -448.0]).to(dtype)}
-    taken = fit_weights(given, {"a": torch.zeros(2)}, [], "file")
-    assert torch.equal(taken.weights["a"], torch.tensor([1.75, -448.0]))
-    (said,) = taken.remarks()
-    assert said.startswith(f"1 tensors are {str(dtype)[6:]}, and were widened exactly")
-
-
-def test_what_was_left_out_or_widened_is_told() -> None:
-    own = {"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}
-    given = {"a": torch.ones(1).half(), "b": torch.ones(1).double(), "old": torch.ones(1)}
-    assert fit_weights(given, own, ["c", "old"], "file").remarks() == [
+def test_fewer_bits_are_widened_exactly_and_what_is_not_fp32_is_told() -> None:
+    values = torch.tensor([1.75, -448.0])
+    forms = [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float64]
+    given = {str(dtype): values.to(dtype) for dtype in forms}
+    taken = fit_weights(given | {"old": values}, {**given, "c": values}, ["c", "old"], "file")
+    assert all(torch.equal(taken.weights[name].float(), values) for name in given)
+    assert {taken.weights[name].dtype for name in list(given)[:3]} == {torch.float32}
+    half = "and were widened exactly: masters start from half values"
+    assert taken.remarks() == [
         "with their first values: c",
         "not used: old",
-        "1 tensors are float16, and were widened exactly: masters start from half values",
+        "1 tensors are float8_e4m3fn, and were widened exactly",
+        f"1 tensors are float16, {half}",
+        f"1 tensors are bfloat16, {half}",
         "1 tensors are float64, and are rounded where fp32 is kept",
     ]

@@ -2,16 +2,15 @@
 
 import errno
 import os
-import re
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fixtures import Log, Patch
 from in_process import scalars, train
 from sameness import differing
@@ -20,16 +19,12 @@ from mpframe import checkpoint
 from mpframe.checkpoint import saving
 from mpframe.checkpoint.folder import best_in
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
-from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import checkpoints
 from mpframe.training.callbacks.checkpoints import Checkpoints
-from mpframe.training.trainer import Trainer
 
-OPTIONS = [
-    "model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10",
-    "trainer.log_every=1",
-]  # fmt: skip
+OPTIONS = ["model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10"]
+OPTIONS += ["trainer.log_every=1"]
 
 
 def steps(folder: Path) -> list[int]:
@@ -37,10 +32,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_saved_by_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
-    """A clock that moves on by ten seconds each time it is read, which is once a step.
-
-    The last step is saved whatever was due.
-    """
+    """A clock that moves on by ten seconds each step. The last step is saved whatever was due."""
     ticks = iter(range(0, 100_000, 10))
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     train(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
@@ -64,108 +56,42 @@ def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
     curve = scalars(tmp_path)["loss/val"]
     best, _ = min(curve, key=lambda point: (point[1], point[0]))
     assert [path.name for path in best_in(tmp_path, 1)] == [f"step_{best:08d}"]
-    (said,) = [line for line in caplog.messages if "keep_best" in line]
-    assert said == (
-        "warning: trainer.keep_best=1: metric accuracy does not say which value is better, so the "
-        "best is the one with the lowest validation loss; give the metric higher_is_better = True "
-        "or False"
-    )
+    said = "metric accuracy does not say which value is better, so the best is the one with the lo"
+    assert [f"warning: trainer.keep_best=1: {said}" in line for line in caplog.messages] == [True]
 
 
 def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch: Patch) -> None:
     """Written slowly, while the weights move on: each is what the run was at its step."""
     options = [*OPTIONS, "trainer.checkpoint_every=3", "trainer.keep_last=99"]
     train(tmp_path / "whole", *options)
-    save, under_way, most = checkpoint.save, [0], [0]
+    save = checkpoint.save
 
-    def slowly(*arguments: object) -> Path:
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
+    def slowly(*arguments: Any) -> Path:
         time.sleep(0.05)
-        try:
-            return save(*arguments)  # type: ignore[arg-type]
-        finally:
-            under_way[0] -= 1
+        return save(*arguments)
 
     monkeypatch.setattr(checkpoint, "save", slowly)
     train(tmp_path / "background", *options, "trainer.async_save=true")
-    assert (most[0], under_way[0]) == (1, 0)
     assert steps(tmp_path / "background") == [3, 6, 9, 10]
-    for first, second in zip(
-        checkpoint.all_in(tmp_path / "whole"),
-        checkpoint.all_in(tmp_path / "background"),
-        strict=True,
-    ):
+    whole, background = (checkpoint.all_in(tmp_path / name) for name in ("whole", "background"))
+    for first, second in zip(whole, background, strict=True):
         assert differing(checkpoint.load(first), checkpoint.load(second)) == []
 
 
-@contextmanager
-def disk(place: Path, size: str) -> Iterator[None]:
-    """A folder that is a disk of its own."""
-    place.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs the right to mount a file system")
-    yield
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder whose checkpoints lie on a disk with room for one or two."""
-    with disk(tmp_path / "run" / "checkpoints", "300k"):
-        yield tmp_path / "run"
-
-
-@pytest.fixture
-def small_folder(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder on a disk of its own."""
-    with disk(tmp_path / "all", "2m"):
-        yield tmp_path / "all"
-
-
-FAILING = ["model.hidden=96", "trainer.checkpoint_every=2", "trainer.keep_last=9"]
-
-
-def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoints_whole(small_disk: Path) -> None:
-    said = (
-        r"^checkpoint \S+ could not be written \(No space left on device\); older checkpoints are"
-    )
-    with pytest.raises(CheckpointError, match=said):
-        train(small_disk, *OPTIONS, *FAILING, "trainer.async_save=true")
-    assert Summary.read(small_disk).status == "failed"
-    (whole,) = checkpoint.all_in(small_disk)
-    assert checkpoint.read(whole).global_step == 2
-    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
-
-
-def filled(folder: Path, patched: Patch, from_step: int, to_step: int) -> None:
-    """Let the disk of a folder be full to its last byte from one step to another."""
-    whole = Checkpoints.on_step_end
-
-    def on_step_end(saves: Checkpoints, trainer: Trainer) -> None:
-        if trainer.progress.global_step == to_step:
-            (folder / "filler").unlink()
-        if trainer.progress.global_step == from_step:
-            with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-                while file.write(bytes(512)):
-                    pass
-        whole(saves, trainer)
-
-    patched.setattr(Checkpoints, "on_step_end", on_step_end)
-
-
-def test_a_disk_full_to_the_last_byte_is_one_line(
-    small_folder: Path, monkeypatch: Patch, caplog: Log
+def test_a_full_disk_is_one_line_and_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
-    filled(small_folder, monkeypatch, 3, 99)
-    with pytest.raises(MpframeError, match=r"written \(No space left on device\)") as caught:
-        train(small_folder, *OPTIONS, *FAILING)
-    assert "\n" not in str(caught.value)
-    assert not (small_folder / "summary.json").exists()
-    (line,) = (line for line in caplog.messages if "summary.json" in line)
-    assert re.search(r"^warning: .*summary\.json.* cannot be written \(No space left", line), line
-    assert [path.name for path in small_folder.glob(".summary*")] == []
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(Summary, "write", full)
+    with pytest.raises(
+        MpframeError, match=r"^checkpoint \S+ .*written \(No space left on device\)"
+    ):
+        train(tmp_path, *OPTIONS)
+    (line,) = (line for line in caplog.messages if "cannot be written (No space left" in line)
+    assert line.startswith("warning: ")
 
 
 def test_a_full_disk_may_be_warned_of_while_the_best_are_saved(
@@ -193,21 +119,15 @@ def test_a_run_that_keeps_none_of_the_newest(tmp_path: Path, best: int, kept: in
 def test_a_run_that_saves_nothing_says_so_if_it_is_stopped(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    def stop(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Checkpoints, "on_optimizer_step", stop)
-    with pytest.raises(RunInterrupted) as stopped:
+    kill = partial(os.kill, os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(Checkpoints, "on_optimizer_step", lambda *_: kill())
+    said = r"^stopped by SIGTERM; trainer\.keep_last=0: where it stopped is not saved$"
+    with pytest.raises(RunInterrupted, match=said):
         train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
-    assert str(stopped.value) == (
-        "stopped by SIGTERM; trainer.keep_last=0: where it stopped is not saved"
-    )
     assert checkpoint.all_in(tmp_path) == []
-    with pytest.raises(ConfigError) as refused:
+    said = r"^trainer\.keep_last=0: trainer\.requeue=true needs checkpoints; use 1$"
+    with pytest.raises(ConfigError, match=said):
         train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
-    assert str(refused.value) == (
-        "trainer.keep_last=0: trainer.requeue=true needs checkpoints; use 1"
-    )
 
 
 RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
@@ -240,39 +160,38 @@ def test_curves_are_on_the_disk_before_a_checkpoint_counts(
     assert [name for name, _ in made] == ["step_00000004", "step_00000005"]
     for name, on_disk in made:
         sizes = checkpoint.read(tmp_path / "checkpoints" / name).facts["records"]
-        events = [record for record in sizes if record.startswith("events")]
-        assert set(sizes) - set(events) == RECORDS
-        assert len(events) == 1
+        (events,) = sizes.keys() - RECORDS
+        assert events.startswith("events")
         for record, size in sizes.items():
             assert on_disk[str(tmp_path / record)] >= size > 0, (name, record)
-    assert len(read_amax(tmp_path)) == 5
 
 
-def test_a_record_that_cannot_be_synced_makes_no_checkpoint(
+def test_a_record_that_cannot_be_synced_stops_the_run_and_leaves_the_older_checkpoints(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def fail(paths: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        if checkpoint.all_in(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(saving, "sync_paths", fail)
-    with pytest.raises(CheckpointError, match="could not be written"):
-        train(tmp_path, *OPTIONS)
-    assert checkpoint.all_in(tmp_path) == []
+    said = r"^checkpoint \S+ could not be written \(Input/output error\); older checkpoints are"
+    with pytest.raises(CheckpointError, match=said):
+        train(tmp_path, *OPTIONS, "trainer.checkpoint_every=2")
+    assert steps(tmp_path) == [2]
+    assert Summary.read(tmp_path).status == "failed"
 
 
-def test_a_resume_says_which_curves_have_lost_rows(tmp_path: Path, caplog: Log) -> None:
-    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    train(folder, *OPTIONS, "trainer.max_steps=3")
-    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=3")
-    train(elsewhere, *OPTIONS, f"resume={folder}", "trainer.max_steps=4")  # Has lost none.
+def test_a_resume_says_once_which_curves_have_lost_rows(tmp_path: Path, caplog: Log) -> None:
+    train(tmp_path, *OPTIONS, "trainer.max_steps=3")
+    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=3")
     assert [line for line in caplog.messages if "shorter" in line] == []
-    sizes = checkpoint.read(folder).facts["records"]
+    sizes = checkpoint.read(tmp_path).facts["records"]
     left = {name: 0 if name == "metrics.csv" else size - 9 for name, size in sizes.items()}
     for name, size in left.items():
-        os.truncate(folder / name, size)
-    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=4")
+        os.truncate(tmp_path / name, size)
+    for more in (4, 5):
+        train(tmp_path, *OPTIONS, "resume=auto", f"trainer.max_steps={more}")
     said = ", ".join(f"{name} ({left[name]} of {size} bytes)" for name, size in sizes.items())
-    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=5")  # It is said once.
     assert [line for line in caplog.messages if "shorter" in line] == [
         f"warning: shorter than when step_00000003 was made: {said}; what was lost stays missing "
         "from the curves"

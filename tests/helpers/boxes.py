@@ -25,7 +25,6 @@ class Pictures(Dataset[Any]):
 
 
 def listed(samples: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Two lists: pictures and targets."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)
 

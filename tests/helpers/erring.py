@@ -1,16 +1,17 @@
 """A data set, a model, a loss and a metric of a user's own, each with a fault that is asked for."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from mpframe.core.objective import StepOutput
+from mpframe.core.objective import StepOutput, supervised
 from mpframe.data import Accuracy, Task
-from mpframe.training.objectives import model_loss
+from mpframe.data.images import digits
 
 CLASSES = 3
 
@@ -30,77 +31,33 @@ class Samples(Dataset[Any]):
         if self.fault == "exit" and index == 37:
             sys.exit(0)
         inputs, target = torch.linspace(0, 1, 8) + index / 64, index % CLASSES
-        forms = {
-            "uint8": (64 * inputs).to(torch.uint8),
-            "float64": inputs.double(),
-            "bool": inputs > 1,
-            "int64": (64 * inputs).long(),
-            "array": np.linspace(0, 1, 8) + index / 64,
-        }
-        targets = {
-            "classes": CLASSES if index == 37 else target,
-            "negative": -3 if index == 37 else target,
-            "float": float(target),
-            "row": torch.tensor([target]),
-            "text": "abc"[target],
-        }
+        forms = {"uint8": (64 * inputs).byte(), "float64": inputs.double()}
+        forms["int64"] = (64 * inputs).long()
+        bad = {"classes": CLASSES, "negative": -3} if index == 37 else {}
+        targets: dict[str, float] = {"float": float(target), **bad}
         return forms.get(self.fault, inputs), targets.get(self.fault, target)
 
 
 class Batches(Samples):
-    """The same samples, whole batches at a time."""
+    """The same samples, whole batches at a time: as words, or with a graph behind them."""
 
     def fetch_batch(self, indices: list[int]) -> Any:
-        """Inputs and targets of one batch."""
-        inputs = torch.stack([torch.linspace(0, 1, 8) + index / 64 for index in indices])
-        targets = torch.tensor([index % CLASSES for index in indices])
-        if self.fault == "words":
-            return "words"
-        if self.fault == "fewer":
-            return inputs, targets[1:]
-        if self.fault == "one":
-            return inputs, targets[0]
-        if self.fault == "grad":
-            return inputs.requires_grad_() * 1, targets
-        return (inputs,)
+        samples = [self[index] for index in indices]
+        inputs = torch.stack([inputs for inputs, _ in samples])
+        targets = torch.tensor([target for _, target in samples])
+        return "words" if self.fault == "words" else (inputs.requires_grad_() * 1, targets)
 
 
 def each_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def no_loss(outputs: Tensor, targets: Tensor) -> None:
-    nn.functional.cross_entropy(outputs, targets)
+    return cross_entropy(outputs, targets, reduction="none")
 
 
 def detached_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets).detach()
-
-
-def number_loss(outputs: Tensor, targets: Tensor) -> float:
-    return float(nn.functional.cross_entropy(outputs, targets).detach())
-
-
-def raising_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    raise KeyError("weights")
-
-
-class Exits(torch.optim.lr_scheduler.ConstantLR):
-    """Ends the program after two steps."""
-
-    def step(self, epoch: int | None = None) -> None:
-        """Counts."""
-        if self.last_epoch == 2:
-            sys.exit(0)
-        super().step()
-
-
-def one_number(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets).reshape(1)
+    return cross_entropy(outputs, targets).detach()
 
 
 def tensor_objective(model: nn.Module, batch: Any) -> Any:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return cross_entropy(model(batch[0]), batch[1])
 
 
 def no_outputs_objective(model: nn.Module, batch: Any) -> StepOutput:
@@ -116,52 +73,29 @@ def half_objective(model: nn.Module, batch: Any) -> StepOutput:
     return StepOutput(tensor_objective(model, batch).half(), outputs, batch[1])
 
 
-def raising_objective(model: nn.Module, batch: Any) -> StepOutput:
-    raise KeyError("images")
-
-
-LOSSES: dict[str, Any] = {
-    "one_number": one_number,
-    "each": each_loss,
-    "none": no_loss,
-    "detached": detached_loss,
-    "number": number_loss,
-    "raises": raising_loss,
-    "class": nn.CrossEntropyLoss,
-    "not_callable": 3,
-}
-
+LOSSES: dict[str, Any] = {"each": each_loss, "detached": detached_loss, "not_callable": 3}
 OBJECTIVES: dict[str, Any] = {
     "empty": {},
-    "one_not_callable": {"first": model_loss, "second": "mse"},
-    "as_objective": nn.CrossEntropyLoss(),
     "tensor": tensor_objective,
     "count": count_objective,
     "no_outputs": no_outputs_objective,
     "half": half_objective,
-    "raising": raising_objective,
-    "model_loss": model_loss,
 }
 
 
-class Nameless(Accuracy):
-    """Has a number for a name."""
+class Exits(torch.optim.lr_scheduler.ConstantLR):
+    """Ends the program after two steps."""
 
-    name = 7  # type: ignore[assignment]
-
-
-class Unnamed:
-    """Has no name."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Nothing."""
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch == 2:
+            sys.exit(0)
+        super().step()
 
 
 class Raises(Accuracy):
     """Cannot count."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Fails."""
         raise ZeroDivisionError("nothing seen")
 
 
@@ -169,40 +103,40 @@ class Words(Accuracy):
     """Tells how it went."""
 
     def compute(self) -> Any:
-        """A word."""
         return "good"
-
-
-class Many(Accuracy):
-    """Has a value for each class."""
-
-    def compute(self) -> Tensor:
-        """Three numbers."""
-        return torch.zeros(CLASSES)
-
-
-METRICS: dict[str, Any] = {
-    "number": Nameless,
-    "unnamed": Unnamed,
-    "raises": Raises,
-    "words": Words,
-    "many": Many,
-    "instance": Accuracy(),
-}
 
 
 def task(
     fault: str = "", loss: str = "", metric: str = "", split: str = "train", whole: bool = False
 ) -> Task:
-    """A task with a fault in its data (of one split), its loss or its metric."""
-    kind = Batches if whole else Samples
-    train, val = (kind(fault if split in (name, "both") else "") for name in ("train", "val"))
-    if whole:
-        val = Samples()
-    measure = METRICS.get(metric, Accuracy)
+    """A task with a fault in its data (of one split or both), its loss or its metric."""
+    train = (Batches if whole else Samples)(fault)
+    val = Samples(fault if split == "both" else "")
+    measure = {"raises": Raises, "words": Words}.get(metric, Accuracy)
     if loss in OBJECTIVES:
         return Task(train, val, OBJECTIVES[loss], measure)
     return Task(train, val, loss=LOSSES.get(loss, nn.CrossEntropyLoss()), metric=measure)
+
+
+class TurnsNan:
+    """Cross-entropy, and nan from one training batch on."""
+
+    def __init__(self, good: int) -> None:
+        self._good = good
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._good -= torch.is_grad_enabled()
+        return cross_entropy(outputs, targets) * (float("nan") if self._good < 0 else 1)
+
+
+def nan_after(batches: int) -> Task:
+    """The digits with a loss that is good for so many training batches."""
+    return replace(digits(), objective=supervised(TurnsNan(batches)))
+
+
+def linear() -> nn.Module:
+    """A linear model of the digits."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 class Net(nn.Module):
@@ -210,32 +144,20 @@ class Net(nn.Module):
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
-        self.head = nn.Linear(8, CLASSES)
+        self.head = nn.LazyLinear(CLASSES) if fault == "lazy" else nn.Linear(8, CLASSES)
         self.fault = fault
         if fault == "frozen":
             self.requires_grad_(False)
-        if fault == "half_frozen":
-            self.head.bias.requires_grad_(False)
-        if fault == "meta":
-            self.to("meta")
-        if fault == "lazy":
-            self.head = nn.LazyLinear(CLASSES)
         if fault == "float64":
             self.double()
-        if fault == "init":
-            raise AttributeError("no such layer")
 
     def train(self, mode: bool = True) -> "Net":
-        """Ends the program, if that is the fault."""
         if self.fault == "exit_mode":
             sys.exit(0)
         return super().train(mode)
 
     def forward(self, inputs: Tensor) -> Any:
-        """Logits [N, classes], or what the fault makes of them."""
-        if self.fault == "exit":
-            sys.exit(0)
-        if self.fault == "exit_later" and not self.training:
+        if self.fault == "exit" or (self.fault == "exit_later" and not self.training):
             sys.exit(0)
         if self.fault == "raises":
             raise KeyError("hidden")
@@ -245,12 +167,7 @@ class Net(nn.Module):
             kept = probabilities * 1
             probabilities.zero_()
             return kept
-        made: dict[str, Any] = {
-            "tuple": (logits, logits),
-            "dict": {"logits": logits},
-            "none": None,
-            "detached": logits.detach(),
-        }
+        made = {"tuple": (logits, logits), "detached": logits.detach()}
         return made.get(self.fault, logits)
 
 
@@ -259,11 +176,9 @@ class Embedded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(128, 4)
-        self.head = nn.Linear(32, CLASSES)
+        self.table, self.head = nn.Embedding(128, 4), nn.Linear(32, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [N, classes] of numbers [N, 8]."""
         return self.head(self.table(inputs).flatten(1))
 
 
@@ -271,5 +186,4 @@ class StuckSGD(torch.optim.SGD):
     """Cannot step."""
 
     def step(self, closure: Any = None) -> None:
-        """Fails."""
         raise ArithmeticError("no way down")

@@ -21,10 +21,8 @@ class Foreign(nn.Module):
 
     def __init__(self, channels: int = 1, image_size: int = 8, classes: int = 10) -> None:
         super().__init__()
-        self.first = Product(channels * image_size**2, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.dropout = nn.Dropout(0.2)
-        self.idle = Product(32, 32)
+        self.first, self.norm = Product(channels * image_size**2, 32), nn.BatchNorm1d(32)
+        self.dropout, self.idle = nn.Dropout(0.2), Product(32, 32)
         self.head = Product(32, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -6,13 +6,11 @@ There is one for each process of pytest: multiprocessing keeps it, and reads the
 import multiprocessing
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        *("mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data"),
-        *("mpframe.parallel.process_group", "pytest"),
-        *("torch._dynamo", "torch.distributed.fsdp"),  # With the first step, of whatever model.
-    ]
-)
+CONTEXT.set_forkserver_preload([
+    "mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data", "pytest",
+    "mpframe.parallel.process_group",
+    "torch._dynamo", "torch.distributed.fsdp",  # With the first step, of whatever model.
+])  # fmt: skip
 
 
 def as_a_new_program() -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,98 +19,64 @@ Change = Callable[[Path], None]
 
 def seal(folder: Path, facts: dict[str, Any] | None = None) -> None:
     """Write a manifest that fits the files of a checkpoint, whatever they hold."""
-    names = ("state.pt", "config.yaml")
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    files = {name: {"bytes": sizes[name], "sha256": sha256_of(folder / name)} for name in names}
+    paths = [folder / name for name in ("state.pt", "config.yaml")]
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
     (folder / "manifest.json").write_text(Manifest(files, facts or {}).text())
 
 
 def resealed(change: Change) -> Change:
     """The change, and a manifest that fits it."""
-
-    def changed(folder: Path) -> None:
-        change(folder)
-        seal(folder)
-
-    return changed
+    return partial(_in_turn, change, seal)
 
 
-def fifo(name: str) -> Change:
-    def change(folder: Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return change
+def _in_turn(first: Change, second: Change, folder: Path) -> None:
+    first(folder)
+    second(folder)
 
 
-def link(name: str, target: str) -> Change:
-    def change(folder: Path) -> None:
-        (folder / name).rename(folder.parent / name)
-        (folder / name).symlink_to(target)
-
-    return change
+def instead(name: str, make: Change) -> Change:
+    """Another thing in the place of a file."""
+    return lambda folder: _in_turn(Path.unlink, make, folder / name)
 
 
-def named(name: str, size: Any = 0) -> Change:
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def named(folder: Path) -> None:
     """A manifest, sealed as it should be, that names another file."""
-
-    def change(folder: Path) -> None:
-        entry = {"bytes": size, "sha256": "0" * 64}
-        content = {
-            "files": {name: entry, **Manifest.read(folder).files},
-            "facts": {},
-        }
-        sealed = {"format": 2, "content": content, "sha256": content_digest(2, content)}
-        (folder / "manifest.json").write_text(json.dumps(sealed))
-
-    return change
+    entry = {"bytes": 0, "sha256": "0" * 64}
+    content = {"files": {"/dev/zero": entry, **Manifest.read(folder).files}, "facts": {}}
+    manifest({"format": 2, "content": content, "sha256": content_digest(2, content)})(folder)
 
 
-def manifest(text: str | bytes) -> Change:
-    content = text if isinstance(text, bytes) else text.encode()
-    return lambda folder: (folder / "manifest.json").write_bytes(content) and None
+def manifest(content: Any) -> Change:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return lambda folder: (folder / "manifest.json").write_text(text) and None
 
 
 def pickled(content: bytes) -> Change:
     """A state file whose pickle is `content`, resealed."""
-
-    def change(folder: Path) -> None:
-        with zipfile.ZipFile(folder / "state.pt", "w") as archive:
-            archive.writestr("archive/data.pkl", content)
-            archive.writestr("archive/version", "3\n")
-
-    return resealed(change)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+    return bytes_of_state(buffer.getvalue())
 
 
 def bytes_of_state(content: bytes) -> Change:
     return resealed(lambda folder: (folder / "state.pt").write_bytes(content) and None)
 
 
-def a_folder(folder: Path) -> None:
-    (folder / "state.pt").unlink()
-    (folder / "state.pt").mkdir()
-
-
 def stated(state: Any) -> Change:
-    return resealed(lambda folder: torch.save(state, folder / "state.pt"))
-
-
-def doubled() -> list[Any]:
-    """Sixty lists that unfold to 2^60."""
-    held: list[Any] = []
-    for _ in range(60):
-        held = [held, held]
-    return held
+    return bytes_of_state(saved(state))
 
 
 class Attack:
     """Unpickled, it leaves a file."""
 
-    def __init__(self, call: Callable[..., Any] = os.system, *arguments: Any) -> None:
-        self.reduced = call, arguments or ("touch attacked",)
-
     def __reduce__(self) -> Any:
-        return self.reduced
+        return os.system, ("touch attacked",)
 
 
 def saved(state: Any, **options: Any) -> bytes:
@@ -131,9 +98,15 @@ STORED = r"state\.pt: .*its entries are not stored as torch stores them"
 ZEROES = b"\x80\x02" + b"N0" * 20_000_000 + b"."
 DEEP = b"\x80\x02}K\x01" + b"]" * 100_000 + b"a" * 99_999 + b"s."
 WEIGHTS = {"trainer": {"weights": {"a": torch.zeros(2)}}}
+DOUBLED: list[Any] = reduce(lambda held, _: [held, held], range(60), [])  # unfolds to 2^60
 HOLLOW = {"trainer": {"weights": {"a": torch.zeros(1).expand(10**12)}}}
 OLD = {"_use_new_zipfile_serialization": False}
-ATTACKS: dict[str, bytes] = {
+NOT_A_FILE = r"state\.pt: cannot be read \(Not a regular file\)"
+NO_MANIFEST = r"manifest\.json: damaged, not a manifest"
+ENTRY = '{"files":{"state.pt":{"bytes":1e999,"sha256":""}},"facts":{}}'
+ENDLESS = f'{{"format":2,"content":{ENTRY},"sha256":""}}'
+BOMB = repacked(saved({"a": torch.zeros(2**22)}), zipfile.ZIP_DEFLATED)
+ATTACKS = {
     "code": saved({"trainer": Attack()}),
     "code in an old file": saved({"trainer": Attack()}, **OLD),
     "a bare pickle": pickle.dumps(Attack()),
@@ -141,28 +114,23 @@ ATTACKS: dict[str, bytes] = {
 STATES: dict[str, tuple[Change, str]] = {
     "code": (bytes_of_state(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
     "a bare pickle": (bytes_of_state(ATTACKS["a bare pickle"]), TORN),
-    "a bomb": (
-        bytes_of_state(repacked(saved({"a": torch.zeros(2**22)}), zipfile.ZIP_DEFLATED)), STORED,
-    ),
+    "a bomb": (bytes_of_state(BOMB), STORED),
     "a name that leaves": (bytes_of_state(repacked(saved(WEIGHTS), rename="../../")), STORED),
     "a hollow tensor": (stated(HOLLOW), r"state\.pt: .*1000000000000 values in a file of"),
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),
-    "state a folder": (a_folder, r"state\.pt: cannot be read \(Not a regular file\)"),
+    "state a folder": (instead("state.pt", Path.mkdir), NOT_A_FILE),
     "pickle too deep": (pickled(DEEP), r"state\.pt: refused, nested"),
     "pickle of no-ops": (pickled(ZEROES), r"state\.pt: refused, its pickle has 4\d{7} bytes"),
-    "doubled lists": (stated({"a": doubled()}), r"state\.pt: refused, nested"),
+    "doubled lists": (stated({"a": DOUBLED}), r"state\.pt: refused, nested"),
 }  # fmt: skip
 CASES: dict[str, tuple[Change, str]] = {
     **STATES,
-    "state a fifo": (fifo("state.pt"), r"state\.pt: cannot be read \(Not a regular file\)"),
-    "manifest a fifo": (fifo("manifest.json"), r"manifest\.json: Not a regular file"),
-    "state a device": (link("state.pt", "/dev/zero"), r"state\.pt: cannot be read \(A link"),
-    "a device named": (named("/dev/zero"), r"manifest\.json: damaged, it names '/dev/zero'"),
-    "an endless size": (
-        manifest('{"format":2,"content":{"files":{"state.pt":{"bytes":1e999,"sha256":""}},'
-                 '"facts":{}},"sha256":""}'), r"manifest\.json: damaged, not a manifest",
-    ),
-    "manifest too deep": (manifest("[" * 100_000), r"manifest\.json: damaged, not a manifest"),
+    "state a fifo": (instead("state.pt", os.mkfifo), NOT_A_FILE),
+    "manifest a fifo": (instead("manifest.json", os.mkfifo), r"manifest\.json: Not a regular file"),
+    "state a device": (instead("state.pt", device), r"state\.pt: cannot be read \(A link"),
+    "a device named": (named, r"manifest\.json: damaged, it names '/dev/zero'"),
+    "an endless size": (manifest(ENDLESS), NO_MANIFEST),
+    "manifest too deep": (manifest("[" * 100_000), NO_MANIFEST),
     "manifest of 2 MB": (manifest(" " * 2**21), r"manifest\.json: Larger than 1048576 bytes"),
 }  # fmt: skip

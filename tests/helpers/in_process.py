@@ -16,13 +16,9 @@ from mpframe.tracking.summary import Summary
 
 StartRun = Callable[..., Summary]
 HYDRA = {
-    "job": {"name": "train"},
-    "overrides": {"task": []},
-    "mode": "RUN",
-    "sweep": {"dir": "."},
+    "job": {"name": "train"}, "overrides": {"task": []}, "mode": "RUN", "sweep": {"dir": "."},
     "runtime": {"cwd": ".", "config_sources": [], "choices": {}},
-}
-RESUME = "resume="
+}  # fmt: skip
 
 
 @cache
@@ -32,11 +28,11 @@ def _composed(place: str, *words: str) -> DictConfig:
 
 def composed(*overrides: str) -> DictConfig:
     """The options of a command line; those of a resumed run are composed with the first one's."""
-    words = [word for word in overrides if not word.startswith(RESUME)]
+    words = [word for word in overrides if not word.startswith("resume=")]
     own = deepcopy(_composed(os.getcwd(), *words))
     for word in overrides:
-        if word.startswith(RESUME):
-            own.resume = word.removeprefix(RESUME)
+        if word.startswith("resume="):
+            own.resume = word.removeprefix("resume=")
     return own
 
 

@@ -15,15 +15,12 @@ class NoisyNet(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Linear(64, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.drop = nn.Dropout(0.2)
-        self.last = nn.Linear(width, 10)
+        self.first, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(width, 10)
         self.register_buffer("bank", torch.zeros(3, width), persistent=False)
         self.next = 0
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, 10] of images [N, 1, 8, 8]."""
         hidden = torch.relu(self.norm(self.first(images.flatten(1))))
         if self.training:
             hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.normal())
@@ -36,8 +33,7 @@ class NoisyNet(nn.Module):
 class Remembering(nn.Module):
     """One layer, of the image beside the mean of all that it saw in training.
 
-    It keeps every batch's mean in a buffer that grows, their sum in one that is not persistent, and
-    their number in a plain attribute.
+    The means are in a buffer that grows, their sum in one that is not persistent.
     """
 
     def __init__(self) -> None:
@@ -48,7 +44,6 @@ class Remembering(nn.Module):
         self.count = 0
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, 10] of images [N, 1, 8, 8]."""
         images = images.flatten(1)
         if self.training:
             self.means = torch.cat([self.means, images.detach().float().mean(0, keepdim=True)])

@@ -1,7 +1,5 @@
 """A model whose activations leave float16, for runs that get into trouble."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +22,8 @@ class Overflowing(nn.Module):
         self, channels: int = 1, image_size: int = 8, classes: int = 10, factor: float = 1e6
     ) -> None:
         super().__init__()
-        self.first = nn.Linear(channels * image_size**2, 32)
-        self.gain = Gain(factor)
-        self.dropout = nn.Dropout(0.2)
-        self.norm = nn.BatchNorm1d(32)
+        self.first, self.gain = nn.Linear(channels * image_size**2, 32), Gain(factor)
+        self.dropout, self.norm = nn.Dropout(0.2), nn.BatchNorm1d(32)
         self.head = nn.Linear(32, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -47,18 +43,11 @@ class Root(nn.Module):
         return outputs + (outputs * 0).float().sqrt()
 
 
-class _Steeper(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2.0**12
-
-
 class Steep(Root):
     """One whose gradients overflow at scales above 64 or so."""
 
     def forward(self, images: Tensor) -> Tensor:
-        return _Steeper.apply(self.head(images.flatten(1)))
+        outputs = self.head(images.flatten(1))
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: gradient * 2.0**12)
+        return outputs

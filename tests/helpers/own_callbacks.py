@@ -1,5 +1,7 @@
 """Callbacks and metrics as a user would write them, named in the tests by `_target_`."""
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from mpframe.training.run_context import RunContext
 class Losses(Callback):
     """Keeps the losses of all steps, over resumes; writes them at the end."""
 
+    losses: list[float]
+
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.losses: list[float] = []
+        self._name, self.losses = name, []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         self._path = context.folder / f"{self._name}.txt"
@@ -46,14 +49,25 @@ class Breaks(Callback):
             raise ConnectionError("no route to the server")
 
 
+class Stop(Callback):
+    """Sends its process the signal that the variable STOP names, in a sweep's job with seed 2."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        name = os.environ.get("STOP")
+        if name and self.seed == 2 and trainer.progress.global_step == 4:
+            os.kill(os.getpid(), signal.Signals[name])
+
+
 class LikeTorchmetrics(nn.Module):
     """A metric with torchmetrics' interface: preds and target, reset, compute, and to()."""
 
     higher_is_better = True
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._classes = classes
         self.register_buffer("hits", torch.zeros(()))
         self.register_buffer("seen", torch.zeros(()))
 
@@ -75,14 +89,7 @@ class Vector(LikeTorchmetrics):
     """One value for each class."""
 
     def compute(self) -> Any:
-        return torch.ones(self._classes)
-
-
-class Collection(LikeTorchmetrics):
-    """Several values by name."""
-
-    def compute(self) -> Any:
-        return {"a": torch.ones(()), "b": torch.ones(())}
+        return torch.ones(10)
 
 
 class OnlyCompute:

@@ -7,11 +7,8 @@ from pathlib import Path
 
 from checkout import ROOT
 
-PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "tests").rglob("README.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "tests").rglob("README.md"))
 _FENCE = re.compile(r"^ *```([\w{}]*)\n(.*?)^ *```$", re.M | re.S)
 _NAMED = re.compile(r"^`([\w./]+\.\w+)`\n\n```\w*\n(.*?)^```$", re.M | re.S)
 _INDENTED = re.compile(r"^    ((?:python scripts/|mpframe )(?:[^\\\n]|\\\n)*)", re.M)
@@ -21,12 +18,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page.
-
-    Attributes:
-        words: the program and its arguments.
-        note: the comment behind it.
-    """
+    """A command of a page: the program and its arguments, and the comment behind it."""
 
     words: tuple[str, ...]
     note: str
@@ -54,8 +46,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Page:
-    """A page, as text."""
-
     path: Path
 
     @property
@@ -83,10 +73,8 @@ class Page:
 
     def anchors(self) -> set[str]:
         """The anchors of its headings, as they are made of their words."""
-        return {
-            re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-            for heading in _HEADING.findall(_FENCE.sub("", self.text))
-        }
+        headings = _HEADING.findall(_FENCE.sub("", self.text))
+        return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
 
     def links(self) -> list[str]:
         return _LINK.findall(_FENCE.sub("", self.text))

@@ -1,8 +1,4 @@
-"""The ways in which a step can be computed, for suites that are to pass on each of them.
-
-`pytest --path=NAME` takes one for all tests. By itself a test takes the plain way: its models are
-small, and its masters whole.
-"""
+"""The ways in which a step can be computed: `pytest --path=NAME` takes one for all tests."""
 
 from collections.abc import Callable
 from functools import partial

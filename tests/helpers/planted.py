@@ -39,8 +39,7 @@ def loud(gain: float = 1.0) -> nn.Module:
             nn.init.constant_(self.first.weight, gain / 1000)
 
         def forward(self, images: Tensor) -> Tensor:
-            hidden = self.middle(self.first(images.flatten(1)))
-            return self.last(hidden.float() / gain)
+            return self.last(self.middle(self.first(images.flatten(1))).float() / gain)
 
     return Loud()
 
@@ -77,16 +76,14 @@ def scattered(gain: float = 1e6, layers: int = 20) -> nn.Module:
 
 def normed() -> nn.Module:
     """A layer norm and a batch norm between linear layers."""
-    model = net()
-    return nn.Sequential(
-        *[model[0], model[1], nn.LayerNorm(32), nn.BatchNorm1d(32), nn.ReLU()], model.head
-    )
+    flat, first, relu, head = net().children()
+    return nn.Sequential(flat, first, nn.LayerNorm(32), nn.BatchNorm1d(32), relu, head)
 
 
 def bare_norm() -> nn.Module:
     """A norm without weights of its own."""
-    model = net()
-    return nn.Sequential(model[0], model[1], nn.BatchNorm1d(32, affine=False), model.head)
+    flat, first, _, head = net().children()
+    return nn.Sequential(flat, first, nn.BatchNorm1d(32, affine=False), head)
 
 
 class Plain(nn.Module):
@@ -94,22 +91,19 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(64))
-        self.layer = nn.Linear(64, 10)
+        self.shift, self.layer = nn.Parameter(torch.zeros(64)), nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, 10]."""
         return self.layer(images.flatten(1) + self.shift)
 
 
 def digits(gain: float = 1.0, size: int = 256) -> Task:
     """Random images; the loss multiplied by `gain`."""
-    images, labels = torch.randn(size, 1, 8, 8), torch.arange(size) % 10
+    data = TensorDataset(torch.randn(size, 1, 8, 8), torch.arange(size) % 10)
 
     def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
         return gain * F.cross_entropy(outputs, targets)
 
-    data = TensorDataset(images, labels)
     return Task(data, data, loss=loss_of, metric=Accuracy)
 
 

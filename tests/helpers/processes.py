@@ -1,7 +1,4 @@
-"""Runs in processes of their own, to be signalled and killed.
-
-They come from a server that has loaded torch once, so that a storm of them takes no minutes.
-"""
+"""Runs in processes of their own, to be signalled and killed, from a server with torch loaded."""
 
 import logging
 import sys
@@ -9,6 +6,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from fork_server import CONTEXT, as_a_new_program
 from in_process import train
@@ -16,11 +14,16 @@ from in_process import train
 from mpframe.core.errors import MpframeError
 
 
-def start(folder: Path, *options: str) -> BaseProcess:
-    """Train in a new process; it logs to `folder/train.log` and exits as the program would."""
-    process = CONTEXT.Process(target=_train, args=(folder, options))
+def forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A new process that calls a function."""
+    process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
+
+
+def start(folder: Path, *options: str) -> BaseProcess:
+    """Train in a new process; it logs to `folder/train.log` and exits as the program would."""
+    return forked(_train, folder, options)
 
 
 def finished(folder: Path, *options: str, within: float = 300) -> int:

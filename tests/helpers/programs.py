@@ -1,8 +1,6 @@
-"""The training program in a process of its own, which starts in a moment.
+"""The training program in a process of its own, forked from a server that has imported torch.
 
-It is forked from a server that has imported torch. Its exit code, output, folder and environment
-are its own, as if a shell had started it. What is claimed of the start itself (what is imported,
-what an import prints) needs a Python of its own: `subprocess`.
+What is claimed of the start itself (what is imported, what an import prints) needs `subprocess`.
 """
 
 import atexit
@@ -18,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from fork_server import CONTEXT, as_a_new_program
-from processes import exit_code
+from fork_server import as_a_new_program
+from processes import exit_code, forked
 
 SCRIPT = ROOT / "scripts" / "train.py"
 
@@ -27,19 +25,11 @@ SCRIPT = ROOT / "scripts" / "train.py"
 def run(
     words: list[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `python scripts/train.py WORDS...` comes to.
-
-    Args:
-        words: the command line.
-        folder: the program's current folder.
-        environment: variables beside those of this process. `PYTHONPATH` names more folders.
-    """
+    """What `python scripts/train.py WORDS...` comes to in a folder, with variables of its own."""
     own = {**os.environ, **(environment or {})}
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_main, args=(words, folder, own, files))
-        process.start()
-        code = exit_code(process, within=300)
+        code = exit_code(forked(_main, words, folder, own, files), within=300)
         return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
 
 
@@ -77,7 +67,6 @@ def statuses(folder: Path) -> dict[str, object]:
 
 def plugin(name: str) -> pytest.MarkDecorator:
     """Skips where a plugin of Hydra is not installed."""
-    there = importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(
-        f"hydra_plugins.{name}"
-    )
+    find = importlib.util.find_spec
+    there = find("hydra_plugins") and find(f"hydra_plugins.{name}")
     return pytest.mark.skipif(not there, reason=f"{name} is not installed; mpframe[sweep] has it")

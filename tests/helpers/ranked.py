@@ -38,8 +38,7 @@ def trouble(rank: int, step: int, name: str) -> list[str]:
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    return dict(json.loads((folder / "summary.json").read_text()))
 
 
 def assert_same_results(undisturbed: Path, other: Path) -> None:
@@ -55,13 +54,9 @@ def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[st
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
     return subprocess.run(
         [*start, str(ROOT / "scripts" / "train.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=within,
-        cwd=HELPERS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+        capture_output=True, text=True, timeout=within, cwd=HELPERS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
 
 
 def run(folder: Path, *options: str) -> Any:

@@ -27,13 +27,7 @@ class Ranks:
 
     A thread of gloo crashes once in many thousand calls. Such a rank is started again with the
     others, and the call is made once more. That a test kills a rank is seen by `results`.
-
-    Args:
-        size: how many there are.
-
-    Attributes:
-        scratch: their folder for temporary files. It goes with them, for one that is killed cannot
-            clear up.
+    `scratch`, their folder for temporary files, goes with them.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,8 +38,7 @@ class Ranks:
 
     def _start(self) -> None:
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.processes = []
-        self._pipes = []
+        self.processes, self._pipes = [], []
         for rank in range(self._size):
             ours, theirs = CONTEXT.Pipe()
             place = (theirs, rank, self._size, self._store.port, self.scratch)
@@ -56,13 +49,7 @@ class Ranks:
             self._pipes.append(ours)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 240) -> Any:
-        """What each rank returned, in their order; a rank that raised gives the error's text.
-
-        Args:
-            function: of a module, called with the arguments.
-            arguments: the same for all ranks.
-            within: seconds.
-        """
+        """What each rank returned, in their order; a rank that raised gives the error's text."""
         try:
             self.begin(function, *arguments)
             results = self.results(within)
@@ -126,14 +113,9 @@ def ranks(size: int = 2) -> Iterator[Ranks]:
 
 def _work(pipe: Connection, rank: int, size: int, port: int, scratch: Path) -> None:
     tempfile.tempdir = str(scratch)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     while True:
         function, arguments = pipe.recv()
         try:

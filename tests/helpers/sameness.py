@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from in_process import scalars
+from in_process import scalars, train
 
 from mpframe import checkpoint
 from mpframe.tracking.amax_record import FILE_NAME
@@ -14,10 +15,8 @@ from mpframe.tracking.amax_record import FILE_NAME
 MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
 LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
 TIMES = ("seconds", "train_seconds", "step_times")
-MEASURED_SUMMARY = (
-    *("seconds", "train_seconds", "samples_per_second", "median_step_seconds"),
-    "peak_memory_bytes",
-)
+MEASURED_SUMMARY = ("seconds", "train_seconds", "samples_per_second", "median_step_seconds",
+                    "peak_memory_bytes")  # fmt: skip
 
 
 def differing(first: Any, second: Any, path: str = "") -> list[str]:
@@ -30,9 +29,8 @@ def differing(first: Any, second: Any, path: str = "") -> list[str]:
     elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
         if len(first) != len(second):
             return [path]
-        entries = [
-            (a, b, f"{path}/{n}") for n, (a, b) in enumerate(zip(first, second, strict=True))
-        ]
+        pairs = enumerate(zip(first, second, strict=True))
+        entries = [(a, b, f"{path}/{n}") for n, (a, b) in pairs]
     elif isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
     else:
@@ -66,10 +64,7 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert not found, found
 
 
-STOPPED_AT = 4
-
-
-def cut(whole: Path, target: Path, at: int = STOPPED_AT) -> Path:
+def cut(whole: Path, target: Path, at: int = 4) -> Path:
     """A copy of a run's folder as a kill after step `at` and a few more steps would leave it."""
     shutil.copytree(whole, target)
     for path in checkpoint.all_in(target):
@@ -77,3 +72,14 @@ def cut(whole: Path, target: Path, at: int = STOPPED_AT) -> Path:
             shutil.rmtree(path)
     (target / "summary.json").unlink()
     return target
+
+
+def trained(*options: str) -> Any:
+    """A fixture: the folder of a run with these options, made once for a file of tests."""
+
+    @pytest.fixture(scope="module")
+    def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        train(folder := tmp_path_factory.mktemp("run"), *options)
+        return folder
+
+    return run

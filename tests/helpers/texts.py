@@ -25,8 +25,8 @@ class Texts(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         words = torch.arange(3 + index % 6).mul(7).add(index) % WORDS
-        left_out = torch.rand(len(words)) < 0.1  # Of the sample's own random numbers.
-        ids = words.masked_fill(left_out, WORDS)
+        # The sample's own random numbers leave some out.
+        ids = words.masked_fill(torch.rand(len(words)) < 0.1, WORDS)
         return {"input_ids": ids, "labels": index % WORDS % 3, "name": f"text {index}"}
 
 
@@ -58,10 +58,8 @@ def of_attributes(model: nn.Module, batch: Texted) -> StepOutput:
 
 
 def task(as_object: bool = False) -> Task:
-    train, val = Texts(60), Texts(20)
-    if as_object:
-        return Task(train, val, of_attributes, Accuracy, collate=padded_object)
-    return Task(train, val, model_loss, Accuracy, collate=padded)
+    objective, collate = (of_attributes, padded_object) if as_object else (model_loss, padded)
+    return Task(Texts(60), Texts(20), objective, Accuracy, collate=collate)
 
 
 class Reader(nn.Module):
@@ -69,10 +67,8 @@ class Reader(nn.Module):
 
     def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS + 1, 16)
-        self.hidden = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 3)
-        self.gain = gain
+        self.embedding, self.gain = nn.Embedding(WORDS + 1, 16), gain
+        self.hidden, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
 
     def forward(self, input_ids: Tensor, labels: Tensor, name: Any = None) -> dict[str, Tensor]:
         hidden = self.hidden(self.embedding(input_ids).mean(dim=1)) * self.gain

@@ -19,13 +19,9 @@ def write_tiny_data(root: Path) -> None:
     random = np.random.default_rng(0)
     _idx(root / "fashion_mnist", random)
     _cifar(root / "cifar10" / "cifar-10-batches-bin", random)
-    for split in ("train", "test"):
-        for name in map(str, range(10)):
-            folder = root / "image_folder" / split / name
-            folder.mkdir(parents=True)
-            for number in range(2):
-                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    for place in (f"{split}/{name}" for split in ("train", "test") for name in range(10)):
+        for number in range(2):
+            _image(root / "image_folder" / place / f"{number:04d}.jpg", random, (32, 32, 3), 256)
     for name in ("art", "business", "politics", "sport", "tech"):
         folder = root / "text_folder" / name
         folder.mkdir(parents=True)
@@ -33,11 +29,13 @@ def write_tiny_data(root: Path) -> None:
             (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
     for split in ("train", "val"):
         for kind, shape, top in (("images", (40, 64, 3), 256), ("masks", (40, 64), 2)):
-            folder = root / "mask_folder" / split / kind
-            folder.mkdir(parents=True)
-            pixels = random.integers(0, top, shape, dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / "one.png")
+            _image(root / "mask_folder" / split / kind / "one.png", random, shape, top)
     _tables(root)
+
+
+def _image(path: Path, random: np.random.Generator, shape: tuple[int, ...], top: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(random.integers(0, top, shape, dtype=np.uint8)).save(path)
 
 
 def _tables(root: Path) -> None:
@@ -74,12 +72,11 @@ def _csv(path: Path, columns: dict[str, Any]) -> None:
 
 def _idx(folder: Path, random: np.random.Generator) -> None:
     folder.mkdir()
-    for split, count in (("train", 16), ("t10k", 16)):
-        pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = struct.pack(">IIII", 0x803, count, 28, 28) + pixels.tobytes()
+    for split in ("train", "t10k"):
+        pixels = random.integers(0, 256, (16, 28, 28), dtype=np.uint8)
+        images = struct.pack(">IIII", 0x803, 16, 28, 28) + pixels.tobytes()
         (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
-        targets = struct.pack(">II", 0x801, count) + labels.tobytes()
+        targets = struct.pack(">II", 0x801, 16) + bytes(range(10)) + bytes(range(6))
         (folder / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(targets))
 
 

@@ -5,9 +5,8 @@ kernels of forward and backward really get.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from threading import Thread
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,28 +21,15 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Kernels whose business is to change a format, or to move values between formats.
 CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_", "convert_element_type", "convert"})
 # Kernels that take half data beside fp32 weights and statistics, by design.
-WITH_FP32_STATISTICS = frozenset(
-    {
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-        "batch_norm_backward",
-        "cudnn_batch_norm",
-        "cudnn_batch_norm_backward",
-    }
-)
+WITH_FP32_STATISTICS = frozenset({
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
+    "_batch_norm_with_update", "batch_norm_backward", "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+})  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel that ran.
-
-    Attributes:
-        name: its name in aten, without the overload.
-        given: formats of its floating inputs.
-        gave: formats of its floating outputs.
-    """
+class Kernel(NamedTuple):
+    """One kernel that ran: its name in aten, and the formats of its floating inputs and outputs."""
 
     name: str
     given: frozenset[torch.dtype]
@@ -75,14 +61,12 @@ class Kernels(TorchDispatchMode):
 class NoSilentPromotion(TorchDispatchMode):
     """Fails on a kernel that is given two floating formats and widens one unasked.
 
-    0-d tensors are numbers and do not count. Casts, and BatchNorm beside its fp32 statistics, are
-    what they are for.
+    0-d tensors are numbers and do not count.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        operands = [t for t in tensors((args, kwargs)) if t.dim()]
-        found = formats(operands)
+        found = formats([t for t in tensors((args, kwargs)) if t.dim()])
         if len(found) > 1 and name not in CASTS | WITH_FP32_STATISTICS:
             shown = ", ".join(sorted(map(str, found)))
             raise AssertionError(f"{func} was given {shown}: a silent promotion")
@@ -101,33 +85,20 @@ def formats(node: Any) -> frozenset[torch.dtype]:
 
 def same_bits(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
     """True where both hold tensors of the same formats and bits (nan equals nan)."""
+
+    def with_equal_nans(values: Tensor) -> Tensor:
+        return values.nan_to_num(7.0, posinf=torch.inf, neginf=-torch.inf)
+
     return all(
-        a.dtype == b.dtype and torch.equal(_with_equal_nans(a), _with_equal_nans(b))
+        a.dtype == b.dtype and torch.equal(with_equal_nans(a), with_equal_nans(b))
         for a, b in zip(first, second, strict=True)
     )
 
 
-def _with_equal_nans(values: Tensor) -> Tensor:
-    return values.nan_to_num(7.0, posinf=torch.inf, neginf=-torch.inf)
-
-
 def in_another_thread(call: Callable[[], Any]) -> Any:
     """What `call` returns there; what it raises is raised here."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result()
 
 
 class CalledOps(TorchFunctionMode):
@@ -144,16 +115,12 @@ class CalledOps(TorchFunctionMode):
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:
     """Every leaf of a nested state by its path."""
-    if isinstance(state, dict):
-        items = [(str(k), v) for k, v in state.items()]
-    elif isinstance(state, list | tuple):
-        items = [(str(i), v) for i, v in enumerate(state)]
-    else:
+    if isinstance(state, list | tuple):
+        state = dict(enumerate(state))
+    if not isinstance(state, dict):
         return {path: state}
-    leaves: dict[str, Any] = {}
-    for key, value in items:
-        leaves |= flat(value, f"{path}/{key}")
-    return leaves
+    leaves = [flat(value, f"{path}/{key}") for key, value in state.items()]
+    return {place: leaf for found in leaves for place, leaf in found.items()}
 
 
 def differing(first: Any, second: Any) -> list[str]:

@@ -20,10 +20,9 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = multiprocessing.get_context("forkserver")
@@ -39,17 +38,8 @@ COPIED = (
 )
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A one-line fault.
-
-    Attributes:
-        name: what is wrong.
-        file: where, from the repository's root.
-        find: the text that is replaced; it stands there once.
-        replace: the fault.
-        tests: arguments of pytest for the tests that must fail.
-    """
+class Mutant(NamedTuple):
+    """A one-line fault: a text that stands once in a file, and pytest's arguments to notice it."""
 
     name: str
     file: Path
@@ -68,10 +58,10 @@ def load(wanted: str, part: str = "*") -> list[Mutant]:
     return [mutant for mutant in mutants if wanted in mutant.name]
 
 
-def control(tests: str, copy: Path) -> str:
+def control(tests: str, copy: Path, passed: str = "passed", failed: str = "FAILED") -> str:
     """`passed`, or what is wrong with tests that meet no fault."""
-    words = {0: "passed", 1: "FAILED", SKIPPED: "skipped"}
-    return words.get(code := run_tests(tests, copy), f"broken: {code}")
+    code = run_tests(tests, copy)
+    return {0: passed, 1: failed, SKIPPED: "skipped"}.get(code, f"broken: {code}")
 
 
 def verdict(mutant: Mutant, copy: Path) -> str:
@@ -81,8 +71,7 @@ def verdict(mutant: Mutant, copy: Path) -> str:
         return f"stale: its line stands {original.count(mutant.find)} times in {mutant.file}"
     file.write_text(original.replace(mutant.find, mutant.replace))
     try:
-        words = {0: "SURVIVED", 1: "killed", SKIPPED: "skipped"}
-        return words.get(code := run_tests(mutant.tests, copy), f"broken: {code}")
+        return control(mutant.tests, copy, "SURVIVED", "killed")
     finally:
         file.write_text(original)
 
@@ -147,12 +136,11 @@ def copies(folder: Path, count: int) -> Queue[Path]:
     for number in range(count):
         copy = folder / str(number)
         for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
+            if (ROOT / name).is_dir():
                 bytecode = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, copy / name, symlinks=True, ignore=bytecode)
+                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=bytecode)
             else:
-                shutil.copy(source, copy / name)
+                shutil.copy(ROOT / name, copy / name)
         free.put(copy)
     return free
 

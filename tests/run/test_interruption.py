@@ -3,19 +3,16 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import HELPERS, ROOT
-from fixtures import Log, Patch
+from fixtures import Log, Patch, Shown
 from in_process import scalars, train
 from processes import exit_code, start, training, wait_until
-from sameness import assert_same_run
+from sameness import assert_same_run, trained
 
 from mpframe import checkpoint
 from mpframe.core.errors import ConfigError, RunInterrupted
@@ -61,53 +58,46 @@ def interrupted(
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder, *OPTIONS)
-    return folder
+whole = trained(*OPTIONS)
 
 
-def test_a_signal_stops_the_run_between_two_steps(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, *OPTIONS)
-    assert wait_until(lambda: training(folder), process)
-    sent = time.monotonic()
-    os.kill(process.pid or 0, signal.SIGTERM)
-    assert exit_code(process) == CODES["SIGTERM"]
-    assert time.monotonic() - sent < 20
-    summary = Summary.read(folder)
-    assert (summary.status, summary.reason) == ("interrupted", "stopped by SIGTERM")
-    assert checkpoint.read(folder).global_step == summary.steps < 14
-    train(folder, *OPTIONS, "resume=auto")
-    assert_same_run(whole, folder)
-
-
-def test_a_validation_is_abandoned_and_made_again(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    # Three batches a validation: the fifth is in the middle of the second one, at step 8.
-    interrupted(folder, *OPTIONS, call=5, of="on_prediction_step")
-    progress = checkpoint.load(folder)["trainer"]["progress"]
-    assert (progress["steps"], progress["validated"]) == (8, 4)
-    assert [step for step, _ in scalars(folder)["loss/val"]] == [4]
-    # Stopped again in the same validation: it is made, and written, once.
-    interrupted(folder, *OPTIONS, "resume=auto", call=2, of="on_prediction_step")
-    train(folder, *OPTIONS, "resume=auto")
-    assert_same_run(whole, folder)
-    assert (folder / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
-
-
-def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
+def test_a_signal_to_the_run_and_its_workers_stops_it_between_two_steps(
     whole: Path, tmp_path: Path
 ) -> None:
-    options = [*OPTIONS, "trainer.log_every=3"]  # Step 8, which is validated, is not logged.
+    """A terminal signals all of them."""
+    process = start(tmp_path, *OPTIONS, "dataset.workers=2")
+    assert wait_until(lambda: training(tmp_path), process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    sent = time.monotonic()
+    for pid in [*workers, process.pid]:
+        os.kill(int(pid or 0), signal.SIGTERM)
+    assert exit_code(process) == CODES["SIGTERM"]
+    assert time.monotonic() - sent < 20
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.reason) == ("interrupted", "stopped by SIGTERM")
+    assert checkpoint.read(tmp_path).global_step == summary.steps < 14
+    train(tmp_path, *OPTIONS, "resume=auto")
+    assert_same_run(whole, tmp_path)
+
+
+@pytest.mark.parametrize("log_every", [1, 3])  # With 3, step 8 is not logged but by its validation.
+def test_a_validation_is_abandoned_and_made_again(
+    whole: Path, tmp_path: Path, log_every: int
+) -> None:
+    options = [*OPTIONS, f"trainer.log_every={log_every}"]
+    # Three batches a validation: the fifth is in the middle of the second one, at step 8.
     interrupted(tmp_path, *options, call=5, of="on_prediction_step")
+    progress = checkpoint.load(tmp_path)["trainer"]["progress"]
+    assert (progress["steps"], progress["validated"]) == (8, 4)
+    assert [step for step, _ in scalars(tmp_path)["loss/val"]] == [4]
+    # Stopped again in the same validation: it is made, and written, once.
+    interrupted(tmp_path, *options, "resume=auto", call=2, of="on_prediction_step")
     train(tmp_path, *options, "resume=auto")
-    row, same = (
-        [line for line in (run / "metrics.csv").read_text().splitlines() if line.startswith("8,")]
-        for run in (tmp_path, whole)
-    )
-    assert row == same
+    rows, same = ((run / "metrics.csv").read_text().splitlines() for run in (tmp_path, whole))
+    assert [row for row in rows if row.startswith("8,")] == [same[8]]
+    if log_every == 1:
+        assert_same_run(whole, tmp_path)
+        assert rows == same
 
 
 def test_further_signals_do_not_tear_the_checkpoint(
@@ -116,9 +106,9 @@ def test_further_signals_do_not_tear_the_checkpoint(
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save", again)
-        assert str(interrupted(tmp_path / "run", *OPTIONS, call=5)).startswith("stopped by SIGTERM")
-    train(tmp_path / "run", *OPTIONS, "resume=auto")
-    assert_same_run(whole, tmp_path / "run")
+        assert str(interrupted(tmp_path, *OPTIONS, call=5)).startswith("stopped by SIGTERM")
+    train(tmp_path, *OPTIONS, "resume=auto")
+    assert_same_run(whole, tmp_path)
 
 
 def test_before_there_is_anything_to_save_a_signal_stops_at_once(
@@ -132,43 +122,12 @@ def test_before_there_is_anything_to_save_a_signal_stops_at_once(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.slow
-def test_the_program_with_workers(tmp_path: Path) -> None:
-    """The program itself, the leader of a process group, signalled as a terminal does it."""
-    options = ["hydra.run.dir=run", "trainer.epochs=100", "dataset.workers=2", "model=mlp"]
-    path = os.pathsep.join([str(ROOT), str(HELPERS)])
-    program = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), *options],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    limit = time.monotonic() + 60
-    while not training(tmp_path / "run"):
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.killpg(program.pid, signal.SIGTERM)
-    _, said = program.communicate(timeout=20)
-    assert program.returncode == CODES["SIGTERM"]
-    assert said.splitlines() == [
-        "",
-        "SIGTERM: stopping after this step",
-        f"mpframe: stopped by SIGTERM; continue with resume=auto hydra.run.dir={tmp_path / 'run'}",
-    ]
-    assert checkpoint.read(tmp_path / "run").global_step == Summary.read(tmp_path / "run").steps
-
-
-SCONTROL = (
-    '#!/bin/sh\necho "$@" >> "{log}"\n[ -z "{fails}" ] || {{ echo "{fails}" >&2; exit 1; }}\n'
-)
-
-
-def with_scontrol(folder: Path, monkeypatch: Patch, fails: str = "") -> Path:
-    """A program called scontrol that writes down what it was asked for."""
-    program, log = folder / "bin" / "scontrol", folder / "scontrol.log"
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """What a program of that name was asked for; it writes that down, and fails."""
+    program, log = tmp_path / "bin" / "scontrol", tmp_path / "scontrol.log"
     program.parent.mkdir()
-    program.write_text(SCONTROL.format(log=log, fails=fails))
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{log}"; echo "It may not be" >&2; exit 1\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -176,26 +135,34 @@ def with_scontrol(folder: Path, monkeypatch: Patch, fails: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "requeue"),
-    [("SIGUSR1", True), ("SIGUSR1", False), ("SIGTERM", True), ("SIGINT", False)],
+    ("name", "requeue"), [("SIGUSR1", True), ("SIGUSR1", False), ("SIGINT", True)]
 )
 def test_only_the_warning_of_a_time_limit_requeues(
-    tmp_path: Path, monkeypatch: Patch, name: str, requeue: bool
+    tmp_path: Path, scontrol: Path, caplog: Log, capfd: Shown, name: str, requeue: bool
 ) -> None:
-    log = with_scontrol(tmp_path, monkeypatch)
     options = [*SHORT, f"trainer.requeue={requeue}", "resume=auto"]
     stopped = interrupted(tmp_path / "run", *options, call=2, name=name)
     assert stopped.exit_code == CODES[name]
-    asked = log.read_text() if log.exists() else ""
-    assert asked == ("requeue 77\n" if requeue and name == "SIGUSR1" else "")
+    assert capfd.readouterr().err == f"\n{name}: stopping after this step\n"
+    asked = requeue and name == "SIGUSR1"
+    assert ("warning: job 77 was not requeued: It may not be" in caplog.messages) is asked
+    assert (scontrol.read_text() if scontrol.exists() else "") == "requeue 77\n" * asked
     assert checkpoint.read(tmp_path / "run").global_step == 2
 
 
-def test_a_refused_requeue_is_said(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
-    with_scontrol(tmp_path, monkeypatch, fails="Job is not requeueable")
-    options = [*SHORT, "trainer.requeue=true", "resume=auto"]
-    interrupted(tmp_path / "run", *options, call=2, name="SIGUSR1")
-    assert "warning: job 77 was not requeued: Job is not requeueable" in caplog.messages
+def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
+    tmp_path: Path, monkeypatch: Patch, scontrol: Path
+) -> None:
+    (tmp_path / "signalled.py").write_text(
+        "import os\ntry:\n    os.kill(os.getpid(), 10)\nexcept Exception as error:\n"
+        "    raise ImportError('optional part is missing') from error\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["model._target_=signalled.net", "resume=auto", "trainer.requeue=true"]
+    with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
+        train(tmp_path / "run", *options)
+    assert Summary.read(tmp_path / "run").status == "interrupted"
+    assert scontrol.read_text() == "requeue 77\n"
 
 
 def _hold(folder: Path, taken: Any, release: Any) -> None:
@@ -222,38 +189,12 @@ def test_a_killed_run_leaves_its_folder_free_at_once_and_goes_on_exactly(
     whole: Path, tmp_path: Path
 ) -> None:
     """Its workers, who live on for some seconds, do not hold the lock."""
-    folder, options = tmp_path / "run", [*OPTIONS, "trainer.checkpoint_every=3"]
-    process = start(folder, *options, "dataset.workers=2")
-    assert wait_until(lambda: checkpoint.all_in(folder), process)
+    options = [*OPTIONS, "trainer.checkpoint_every=3"]
+    process = start(tmp_path, *options, "dataset.workers=2")
+    assert wait_until(lambda: checkpoint.all_in(tmp_path), process)
     os.kill(process.pid or 0, signal.SIGKILL)
     exit_code(process)
-    with run_lock(folder):
+    with run_lock(tmp_path):
         pass
-    train(folder, *options, "resume=auto")
-    assert_same_run(whole, folder)
-
-
-SIGNALLED = """
-import os, signal, torch
-
-try:
-    os.kill(os.getpid(), signal.SIGUSR1)
-except Exception as error:
-    raise ImportError("optional part is missing") from error
-
-def net():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-"""
-
-
-def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    (tmp_path / "signalled_model.py").write_text(SIGNALLED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    log = with_scontrol(tmp_path, monkeypatch)
-    options = ["model._target_=signalled_model.net", "resume=auto", "trainer.requeue=true"]
-    with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
-        train(tmp_path / "run", *options)
-    assert Summary.read(tmp_path / "run").status == "interrupted"
-    assert log.read_text() == "requeue 77\n"
+    train(tmp_path, *options, "resume=auto")
+    assert_same_run(whole, tmp_path)

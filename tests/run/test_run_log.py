@@ -6,21 +6,18 @@ import re
 import sys
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fixtures import Log, Patch, Shown
-from fork_server import CONTEXT, as_a_new_program
+from fork_server import as_a_new_program
 from in_process import HYDRA, command, composed, train
 from omegaconf import DictConfig
-from processes import exit_code
+from processes import exit_code, forked
 from tqdm import tqdm
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import check_config
-from mpframe.run.outcome import worsening_of
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
@@ -75,97 +72,73 @@ def test_what_the_console_shows_and_the_log_holds(
     assert logging.getLogger("mpframe").level == logging.NOTSET
 
 
-@pytest.mark.parametrize("progress", ["on", "auto"])
 def test_a_line_stands_above_the_bar_and_not_in_it(
-    tmp_path: Path, capsys: Shown, monkeypatch: Patch, progress: str
+    tmp_path: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:
     """The bar, drawn at every step here, shows the last validation and the best one."""
     at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
     monkeypatch.setattr(console, "tqdm", type("Bar", (tqdm,), {"__init__": at_once}))
-    run(tmp_path, f"callbacks.progress_bar.shown={progress}")
+    run(tmp_path, "callbacks.progress_bar.shown=on")
     output = capsys.readouterr().err
-    assert ("step/s" in output) is (progress == "on")
-    first = re.search(r"val_accuracy=(0\.\d{4}), best=\1", output)
-    assert (first is not None) is (progress == "on")
+    assert "step/s" in output
+    assert re.search(r"val_accuracy=(0\.\d{4}), best=\1", output)
     # A bar is drawn and taken away by `\r`; what is left of a line is behind the last one.
     left = [line.rpartition("\r")[2] for line in output.split("\n")]
-    lines = [line for line in left if "val loss" in line]
-    assert [line[:8] for line in lines] == ["epoch 0.", "epoch 1,"]
+    assert [line[:8] for line in left if "val loss" in line] == ["epoch 0.", "epoch 1,"]
 
 
 def test_quiet_is_without_a_bar_even_on_a_terminal(
     tmp_path: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    run(tmp_path / "quiet", "trainer.max_steps=2", "trainer.verbosity=quiet")
-    assert "step/s" not in capsys.readouterr().err
-    run(tmp_path / "normal", "trainer.max_steps=2")
-    assert "step/s" in capsys.readouterr().err
+    for verbosity in ("quiet", "normal"):
+        run(tmp_path / verbosity, "trainer.max_steps=2", f"trainer.verbosity={verbosity}")
+        assert ("step/s" in capsys.readouterr().err) is (verbosity == "normal")
 
 
-def test_a_run_that_ends_much_worse_says_so(tmp_path: Path, caplog: Log) -> None:
+@pytest.mark.parametrize("kept", [1, 0])
+def test_a_run_that_ends_much_worse_says_so_and_whether_it_keeps_the_best(
+    tmp_path: Path, caplog: Log, kept: int
+) -> None:
     """A learning rate that grows to 1e4 at the end."""
     grows = [
-        *("scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"),
-        *("+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"),
-        *("dtype=fp32", "trainer.monitor=loss", "trainer.keep_best=1"),
-    ]
+        "scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR",
+        "+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4",
+        "dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}",
+    ]  # fmt: skip
     summary = train(tmp_path, *SMALL, *grows)
     (line,) = (text for text in caplog.messages if "much worse" in text)
     assert line == (
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept, "
-        "callbacks=early_stopping ends the run in time, and a lower optimizer.lr may prevent it"
+        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept"
+        f"{'' if kept else ' with trainer.keep_best=1'}, callbacks=early_stopping ends the run in "
+        "time, and a lower optimizer.lr may prevent it"
     )
-    assert summary.best_step in [step_of(path) for path in checkpoint.all_in(tmp_path)]
+    steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
+    assert (summary.best_step in steps) is bool(kept)
 
 
-@pytest.mark.parametrize(
-    ("keep_best", "kept"), [(1, "is kept"), (0, "is kept with trainer.keep_best=1")]
-)
-def test_a_much_worse_run_that_keeps_no_best_is_told_how(keep_best: int, kept: str) -> None:
-    config: Any = SimpleNamespace(trainer=SimpleNamespace(keep_best=keep_best))
-    callbacks: Any = SimpleNamespace(results=SimpleNamespace(worsening="bad"))
-    line = worsening_of(config, callbacks)
-    assert line is not None
-    assert line.startswith(f"bad; the best checkpoint {kept}, callbacks=early_stopping ends")
+@pytest.mark.parametrize("dtype", ["mixed", "fp32"])  # In fp32 they are small, and no zeros.
+def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> None:
+    options = [
+        "objective=own", "objective._target_=planted.faint", "loss_scaling=static",
+        "loss_scaling.scale=1", "trainer.verbosity=verbose", "trainer.log_every=5",
+    ]  # fmt: skip
+    _, logged = run(tmp_path, *options, f"dtype={dtype}")
+    said = "warning: all gradients of step 5 are 0, and nothing is learnt; mpframe doctor with the"
+    found = [line.startswith(said) for line in logged if "all gradients" in line]
+    assert found == [True] * (dtype == "mixed")
 
 
-FAINT = ["objective=own", "objective._target_=planted.faint"]
-FAINT += ["loss_scaling=static", "loss_scaling.scale=1"]
-ZEROS = (
-    "warning: all gradients of step {} are 0, and nothing is learnt; mpframe "
-    "doctor with the same options says whether the format loses them"
-)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["dtype=mixed"], [ZEROS.format(11)]),
-        (["dtype=mixed", "trainer.verbosity=verbose", "trainer.log_every=5"], [ZEROS.format(5)]),
-        (["dtype=fp32"], []),  # Small ones are no zeros.
-    ],
-)
-def test_gradients_that_are_all_0_are_said_once(
-    tmp_path: Path, options: list[str], said: list[str]
-) -> None:
-    _, logged = run(tmp_path, *FAINT, *options)
-    assert [line for line in logged if "all gradients" in line] == said
-
-
-def _train_without_a_reader(folder: Path, words: list[str]) -> None:
+def _train_without_a_reader(folder: Path) -> None:
     as_a_new_program()
     reading, writing = os.pipe()
     os.close(reading)
     os.dup2(writing, 2)
     os.chdir(folder)
-    sys.exit(command(*words))
+    sys.exit(command(*SMALL, "callbacks.progress_bar.shown=on", "hydra.run.dir=run"))
 
 
 def test_a_reader_of_stderr_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
-    words = [*SMALL, "callbacks.progress_bar.shown=on", "hydra.run.dir=run"]
-    process = CONTEXT.Process(target=_train_without_a_reader, args=(tmp_path, words))
-    process.start()
-    assert exit_code(process) == 0
+    assert exit_code(forked(_train_without_a_reader, tmp_path)) == 0
     assert Summary.read(tmp_path / "run").status == "finished"

@@ -1,4 +1,4 @@
-"""Whole runs: every shipped experiment, the first command, curves, weights of another mode."""
+"""Whole runs: every shipped experiment, the first command, curves."""
 
 import os
 import subprocess
@@ -8,11 +8,9 @@ from pathlib import Path
 import programs
 import pytest
 from checkout import ROOT
-from fixtures import Log
 from in_process import scalars, train
 from tiny_experiments import EXPERIMENTS, tiny
 
-from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.tracking.summary import Summary
 
 SMALLEST = [e for e in EXPERIMENTS if f"{e}_small" not in EXPERIMENTS]
@@ -54,18 +52,10 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     assert {".hydra", "config_resolved.yaml", "checkpoints", "train.log", "summary.json"} <= names
 
 
-SOURCE = ["model.width=8", "dtype=mixed", "trainer.epochs=1"]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
-    folder = tmp_path_factory.mktemp("source")
-    return folder, train(folder, *SOURCE, "loss_scaling=LogMax", "trainer.log_every=1")
-
-
-def test_the_curves_of_a_run(source: tuple[Path, Summary]) -> None:
-    folder, summary = source
-    curves = scalars(folder)
+def test_the_curves_of_a_run(tmp_path: Path) -> None:
+    options = ["model.width=8", "dtype=mixed", "trainer.epochs=1", "loss_scaling=LogMax"]
+    summary = train(tmp_path, *options, "trainer.log_every=1")
+    curves = scalars(tmp_path)
     every_step = [
         "loss/train", "optim/lr", "grad/norm", "grad/amax", "loss_scale/scale",
         "loss_scale/skipped_total", "loss_scale/log2_mean", "loss_scale/log2_std",
@@ -77,39 +67,4 @@ def test_the_curves_of_a_run(source: tuple[Path, Summary]) -> None:
         assert [step for step, _ in curves[tag]] == [22], tag
     # Unscaled: at a scale of 2^16 the loss is still that of ten classes, about ln 10.
     assert 0.0 < curves["loss/train"][0][1] < 10.0
-    assert summary.val_metric is not None
-    assert summary.val_metric > 0.5  # It learns.
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "amp", "mixed_bf16"])
-def test_weights_may_come_from_a_run_in_another_mode(
-    source: tuple[Path, Summary], tmp_path: Path, dtype: str
-) -> None:
-    folder, summary = source
-    taken = train(
-        tmp_path, *SOURCE, f"dtype={dtype}", f"init_from={folder}", "trainer.max_steps=1",
-        "optimizer.lr=1e-9",
-    )  # fmt: skip
-    assert taken.val_loss == pytest.approx(summary.val_loss, rel=0.02)
-
-
-def test_a_head_may_differ_from_the_weights_that_are_taken(
-    source: tuple[Path, Summary], tmp_path: Path, caplog: Log
-) -> None:
-    other = [*SOURCE, "trainer.max_steps=1", f"init_from={source[0]}", "model.classes=12"]
-    with pytest.raises(CheckpointError, match=r"init_from_except=\[head\.\*\]$"):
-        train(tmp_path / "refused", *other)
-    caplog.set_level("INFO")
-    train(tmp_path / "taken", *other, "init_from_except=[head.*]")
-    said = f"weights taken from {source[0]}, except head.*: 6 parameters are rounded to float16"
-    assert said in caplog.messages
-
-
-def test_weights_beyond_the_half_range_are_warned_about(tmp_path: Path, caplog: Log) -> None:
-    """A learning rate that throws the weights beyond 65504 in its first steps."""
-    with pytest.raises(DivergedError, match="steps were skipped"):
-        train(
-            tmp_path, "optimizer=sgd", "optimizer.lr=1e9", "scheduler=none", "trainer.epochs=1",
-            "trainer.max_steps=3", "trainer.max_consecutive_skips=100",
-        )  # fmt: skip
-    assert any("lie beyond the half range" in line for line in caplog.messages)
+    assert (summary.val_metric or 0.0) > 0.5  # It learns.

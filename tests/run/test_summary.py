@@ -8,50 +8,39 @@ from fixtures import Log
 from in_process import train
 
 from mpframe import checkpoint
-from mpframe.core.errors import ConfigError, DivergedError, UserCodeError
+from mpframe.core.errors import DivergedError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]
-LINEAR = ["model._target_=faulty.linear", "dtype=fp32"]
+LINEAR = ["model._target_=erring.linear", "dtype=fp32"]
 
 
 def test_times_and_counts_add_up_over_resumes(tmp_path: Path) -> None:
-    first = train(tmp_path, *SMALL, "trainer.epochs=1")
-    second = train(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
-    assert (second.steps, second.epochs) == (44, 2)
-    assert (first.samples, second.samples) == (22 * 64, 44 * 64)
-    assert first.train_seconds is not None
-    assert second.train_seconds is not None
+    first = train(tmp_path, *SMALL, "trainer.epochs=1", "trainer.accumulate=4")
+    second = train(tmp_path, *SMALL, "trainer.epochs=2", "trainer.accumulate=4", "resume=auto")
+    assert (first.steps, second.steps, second.epochs) == (6, 12, 2)
+    assert (first.samples, second.samples) == (22 * 64, 44 * 64)  # A partial window counts, too.
     assert second.seconds > first.seconds
-    assert first.train_seconds < second.train_seconds < second.seconds
-    assert second.samples_per_second == second.samples / second.train_seconds
+    assert (first.train_seconds or 1e9) < (second.train_seconds or 0.0) < second.seconds
+    assert second.samples_per_second == second.samples / (second.train_seconds or 0.0)
     assert second.median_step_seconds is not None
     # A finished job that is started again keeps its time, up to the last checkpoint: what came
     # behind it is the writing of the end.
     saved = checkpoint.read(checkpoint.all_in(tmp_path)[-1])
-    again = train(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
+    again = train(tmp_path, *SMALL, "trainer.epochs=2", "trainer.accumulate=4", "resume=auto")
     assert again.seconds == saved.state["callbacks"]["throughput"]["seconds"]
     assert again.train_seconds == second.train_seconds
     assert again.samples_per_second == second.samples_per_second
 
 
-def test_a_partial_window_counts_what_it_had(tmp_path: Path) -> None:
-    done = train(tmp_path, *SMALL, "trainer.epochs=1", "trainer.accumulate=4")
-    assert (done.steps, done.samples) == (6, 22 * 64)
-
-
 NOTHING_APPLIED = [
-    (
-        ["model=mlp", "dtype=mixed", "loss_scaling=static", "loss_scaling.scale=1073741824"],
-        "the loss is finite and its gradients overflow at scale 1.07374e+09: lower "
-        "loss_scaling.scale or pin the overflowing module to fp32 in ops.modules",
-    ),
-    (
-        [*LINEAR, "dataset._target_=faulty.nan_after", "dataset.batches=0"],
-        "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the "
-        "data, or pin the overflowing module to fp32 in ops.modules",
-    ),
-]
+    (["model=mlp", "dtype=mixed", "loss_scaling=static", "loss_scaling.scale=1073741824"],
+     "the loss is finite and its gradients overflow at scale 1.07374e+09: lower loss_scaling.scale "
+     "or pin the overflowing module to fp32 in ops.modules"),
+    ([*LINEAR, "dataset._target_=erring.nan_after", "dataset.batches=0"],
+     "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the data, "
+     "or pin the overflowing module to fp32 in ops.modules"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "cause"), NOTHING_APPLIED)
@@ -89,7 +78,7 @@ def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
 
 
 def test_a_run_that_ended_in_skips_is_diverged(tmp_path: Path) -> None:
-    options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=1"]
+    options = [*LINEAR, "dataset._target_=erring.nan_after", "trainer.epochs=1"]
     said = "^the last 2 steps were skipped: the loss itself is not finite"
     with pytest.raises(DivergedError, match=said):
         train(tmp_path / "two", *options, "dataset.batches=20", "callbacks.autopsy=null")
@@ -100,19 +89,18 @@ def test_a_run_that_ended_in_skips_is_diverged(tmp_path: Path) -> None:
 
 def test_a_closure_that_ends_at_nan_is_diverged(tmp_path: Path) -> None:
     """An optimizer that evaluates the loss itself skips nothing."""
-    options = ["dataset._target_=faulty.nan_after", "dataset.batches=5", "trainer.max_steps=5"]
+    options = ["dataset._target_=erring.nan_after", "dataset.batches=5", "trainer.max_steps=5"]
     lbfgs = ["optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=2", "scheduler=none"]
     with pytest.raises(DivergedError, match=r"^the last step was applied at a loss that is not"):
         train(tmp_path, *LINEAR, *options, *lbfgs)
-    assert Summary.read(tmp_path).status == "diverged"
 
 
 def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     """Whether the best value lies before the checkpoint that the run goes on from, or behind it."""
     options = [
-        *(*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"),
-        *("trainer.eval_every=4", "trainer.checkpoint_every=6"),
-    ]
+        *SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40",
+        "trainer.eval_every=4", "trainer.checkpoint_every=6",
+    ]  # fmt: skip
     whole = train(tmp_path / "whole", *options)
     rows = csv.DictReader((tmp_path / "whole" / "metrics.csv").read_text().splitlines())
     seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}
@@ -125,13 +113,3 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
         assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)
         resumed = train(tmp_path / str(stop), *options, "resume=auto")
         assert (resumed.best, resumed.best_step) == (whole.best, 32)
-
-
-def test_a_metric_named_loss_is_refused(tmp_path: Path) -> None:
-    """The summary's val_loss is the loss."""
-    with pytest.raises(ConfigError) as error:
-        train(tmp_path, *LINEAR, "dataset._target_=faulty.named_loss")
-    assert str(error.value) == (
-        "dataset._target_=faulty.named_loss: its metric is named loss, and val_loss is the "
-        "validation loss; give the metric another name"
-    )

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 from fixtures import Patch, Shown
-from fork_server import CONTEXT
-from in_process import command, train
+from in_process import command
 from omegaconf import OmegaConf
+from processes import exit_code, forked
 from sameness import assert_same_run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mpframe.config.command_line import prepare
 from mpframe.config.sweep import holds_this_run
@@ -27,19 +25,17 @@ PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
     "-m", "seed=1,2", PLACE, "model=mlp", "model.hidden=4",
     "trainer.max_steps=5", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=3",
-    "callbacks.progress_bar=null", "+callbacks.stop._target_=stopping.Stop",
+    "callbacks.progress_bar=null", "+callbacks.stop._target_=own_callbacks.Stop",
     "+callbacks.stop.seed=${seed}",
 ]  # fmt: skip
 NAMES = ["seed=1", "seed=2"]
 
-Sweep = Callable[..., int]
+LOCKS = (".turn", ".lock")
 
 
-@pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: Patch) -> Sweep:
-    """Runs the training command in a folder of the test's own."""
+@pytest.fixture(autouse=True)
+def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
-    return command
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +46,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.chdir(folder)
         assert command(*OPTIONS) == 0
     return folder / "out sweep"
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished job."""
-    folder = tmp_path_factory.mktemp("sweep") / "seed=1"
-    train(folder, "model=mlp", "model.hidden=4", "trainer.max_steps=2")
-    return folder
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -71,58 +59,33 @@ def written(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 
 
-LOCKS = (".turn", ".lock")
-
-
-def killed(folder: Path) -> None:
-    """Run the sweep in a process that kills itself in the second job."""
-    process = CONTEXT.Process(target=_sweep, args=(folder, {"STOP": "SIGKILL"}))
-    process.start()
-    process.join(300)
-    assert process.exitcode == -9
-
-
-def _sweep(folder: Path, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _sweep(folder: Path) -> None:
+    """The sweep, in a process that kills itself in the second job."""
+    os.environ["STOP"] = "SIGKILL"
     os.chdir(folder)
     sys.exit(command(*OPTIONS))
 
 
-def hparam_columns(folder: Path) -> dict[str, bool]:
-    """The columns of a run in the HParams table, and whether each comes first."""
-    data = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")
-    told = HParamsPluginData.FromString(data["_hparams_/experiment"]).experiment.hparam_infos
-    return {info.name: info.differs for info in told}
-
-
-def test_the_jobs_are_named_by_what_was_swept(whole: Path) -> None:
-    assert sorted(path.name for path in whole.iterdir() if path.is_dir()) == NAMES
-    assert [(row["folder"], row["status"]) for row in rows(whole)] == [
-        (name, "finished") for name in NAMES
-    ]
-    columns = [hparam_columns(whole / name) for name in NAMES]
-    assert all(own == columns[0] for own in columns)
-    assert [name for name, varies in columns[0].items() if varies] == ["seed"]
-
-
-def test_a_killed_sweep_goes_on_by_the_same_command(
-    whole: Path, sweep: Sweep, tmp_path: Path
+def test_a_killed_sweep_goes_on_by_the_same_command_or_a_longer_one(
+    whole: Path, tmp_path: Path
 ) -> None:
-    killed(tmp_path)
+    """In another order, too; the table has all jobs of the folder."""
+    assert exit_code(forked(_sweep, tmp_path), within=300) == -9
     folder = tmp_path / "out sweep"
     # The table was written after the first job, when nothing of the second was there.
     assert [row["folder"] for row in rows(folder)] == NAMES[:1]
     first = written(folder / "seed=1")
-    assert sweep(*OPTIONS) == 0
+    assert command(*OPTIONS, "seed=3,2,1") == 0
     assert written(folder / "seed=1") == first
     assert "at step 3" in (folder / "seed=2" / "train.log").read_text()
-    assert rows(folder) == rows(whole)
+    assert {row["seed"]: row["status"] for row in rows(folder)} == dict.fromkeys("123", "finished")
+    assert [row for row in rows(folder) if row["seed"] != "3"] == rows(whole)
     for name in NAMES:
         assert_same_run(whole / name, folder / name)
 
 
 def test_a_stopped_sweep_says_how_it_goes_on(
-    whole: Path, sweep: Sweep, tmp_path: Path, monkeypatch: Patch, capsys: Shown
+    whole: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
@@ -130,24 +93,24 @@ def test_a_stopped_sweep_says_how_it_goes_on(
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", *OPTIONS])
     folder = tmp_path / "out sweep"
     shutil.copytree(whole / NAMES[0], folder / NAMES[0])
-    assert sweep(*OPTIONS) == 143
-    start = "mpframe: stopped by SIGTERM; continue the sweep with: "
+    assert command(*OPTIONS) == 143
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(start)
-    again = shlex.split(said.removeprefix(start))
+    start, _, again = said.partition("with: ")
+    assert start == "mpframe: stopped by SIGTERM; continue the sweep "
     for report in at_exit:
         report()
-    assert again[:2] == [sys.executable, "train.py"]
     assert [row["status"] for row in rows(folder)] == ["finished", "interrupted"]
-    assert prepare(again[2:]) == prepare([*(o for o in OPTIONS if o != PLACE), PLACE])
+    program, script, *words = shlex.split(again)
+    assert [program, script] == [sys.executable, "train.py"]
+    assert prepare(words) == prepare([*(o for o in OPTIONS if o != PLACE), PLACE])
 
 
 def test_a_folder_with_other_options_is_refused_and_left_alone(
-    whole: Path, sweep: Sweep, tmp_path: Path, capsys: Shown
+    whole: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     shutil.copytree(whole, tmp_path / "out sweep")
     before = written(tmp_path)
-    assert sweep(*OPTIONS, "model.hidden=5", "model.depth=1") == 1
+    assert command(*OPTIONS, "model.hidden=5", "model.depth=1") == 1
     assert capsys.readouterr().err == (
         "mpframe: hydra.sweep.dir=out sweep: its seed=1 is a run with other options, "
         "model.depth=1 (was 2), model.hidden=5 (was 4); choose another folder, or add resume=auto "
@@ -165,8 +128,9 @@ def test_a_folder_with_other_options_is_refused_and_left_alone(
     ],
 )
 def test_options_that_only_watch_may_differ(
-    job: Path, path: str, value: object, same: bool
+    whole: Path, path: str, value: object, same: bool
 ) -> None:
+    job = whole / NAMES[0]
     options = OmegaConf.load(job / "config_resolved.yaml")
     OmegaConf.update(options, path, value, force_add=True)
     text = OmegaConf.to_yaml(options)
@@ -179,54 +143,40 @@ def test_options_that_only_watch_may_differ(
     assert not holds_this_run(job.parent, text, "none")
 
 
-def test_a_longer_sweep_in_the_same_folder_runs_what_is_missing(
-    whole: Path, sweep: Sweep, tmp_path: Path
-) -> None:
-    """In another order, too; the table has all jobs of the folder."""
-    folder = shutil.copytree(whole, tmp_path / "out sweep")
-    before = written(folder / "seed=1")
-    assert sweep(*OPTIONS, "seed=3,1") == 0
-    assert written(folder / "seed=1") == before
-    assert {row["seed"]: row["status"] for row in rows(folder)} == dict.fromkeys("123", "finished")
-
-
 MENDING = """
+from pathlib import Path
 from mpframe.workloads.images import mlp
 
 def net(scale, **options):
-    if scale == 2.0 and {fails}:
+    if scale == 2.0 and not Path("mended").exists():
         raise ValueError("not yet")
     return mlp(**options)
 """
 
 
 def test_a_job_that_diverged_is_a_result_and_one_that_failed_is_run_again(
-    sweep: Sweep, tmp_path: Path, monkeypatch: Patch, capsys: Shown
+    tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:
-    """Neither stops the sweep."""
     words = [
-        "-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0,1.0", "model=mlp",
+        "-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp",
         "model.hidden=4", "model._target_=mending.net", "+model.scale=${loss_scaling.scale}",
         "trainer.max_consecutive_skips=2", "callbacks.autopsy=null", "trainer.max_steps=4",
         "callbacks.progress_bar=null", "hydra.sweep.dir=out",
     ]  # fmt: skip
-    source = tmp_path / "mending.py"
-    source.write_text(MENDING.format(fails=True))
+    (tmp_path / "mending.py").write_text(MENDING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert sweep(*words) == 1
+    assert command(*words) == 1
     said = capsys.readouterr().err
     assert "mpframe: job 1: model: mending.net refused its options: not yet" in said
     assert "Traceback" not in said
-    table = rows(tmp_path / "out")
-    assert [row["status"] for row in table] == ["diverged", "failed", "finished"]
+    assert [row["status"] for row in rows(tmp_path / "out")] == ["diverged", "failed"]
     folder = tmp_path / "out" / "loss_scaling.scale=1e+30"
     before, reason = written(folder), Summary.read(folder).reason
-    source.write_text(MENDING.format(fails=False))
-    sys.modules.pop("mending")
-    assert sweep(*words) == 1
+    (tmp_path / "mended").touch()
+    assert command(*words) == 1
     assert capsys.readouterr().err == (
         f"mpframe: job 0: diverged when the sweep ran before, {reason}; to run it again delete "
         f"{folder}\n"
     )
     assert written(folder) == before
-    assert [row["status"] for row in rows(tmp_path / "out")] == ["diverged", "finished", "finished"]
+    assert [row["status"] for row in rows(tmp_path / "out")] == ["diverged", "finished"]
