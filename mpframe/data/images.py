@@ -134,8 +134,8 @@ def _shift_and_factor(
     mean: tuple[float, ...], std: tuple[float, ...], top: float
 ) -> tuple[Tensor, Tensor]:
     """Return what to subtract from pixels in 0..`top`, and then to multiply by, each [C, 1, 1]."""
-    shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
-    return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
+    shift = torch.tensor(mean, dtype=torch.float32).mul_(top).view(-1, 1, 1)
+    return shift, torch.tensor(std, dtype=torch.float32).mul_(top).reciprocal_().view(-1, 1, 1)
 
 
 def spread(count: int) -> slice:

@@ -116,6 +116,16 @@ numerics/KIND/exponents_by_step/LAYER | Ranges of LAYER over time | share of val
     values, the lines are the limits of the half format. Counted: KIND
 numerics/KIND/exponents/LAYER | Exponents of LAYER | values
     how many values have each exponent floor(log2 |x|). Counted: KIND
+numerics/products/snr_db/LAYER | Signal to noise of LAYER | decibels
+    of one operand of its products: 10 log10 of the signal over the noise that quantising adds
+numerics/products/saturated/LAYER | Saturated in LAYER | fraction
+    the share of an operand's values beyond the product format's largest number at their scale
+numerics/products/lost/LAYER | Quantised away in LAYER | fraction
+    the share of an operand's values that are not zero and become zero in the product format
+numerics/products/scale_spread/LAYER | Spread of scales in LAYER | octaves
+    from the smallest to the largest scale within an operand, 0 if it has at most one
+numerics/products/signal_to_noise | Signal to noise of all layers | decibels
+    a row for each operand of each layer's products, as of the last report
 """
 
 

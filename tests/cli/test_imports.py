@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,10 +44,10 @@ for name, words in json.loads(sys.argv[1]).items():
 """
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+@pytest.fixture
+def imported(tmp_path: Path) -> dict[str, set[str]]:
     """The modules of mpframe that each program imports."""
-    folder, programs = tmp_path_factory.mktemp("imports"), {**WORDS, "engine": ""}
+    folder, programs = tmp_path, {**WORDS, "engine": ""}
     done = subprocess.run(
         [sys.executable, "-c", FORKING, json.dumps(programs)], cwd=folder,
         capture_output=True, text=True, timeout=300, check=True,
@@ -61,12 +62,9 @@ def within(names: set[str], *packages: str) -> list[str]:
     return sorted(n for n in names if any(n == p or n.startswith(f"{p}.") for p in places))
 
 
-def test_a_default_run_imports_few_modules_and_uses_them(imported: dict[str, set[str]]) -> None:
+def test_a_program_imports_what_it_uses(imported: dict[str, set[str]]) -> None:
     assert 50 < len(imported["default"]) <= MOST, sorted(imported["default"])
     assert within(imported["default"], *UNUSED.split()) == []
-
-
-def test_a_part_brings_its_own_modules(imported: dict[str, set[str]]) -> None:
     engine, overflow, gan = (imported[name] for name in ("engine", "overflow", "gan"))
     assert engine - {"mpframe", *within(engine, "core")} == set()
     assert within(engine, "core.loss_scaling")

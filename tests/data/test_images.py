@@ -42,6 +42,8 @@ def test_statistics_may_be_lists_and_pixels_of_two_kinds_take_turns() -> None:
     bytes_, floats = torch.tensor([[[[0, 255]]]], dtype=torch.uint8), torch.tensor([[[[0.0, 1.0]]]])
     for _ in range(2):  # What is kept of one kind must not serve the other.
         assert normalize(bytes_).tolist() == normalize(floats).tolist() == [[[[-2.0, 2.0]]]]
+    whole = Normalize([3], [2])(bytes_)
+    torch.testing.assert_close(whole, torch.tensor([[[[-1.5, -1.0]]]]))
 
 
 def by_hand(raw: Tensor, how: Any) -> Tensor:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mpframe.core.comm import is_sharded, part_for, part_of, shard_like
@@ -201,7 +202,8 @@ class OptimizerWrapper(Optimizer):
         if not self._stepped and parameters:
             self._device = parameters[0].device
         for index, parameter in enumerate(parameters):
-            what = f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is"
+            shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
+            what = f"optimizer: parameter {index} of {shape} is"
             if parameter.is_complex():
                 raise ConfigError(
                     f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "

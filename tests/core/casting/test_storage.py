@@ -349,6 +349,13 @@ class TestLazyLayers:
         model(ROWS)
         Precision(mode).prepare(model, sgd(model))
 
+    def test_are_taken_without_a_shape_in_fp32(self, model: Any) -> None:
+        _, optimizer = Precision("fp32").prepare(model, sgd(model))
+        model(ROWS).square().sum().backward()
+        before = model[1].weight.clone()
+        optimizer.step()
+        assert not torch.equal(model[1].weight, before)
+
     @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
     def test_get_their_shapes_from_an_example(self, model: Any, mode: str) -> None:
         precision = Precision(mode)
