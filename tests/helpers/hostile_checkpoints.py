@@ -85,11 +85,14 @@ def saved(state: Any, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def repacked(content: bytes, compression: int = zipfile.ZIP_STORED, rename: str = "") -> bytes:
+def repacked(content: bytes, compression: int = zipfile.ZIP_STORED, more: str = "") -> bytes:
+    """An archive packed anew, with one entry `more`."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w") as new:
         for entry in old.infolist():
-            new.writestr(f"{rename}{entry.filename}", old.read(entry), compression)
+            new.writestr(entry.filename, old.read(entry), compression)
+        if more:
+            new.writestr(more, "")
     return buffer.getvalue()
 
 
@@ -115,7 +118,7 @@ STATES: dict[str, tuple[Change, str]] = {
     "code": (bytes_of_state(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
     "a bare pickle": (bytes_of_state(ATTACKS["a bare pickle"]), TORN),
     "a bomb": (bytes_of_state(BOMB), STORED),
-    "a name that leaves": (bytes_of_state(repacked(saved(WEIGHTS), rename="../../")), STORED),
+    "a name that leaves": (bytes_of_state(repacked(saved(WEIGHTS), more="../left")), STORED),
     "a hollow tensor": (stated(HOLLOW), r"state\.pt: .*1000000000000 values in a file of"),
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),

@@ -61,7 +61,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_exa
     state = checkpoint.load(undisturbed)  # Each rank rounds with random numbers of its own.
     rounding = [own["products"]["generators"] for own in (state["trainer"], state[OTHER_RANKS][0])]
     assert differing(*rounding)
-    ends = two(ranked.run, tmp_path / "run", *NOISY, *trouble(1, 5, "SIGTERM"))
+    limit = "trainer.timeout=20"  # seconds that one rank would wait for the other
+    ends = two(ranked.run, tmp_path / "run", *NOISY, *trouble(1, 5, "SIGTERM"), limit)
     assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"]
     assert ends[0] == ends[1]
     assert f"continue with resume=auto hydra.run.dir={tmp_path}/run" in ends[0][1]

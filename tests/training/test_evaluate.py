@@ -63,7 +63,9 @@ def test_the_result_is_printed_and_written_beside_others(run_copy: Path, capsys:
     assert (written["precision"], written["batch_size"]) == ("mixed(float16)", 64)
     assert f"val_loss {summary.val_loss:.6g}, val_accuracy {summary.val_metric:.6g}" in line
     before = own.read_bytes()
-    main([f"checkpoint={run_copy}", "split=val", "weights=trained", "dtype=amp"])
+    # Of a checkpoint, it lies in the run's folder, too.
+    newest = checkpoint.newest(run_copy)
+    main([f"checkpoint={newest}", "split=val", "weights=trained", "dtype=amp"])
     assert own.read_bytes() == before
     other = run_copy / "evaluation_val_step_00000004,dtype=amp,weights=trained.json"
     assert json.loads(other.read_text())["val_loss"] != written["val_loss"]
