@@ -118,7 +118,6 @@ class FirstNonFinite:
     direction: str  # `forward` or `backward`
     nan: bool  # and not infinite
     rows: tuple[int, ...] = ()  # places of the samples whose part of the result has it, if known
-    summed: bool = False  # it is the sum of finite gradients
 
 
 @dataclass(frozen=True)
@@ -242,9 +241,9 @@ class Watch(TorchFunctionMode):
         if not self._backward_finite or (seen.inputs.finite and seen.outputs.finite):
             return
         self._backward_finite = False
-        summed = not seen.inputs.finite
-        nan = not (seen.inputs if summed else seen.outputs).infinite
-        self.trace.nonfinite.append(FirstNonFinite(call, "backward", nan, summed=summed))
+        # A sum of finite gradients is not finite where its inputs are not.
+        nan = not (seen.outputs if seen.inputs.finite else seen.inputs).infinite
+        self.trace.nonfinite.append(FirstNonFinite(call, "backward", nan))
 
     @torch.no_grad()
     def _count(self, key: tuple[str, str, int, int], gradient: Tensor) -> None:
