@@ -19,6 +19,7 @@ from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mpframe.core.step_result import read
+from mpframe.core.tree import not_finite
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
 # Exactly these: a subclass may refuse to be changed, as the frozen dicts of configurations do.
@@ -135,7 +136,7 @@ class Buffers:
     def restore_unless_finite(self, amax: Tensor) -> None:
         """Put the copies back if the gradients' amax, 0-d, is inf or nan."""
         if self._homes:
-            self.restore_where(~(amax < torch.inf))
+            self.restore_where(not_finite(amax))
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:

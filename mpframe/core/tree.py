@@ -34,6 +34,11 @@ def is_async(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def not_finite(magnitude: Tensor) -> Tensor:
+    """Return whether a magnitude (>= 0, or nan) is inf or nan, in two kernels."""
+    return ~(magnitude < torch.inf)
+
+
 def tensors_in(node: Any) -> Iterator[Tensor]:
     """Yield every tensor in `node`, depth first."""
     if isinstance(node, Tensor):

@@ -31,14 +31,14 @@ class Launches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on, self.names = False, list[str]()
+        self.on, self.names, self.free = False, list[str](), FREE.split()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         # Fake tensors do not know this one, which returns nothing.
         out = None if name == "_fused_sgd_" else func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-        if self.on and name not in FREE.split() and any(t.device.type == "cuda" for t in tensors):
+        if self.on and name not in self.free and any(t.device.type == "cuda" for t in tensors):
             self.names.append(name)
         return out
 

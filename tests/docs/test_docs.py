@@ -105,6 +105,13 @@ def test_no_command_is_unknown() -> None:
                     assert (ROOT / word.partition("::")[0]).exists(), (path, command)
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in PAGES:
+        named = set(re.findall(r"`(test_\w+\.py)`", Page(path).text))
+        assert named <= there, (path, named - there)
+
+
 def story(page: Path) -> list[str]:
     """Run a page's commands in the current folder and in this process, and name the programs.
 

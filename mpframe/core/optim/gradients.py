@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import POSITIVE, require
-from mpframe.core.tree import HALF
+from mpframe.core.tree import HALF, not_finite
 
 _FEW = 2**20  # values: 4 MB in fp32
 # values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
@@ -150,11 +150,6 @@ def check_clipping(**bounds: float | None) -> None:
         require(name, bound, POSITIVE, "None leaves the gradients as they are", "a finite number")
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: cannot be combined; give only one")
-
-
-def not_finite(magnitude: Tensor) -> Tensor:
-    """Return whether a magnitude (>= 0, or nan) is inf or nan, in two kernels."""
-    return ~(magnitude < torch.inf)
 
 
 def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tensor:

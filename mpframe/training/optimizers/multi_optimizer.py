@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
-from mpframe.core.optim.gradients import Gradients, check_clipping, not_finite
+from mpframe.core.optim.gradients import Gradients, check_clipping
 from mpframe.core.optim.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
 from mpframe.core.optim.masters import load_weights
 from mpframe.core.step_result import StepResult, Verdict, read
+from mpframe.core.tree import not_finite
 
 SKIPS = ("all", "each")
 _OfParts = Tensor | float | Mapping[str, Tensor | float]
