@@ -1,0 +1,87 @@
+"""A precision plugin for Lightning:
+
+    Trainer(plugins=MpframePrecision("mixed", half="float16", scaler=LogMax()))
+
+`gradient_clip_val`, `accumulate_grad_batches` and checkpoints work as before, also with a fused
+optimizer. A step that is skipped leaves weights, optimizer state and buffers as they were, but
+Lightning steps its schedules.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.integrations.mixed_precision import MixedPrecision
+
+
+class MpframePrecision(LightningPrecision):  # type: ignore[misc]
+    """mpframe's dtype modes, op lists, fp32 masters and loss scalers as a plugin.
+
+    The arguments are those of `MixedPrecision`, which explains them.
+
+    Attributes:
+        mixed: the `MixedPrecision`. Its `result` is the `StepResult` of the last step.
+    """
+
+    def __init__(
+        self,
+        mode: str = "mixed",
+        half: str = "float16",
+        scaler: LossScaler | None = None,
+        **options: Any,
+    ) -> None:
+        self.mixed = MixedPrecision(mode, half, scaler, **options)
+        self.precision = {"fp32": "32-true"}.get(mode, "16-mixed" if half == "float16" else "bf16-mixed")
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare the model, which is on its device, and its optimizers."""
+        return model, list(self.mixed.prepare(model, *optimizers)), lr_schedulers
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Cast the ops of a validation, a test or a prediction."""
+        with self.mixed.precision.cast():
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Cast the ops of a training step."""
+        with self.mixed.forward():
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss."""
+        scaled: Tensor = super().pre_backward(self.mixed.scale(tensor), module)
+        return scaled
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Compute the gradients, then unscale, check, clip, and update or skip."""
+        loss = closure()
+        self._after_closure(model, optimizer)
+        if loss is not None or not model.automatic_optimization:
+            self.mixed.step(optimizer)
+        return loss
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Note the bound: the step clips, when the gradients are unscaled."""
+        if clip_val > 0:
+            by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            name = "max_value" if by_value == "value" else "max_norm"
+            setattr(self.mixed, name, float(clip_val))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.mixed.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mixed.load_state_dict(state_dict)

@@ -1,0 +1,110 @@
+"""What every other trainer needs of a dtype mode: casts, a scaled loss, a step, buffers, a state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpframe.core.buffers import NO_BUFFERS, Buffers
+from mpframe.core.loss_scaling.backoff import auto
+from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, scale_of
+from mpframe.core.optim.master_weights import MasterWeights
+from mpframe.core.precision import Precision
+from mpframe.core.step_result import StepResult
+from mpframe.core.tree import HALF, device_of
+
+
+class MixedPrecision:
+    """A dtype mode and a loss scaler, for a model that another trainer trains.
+
+    Args:
+        mode: `fp32`, `mixed` (half weights with fp32 masters) or `amp` (fp32 weights).
+        half: `float16` or `bfloat16`.
+        scaler: a loss scaler of mpframe. None: `Backoff` for float16, else the loss is not scaled.
+        **options: the other arguments of `Precision`, such as `ops` and `products`.
+
+    Raises:
+        ConfigError: a value is not one of those that `Precision` takes.
+
+    Attributes:
+        precision: the dtype mode.
+        scaler: the one in use.
+        result: of the last step; its values stay on the device until they are read.
+        max_norm: the next step clips the global norm of the gradients to this, or not at all.
+        max_value: or clamps each of their values to it.
+    """
+
+    def __init__(
+        self,
+        mode: str = "mixed",
+        half: str = "float16",
+        scaler: LossScaler | None = None,
+        **options: Any,
+    ) -> None:
+        self.precision = Precision(mode, half, **options)
+        self.scaler: LossScaler = auto(mode, half) if scaler is None else scaler
+        self.result: StepResult | None = None
+        self.max_norm: float | None = None
+        self.max_value: float | None = None
+        self._optimizers: list[MasterWeights] = []
+        self._buffers = NO_BUFFERS
+        self._in_window = False
+
+    def prepare(self, model: nn.Module, *optimizers: Optimizer) -> list[MasterWeights]:
+        """Store the weights as the mode says, and return the optimizers over their masters.
+
+        The model is on its device. It is changed in place, and so are the optimizers.
+        """
+        self._optimizers = [self.precision.prepare(model, one)[1] for one in optimizers]
+        self._buffers, self._in_window = Buffers(model), False
+        self.scaler.to(device_of(model))
+        return self._optimizers
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context manager for the forward pass and the loss of a micro-batch in training."""
+        if not self._in_window:  # A skip undoes all that its micro-batches did.
+            self._buffers.save()
+            self._in_window = True
+        with self.precision.cast():
+            yield
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, 0-d, times the scale. Call it before each backward pass."""
+        for optimizer in self._optimizers:
+            _widen(optimizer)
+        scale = scale_of(self.scaler)
+        return loss * scale if isinstance(scale, Tensor) else loss
+
+    def step(self, optimizer: Any) -> StepResult:
+        """Unscale, check, clip, and update or skip."""
+        none = isinstance(self.scaler, NoScaling)
+        result: StepResult = optimizer.step(
+            None if none else self.scaler, max_norm=self.max_norm, max_value=self.max_value
+        )
+        self._buffers.restore_where(result.any_skipped())
+        self.result, self._in_window = result, False
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next steps depend on, beside weights and optimizers."""
+        return {"scaler": self.scaler.state_dict(), "precision": self.precision.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.precision.load_state_dict(state["precision"])
+
+
+@torch.no_grad()
+def _widen(optimizer: MasterWeights) -> None:
+    """Add half gradients of earlier micro-batches to those of their masters, in fp32."""
+    for parameter in optimizer.parameters:
+        gradient, master = parameter.grad, optimizer.optimizer_param(parameter)
+        if gradient is not None and gradient.dtype in HALF and master is not parameter:
+            wide = gradient.float()
+            master.grad = wide if master.grad is None else master.grad + wide
+            parameter.grad = None

@@ -1,0 +1,269 @@
+"""Lightning, Accelerate and Hugging Face's Trainer take the steps of a loop by hand."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from refusal import refused
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mpframe import Backoff, LogMax
+from mpframe.core.errors import ConfigError
+from mpframe.core.loss_scaling.scaler import Scaler
+from mpframe.integrations.mixed_precision import MixedPrecision
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the libraries: loggers, workers
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+BATCH, STEPS, NORM = 8, 6, 0.5
+FIRST = 2.0**18  # Its first steps overflow.
+MODES = [
+    ("mixed", "float16", LogMax),
+    ("mixed", "float16", Backoff),
+    ("amp", "float16", Backoff),
+    ("amp", "bfloat16", None),
+    ("mixed", "bfloat16", None),
+    ("fp32", "float16", None),
+]
+in_modes = pytest.mark.parametrize(("mode", "half", "kind"), MODES, ids=str)
+
+
+def samples(count: int) -> TensorDataset:
+    made = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 12, generator=made)
+    return TensorDataset(inputs, torch.randint(0, 3, (count,), generator=made))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3))
+
+
+def mixed_of(mode: str, half: str, kind: Any) -> MixedPrecision:
+    return MixedPrecision(mode, half, kind and kind(FIRST))
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return 16 * F.cross_entropy(model(inputs), targets)
+
+
+def by_hand(mixed: MixedPrecision, window: int) -> tuple[list[Tensor], list[bool]]:
+    """The weights and buffers after the steps, and which were skipped, by the parts of the core."""
+    model = network()
+    model, optimizer = mixed.precision.prepare(model, adamw(model))
+    scaler: Any = mixed.scaler if isinstance(mixed.scaler, LogMax | Backoff) else None
+    batches, skipped = list(DataLoader(samples(BATCH * STEPS * window), BATCH)), []
+    for first in range(0, len(batches), window):
+        before = copy.deepcopy(dict(model.named_buffers()))
+        for number, (inputs, targets) in enumerate(batches[first : first + window]):
+            with mixed.precision.cast():
+                loss = loss_of(model, inputs, targets) / window
+            (loss * scaler.scale if scaler else loss).backward()
+            for parameter in model.parameters() if number < window - 1 else ():
+                master = optimizer.optimizer_param(parameter)
+                if master is not parameter and parameter.grad is not None:
+                    master.grad, parameter.grad = parameter.grad.float(), None
+        skipped.append(bool(optimizer.step(scaler, max_norm=NORM).skipped))
+        for name, buffer in model.named_buffers() if skipped[-1] else ():
+            buffer.copy_(before[name])
+    return state_of(model, optimizer), skipped
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    masters = [optimizer.master_of(parameter) for parameter in model.parameters()]
+    return [tensor.detach().clone() for tensor in [*model.state_dict().values(), *masters]]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)
+
+
+def lightning_run(
+    mixed: MixedPrecision, window: int, folder: Path, epochs: int = 1, start: Path | None = None
+) -> Any:
+    """The trainer after a run, and which steps were skipped."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from mpframe.integrations.lightning import MpframePrecision
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.skipped = network(), list[bool]()
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.net)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
+            if (number + 1) % window == 0:
+                assert plugin.mixed.result is not None
+                self.skipped.append(bool(plugin.mixed.result.skipped))
+
+    plugin, module = MpframePrecision(), Module()
+    plugin.mixed = mixed
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(
+        accelerator="cpu", plugins=plugin, accumulate_grad_batches=window, barebones=False,
+        gradient_clip_val=NORM, max_epochs=epochs, default_root_dir=folder,
+        enable_checkpointing=False, **quiet,
+    )  # fmt: skip
+    batches = DataLoader(samples(BATCH * STEPS * window), BATCH)
+    trainer.fit(module, batches, ckpt_path=start, weights_only=False)
+    return trainer, module.skipped
+
+
+@in_modes
+@pytest.mark.parametrize("window", [1, 2])
+def test_lightning_takes_the_same_steps(
+    tmp_path: Path, mode: str, half: str, kind: Any, window: int
+) -> None:
+    pytest.importorskip("lightning")
+    expected, skipped = by_hand(mixed_of(mode, half, kind), window)
+    trainer, found = lightning_run(mixed_of(mode, half, kind), window, tmp_path)
+    assert_same(state_of(trainer.lightning_module.net, trainer.optimizers[0]), expected)
+    assert found == skipped
+    assert any(skipped) == (kind is not None)
+    assert not all(skipped)
+
+
+@pytest.mark.parametrize("kind", [LogMax, Backoff])
+def test_lightning_goes_on_from_its_checkpoint(tmp_path: Path, kind: type[Scaler]) -> None:
+    pytest.importorskip("lightning")
+    made = partial(mixed_of, "mixed", "float16", kind)
+    whole, _ = lightning_run(made(), 1, tmp_path, epochs=2)
+    first, _ = lightning_run(made(), 1, tmp_path)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = made()
+    second, _ = lightning_run(resumed, 1, tmp_path, 2, tmp_path / "half.ckpt")
+    assert second.global_step == whole.global_step == 2 * STEPS
+    assert_same(
+        state_of(second.lightning_module.net, second.optimizers[0]),
+        state_of(whole.lightning_module.net, whole.optimizers[0]),
+    )
+    assert resumed.scaler.scale < FIRST
+
+
+@in_modes
+@pytest.mark.parametrize("window", [1, 2])
+def test_accelerate_takes_the_same_steps(mode: str, half: str, kind: Any, window: int) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from mpframe.integrations.accelerate import prepare
+
+    expected, skipped = by_hand(mixed_of(mode, half, kind), window)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=window)
+    mixed, model = mixed_of(mode, half, kind), network()
+    model, optimizer = prepare(accelerator, mixed, model, adamw(model))
+    found = []
+    for inputs, targets in DataLoader(samples(BATCH * STEPS * window), BATCH):
+        with accelerator.accumulate(model):
+            with mixed.forward():
+                loss = loss_of(model, inputs, targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), NORM)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                assert mixed.result is not None
+                torch.testing.assert_close(norm, mixed.result.grad_norm, equal_nan=True)
+                found.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    assert_same(state_of(model, optimizer.optimizer), expected)
+    assert found == skipped
+
+
+def test_what_accelerate_would_do_twice_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from mpframe.integrations.accelerate import prepare
+
+    accelerate.state.AcceleratorState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = network()
+    said = refused(
+        ConfigError, lambda: prepare(accelerator, MixedPrecision(), model, adamw(model))
+    )
+    accelerate.state.AcceleratorState._reset_state()
+    assert "mixed_precision=bf16: both would cast; leave it out" in said
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.net, inputs, labels)}
+
+
+def huggingface_run(mixed: MixedPrecision, window: int, folder: Path, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from mpframe.integrations.transformers import MpframeTrainer
+
+    class InOrder(MpframeTrainer):  # type: ignore[misc]
+        skipped: list[bool]
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                self.optimizer = adamw(self.model)
+            return super().create_optimizer(model)
+
+    data = [{"inputs": x, "labels": y} for x, y in samples(BATCH * STEPS * window)]
+    arguments = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=window, use_cpu=True,
+        num_train_epochs=1, max_grad_norm=NORM, lr_scheduler_type="constant", report_to=[],
+        save_strategy="steps", save_steps=3, disable_tqdm=True, logging_steps=1,
+        **{k: v for k, v in options.items() if k != "resume_from_checkpoint"},
+    )  # fmt: skip
+    trainer = InOrder(model=WithLoss(), args=arguments, train_dataset=data, mixed=mixed)
+    trainer.skipped = []
+
+    class Noted(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer.skipped.append(trainer.accelerator.optimizer_step_was_skipped)
+
+    trainer.add_callback(Noted())
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+    return trainer
+
+
+@in_modes
+@pytest.mark.parametrize("window", [1, 2])
+def test_hugging_face_takes_the_same_steps(
+    tmp_path: Path, mode: str, half: str, kind: Any, window: int
+) -> None:
+    expected, skipped = by_hand(mixed_of(mode, half, kind), window)
+    trainer = huggingface_run(mixed_of(mode, half, kind), window, tmp_path)
+    assert_same(state_of(trainer.model.net, trainer.optimizer.optimizer), expected)
+    assert trainer.skipped == skipped
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    assert len(norms) == STEPS
+    assert norms[-1] == trainer.mixed.result.grad_norm.item()
+
+
+def test_hugging_face_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = huggingface_run(mixed_of("mixed", "float16", LogMax), 1, tmp_path)
+    halfway = str(tmp_path / "checkpoint-3")
+    resumed = mixed_of("mixed", "float16", LogMax)
+    second = huggingface_run(resumed, 1, tmp_path / "on", resume_from_checkpoint=halfway)
+    assert_same(
+        state_of(second.model.net, second.optimizer.optimizer),
+        state_of(whole.model.net, whole.optimizer.optimizer),
+    )
+    assert len(second.skipped) == STEPS - 3
