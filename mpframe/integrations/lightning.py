@@ -1,6 +1,7 @@
 """A precision plugin for Lightning:
 
-    Trainer(plugins=MpframePrecision("mixed", half="float16", scaler=LogMax()))
+    plugin = MpframePrecision("mixed", half="float16", scaler=LogMax())
+    Trainer(plugins=plugin, callbacks=[Autopsy()])
 
 `gradient_clip_val`, `accumulate_grad_batches` and checkpoints work as before, also with a fused
 optimizer. A step that is skipped leaves weights, optimizer state and buffers as they were, but
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +38,9 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self.mixed = MixedPrecision(mode, half, scaler, **options)
-        self.precision = {"fp32": "32-true"}.get(mode, "16-mixed" if half == "float16" else "bf16-mixed")
+        self.precision = {"fp32": "32-true"}.get(
+            mode, "16-mixed" if half == "float16" else "bf16-mixed"
+        )
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -85,3 +89,23 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.mixed.load_state_dict(state_dict)
+
+
+class Autopsy(Callback):  # type: ignore[misc]
+    """Tells the plugin the batches, so that it can examine a step if too many are skipped."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        def loss_of(module: Any, batch: Any) -> Tensor:
+            logged = {name: lambda *_, **__: None for name in ("log", "log_dict")}
+            vars(module).update(logged)  # What was logged already is not logged again.
+            try:
+                output = module.training_step(batch, batch_idx)
+            finally:
+                for name in logged:
+                    del vars(module)[name]
+            loss: Tensor = output["loss"] if isinstance(output, dict) else output
+            return loss
+
+        trainer.precision_plugin.mixed.note_batch(batch, loss_of, trainer.current_epoch, batch_idx)

@@ -1,6 +1,10 @@
-"""What every other trainer needs of a dtype mode: casts, a scaled loss, a step, buffers, a state."""
+"""What every other trainer needs of a dtype mode: casts, a scaled loss, a step, buffers, a state.
 
-from collections.abc import Iterator
+And an autopsy: of the last of so many skipped steps in a row, if the trainer tells the batches.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,13 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpframe.checkpoint.state import RandomState
 from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.loss_scaling.backoff import auto
-from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, scale_of
+from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, name_of, scale_of
+from mpframe.core.objective import NamedObjective, StepOutput, count_of
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.precision import Precision
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import HALF, device_of
+
+log = logging.getLogger(__name__)
+
+LossOf = Callable[[Any, Any], Tensor]
+"""loss_of(model, batch): the loss of a batch, 0-d, that the trainer computes."""
 
 
 class MixedPrecision:
@@ -24,6 +35,8 @@ class MixedPrecision:
         mode: `fp32`, `mixed` (half weights with fp32 masters) or `amp` (fp32 weights).
         half: `float16` or `bfloat16`.
         scaler: a loss scaler of mpframe. None: `Backoff` for float16, else the loss is not scaled.
+        autopsy: skipped steps in a row after which the last one is examined. 0: none. The host
+            then waits for the verdict on each step.
         **options: the other arguments of `Precision`, such as `ops` and `products`.
 
     Raises:
@@ -35,6 +48,7 @@ class MixedPrecision:
         result: of the last step; its values stay on the device until they are read.
         max_norm: the next step clips the global norm of the gradients to this, or not at all.
         max_value: or clamps each of their values to it.
+        report: of the last autopsy, as text, or None. It is also logged, as a warning.
     """
 
     def __init__(
@@ -42,6 +56,8 @@ class MixedPrecision:
         mode: str = "mixed",
         half: str = "float16",
         scaler: LossScaler | None = None,
+        *,
+        autopsy: int = 10,
         **options: Any,
     ) -> None:
         self.precision = Precision(mode, half, **options)
@@ -52,6 +68,11 @@ class MixedPrecision:
         self._optimizers: list[MasterWeights] = []
         self._buffers = NO_BUFFERS
         self._in_window = False
+        self.report: str | None = None
+        self._model: nn.Module = nn.Module()
+        self._autopsy, self._steps, self._skips = autopsy, 0, 0
+        self._seen: list[tuple[Any, RandomState, LossOf]] = []
+        self._place = (0, 0)
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer) -> list[MasterWeights]:
         """Store the weights as the mode says, and return the optimizers over their masters.
@@ -59,9 +80,18 @@ class MixedPrecision:
         The model is on its device. It is changed in place, and so are the optimizers.
         """
         self._optimizers = [self.precision.prepare(model, one)[1] for one in optimizers]
-        self._buffers, self._in_window = Buffers(model), False
+        self._model, self._buffers, self._in_window = model, Buffers(model), False
         self.scaler.to(device_of(model))
         return self._optimizers
+
+    def note_batch(self, batch: Any, loss_of: LossOf, epoch: int = 0, number: int = 0) -> None:
+        """Note a micro-batch that is about to be trained on, for an autopsy.
+
+        Its report names the batch by its epoch and its number there.
+        """
+        if self._autopsy:
+            self._place = (epoch, number) if not self._seen else self._place
+            self._seen.append((batch, RandomState.now(device_of(self._model)), loss_of))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -87,7 +117,34 @@ class MixedPrecision:
         )
         self._buffers.restore_where(result.any_skipped())
         self.result, self._in_window = result, False
+        self._steps += 1
+        if self._autopsy:
+            self._skips = self._skips + 1 if bool(result.skipped) else 0
+            if self._skips == self._autopsy and self._seen:
+                self.report = self._examine(result)
+                log.warning("warning: %d steps in a row were skipped\n%s", self._skips, self.report)
+            self._seen.clear()
         return result
+
+    def _examine(self, result: StepResult) -> str:
+        # What replays a step is loaded when one has failed.
+        from mpframe.lab.autopsy.diagnosis import diagnose
+        from mpframe.lab.autopsy.evidence import Evidence
+        from mpframe.lab.autopsy.replay import Case
+        from mpframe.lab.autopsy.report import report_on
+
+        batches, states, losses = zip(*self._seen, strict=True)
+        scales, scaling = {"": float(result.scale)}, name_of(self.scaler)
+        floors = {} if scaling == "none" else {"": getattr(self.scaler, "floor", 1.0)}
+        objective = NamedObjective("", lambda model, batch: StepOutput(losses[0](model, batch)))
+        rows = [range(int(count_of(None, batch))) for batch in batches]
+        parts = self._model, self.precision, [objective], batches
+        case = Case(*parts, scales, floors, scaling, rows, states[0])
+        why = f"{self._skips} steps in a row were skipped"
+        step = Evidence(
+            self._steps, why, batches, rows, *self._place, scales, floors, scaling, states[0]
+        )
+        return report_on(diagnose(case), case, step).text()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next steps depend on, beside weights and optimizers."""

@@ -10,6 +10,7 @@ weights, optimizer state, buffers and schedule as they were, but counts in `glob
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Trainer
 
@@ -40,6 +41,13 @@ class PrecisionMixin:
             optimizer = connect(self.accelerator, self.mixed, self.model, optimizer)
         self.optimizer = optimizer
         return optimizer  # type: ignore[no-any-return]
+
+    def training_step(self: Any, model: Any, inputs: Any, *rest: Any, **named: Any) -> Tensor:
+        """Train on a micro-batch, and note it for an autopsy."""
+        epoch, step = int(self.state.epoch or 0), self.state.global_step
+        self.mixed.note_batch(self._prepare_inputs(inputs), self.compute_loss, epoch, step)
+        loss: Tensor = super().training_step(model, inputs, *rest, **named)  # type: ignore[misc]
+        return loss
 
     def compute_loss_context_manager(self: Any) -> ExitStack:
         """Return a block that casts the ops of the forward pass and the loss."""

@@ -1,6 +1,10 @@
-"""A real GPU: the numbers of a step, that the host never waits in it, and its CUDA graph."""
+"""A real GPU: the numbers of a step, that the host never waits in it, and its CUDA graph.
+
+REHEARSE=1 runs on a CPU what can be shown there, as scripts/on_a_gpu.sh does without a GPU.
+"""
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,12 +18,15 @@ from mpframe import Backoff, LogMax, Precision
 from mpframe.core.objective import supervised
 from mpframe.core.trainer import StepOptions, StepTrainer
 
+HERE = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not HERE, reason="needs a CUDA device")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        not HERE and "REHEARSE" not in os.environ, reason="needs a CUDA device, or REHEARSE=1"
+    ),
 ]
-import os
-GPU = torch.device(os.environ.get("FAKE_GPU", "cuda"))
+GPU = torch.device("cuda" if HERE else "cpu")
 FP16, BF16 = torch.float16, torch.bfloat16
 SCALE = 2.0**16
 Batch = tuple[Tensor, Tensor]
@@ -90,6 +97,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
+@needs_cuda
 @pytest.mark.parametrize("half", [FP16, BF16], ids=str)
 def test_amp_steps_are_those_of_autocast_and_grad_scaler(half: torch.dtype) -> None:
     """The first scales overflow."""
@@ -166,6 +174,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(
     assert not same(everything(trainer), before)
 
 
+@needs_cuda
 @in_modes
 @pytest.mark.parametrize("window", [1, 3])
 def test_the_host_never_waits(mode: str, half: str, scaler: Any, window: int) -> None:
@@ -183,6 +192,7 @@ def test_the_host_never_waits(mode: str, half: str, scaler: Any, window: int) ->
     assert not any(bool(result.skipped) for result in results)
 
 
+@needs_cuda
 @pytest.mark.parametrize("half", [FP16, BF16], ids=str)
 def test_an_emulated_product_is_that_of_a_tensor_core(half: torch.dtype) -> None:
     """Both round once from a sum in fp32, which they take in another order.
@@ -232,6 +242,7 @@ def on_a_side_stream(function: Callable[[], Any]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+@needs_cuda
 @in_modes
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_can_be_captured_and_replayed(

@@ -36,7 +36,7 @@ COMING_FROM = Page(ROOT / "docs" / "coming_from.md")
 # Programs of others, which no test starts.
 OTHERS = {
     *(".", "./dev", "apt-get", "cd", "git", "pip", "pytest", "python3", "srun", "tensorboard"),
-    *("python", "sphinx-build"),
+    *("bash", "python", "sphinx-build"),
 }
 # Words that decide which others there are.
 SHAPING = {"experiment", "model", "dataset", "+size", "resume"}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checkout import ROOT
+from pages import Page
 from refusal import refused
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,6 +49,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3))
 
 
+def overflowing() -> nn.Module:
+    """The last layer's outputs do not fit into float16."""
+    model: Any = network()
+    with torch.no_grad():
+        model[3].weight.fill_(2.0**15)
+    return model  # type: ignore[no-any-return]
+
+
 def mixed_of(mode: str, half: str, kind: Any) -> MixedPrecision:
     return MixedPrecision(mode, half, kind and kind(FIRST))
 
@@ -70,7 +80,9 @@ def by_hand(mixed: MixedPrecision, window: int) -> tuple[list[Tensor], list[bool
             for parameter in model.parameters() if number < window - 1 else ():
                 master = optimizer.optimizer_param(parameter)
                 if master is not parameter and parameter.grad is not None:
-                    master.grad, parameter.grad = parameter.grad.float(), None
+                    wide = parameter.grad.float()
+                    master.grad = wide if master.grad is None else master.grad + wide
+                    parameter.grad = None
         skipped.append(bool(optimizer.step(scaler, max_norm=NORM).skipped))
         for name, buffer in model.named_buffers() if skipped[-1] else ():
             buffer.copy_(before[name])
@@ -90,8 +102,50 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)
 
 
+def own_loop(mixed: MixedPrecision, window: int, model: nn.Module) -> tuple[Any, list[bool]]:
+    (optimizer,), skipped = mixed.prepare(model, adamw(model)), []
+    mixed.max_norm = NORM
+    for number, batch in enumerate(DataLoader(samples(BATCH * STEPS * window), BATCH)):
+        mixed.note_batch(batch, lambda model, batch: loss_of(model, *batch), 1, number)
+        with mixed.forward():
+            loss = loss_of(model, *batch) / window
+        mixed.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if (number + 1) % window == 0:
+            skipped.append(bool(mixed.step(optimizer).skipped))
+    return optimizer, skipped
+
+
+@in_modes
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_loop_takes_the_same_steps(mode: str, half: str, kind: Any, window: int) -> None:
+    expected, skipped = by_hand(mixed_of(mode, half, kind), window)
+    model, mixed = network(), mixed_of(mode, half, kind)
+    optimizer, found = own_loop(mixed, window, model)
+    assert_same(state_of(model, optimizer), expected)
+    assert found == skipped
+    other = mixed_of(mode, half, kind)
+    other.load_state_dict(copy.deepcopy(mixed.state_dict()))
+    assert torch.equal(other.scaler.scale, mixed.scaler.scale)
+
+
+@pytest.mark.parametrize("after", [0, 3, 4])
+def test_a_row_of_skipped_steps_is_explained(after: int, caplog: pytest.LogCaptureFixture) -> None:
+    mixed = MixedPrecision("mixed", scaler=Backoff(2.0**8), autopsy=after)
+    _, skipped = own_loop(mixed, 1, overflowing())
+    assert skipped == [True] * STEPS
+    assert caplog.text.count("activation beyond float16 in 3") == (after > 0)
+    where = ("3 (Linear), op linear, forward pass", f"of 8), epoch 1, batch {after - 1}")
+    assert all(one in str(mixed.report) for one in where) == (after > 0)
+
+
 def lightning_run(
-    mixed: MixedPrecision, window: int, folder: Path, epochs: int = 1, start: Path | None = None
+    mixed: MixedPrecision,
+    window: int,
+    folder: Path,
+    epochs: int = 1,
+    start: Path | None = None,
+    made: Any = network,
+    callbacks: Any = None,
 ) -> Any:
     """The trainer after a run, and which steps were skipped."""
     from lightning.pytorch import LightningModule, Trainer
@@ -101,7 +155,7 @@ def lightning_run(
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.skipped = network(), list[bool]()
+            self.net, self.skipped = made(), list[bool]()
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             return loss_of(self.net, *batch)
@@ -118,7 +172,7 @@ def lightning_run(
     plugin.mixed = mixed
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = Trainer(
-        accelerator="cpu", plugins=plugin, accumulate_grad_batches=window, barebones=False,
+        accelerator="cpu", plugins=plugin, callbacks=callbacks, accumulate_grad_batches=window,
         gradient_clip_val=NORM, max_epochs=epochs, default_root_dir=folder,
         enable_checkpointing=False, **quiet,
     )  # fmt: skip
@@ -128,7 +182,7 @@ def lightning_run(
 
 
 @in_modes
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
 def test_lightning_takes_the_same_steps(
     tmp_path: Path, mode: str, half: str, kind: Any, window: int
 ) -> None:
@@ -159,7 +213,7 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path: Path, kind: type[Scaler
 
 
 @in_modes
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
 def test_accelerate_takes_the_same_steps(mode: str, half: str, kind: Any, window: int) -> None:
     accelerate = pytest.importorskip("accelerate")
     from mpframe.integrations.accelerate import prepare
@@ -193,9 +247,7 @@ def test_what_accelerate_would_do_twice_is_refused() -> None:
     accelerate.state.AcceleratorState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = network()
-    said = refused(
-        ConfigError, lambda: prepare(accelerator, MixedPrecision(), model, adamw(model))
-    )
+    said = refused(ConfigError, lambda: prepare(accelerator, MixedPrecision(), model, adamw(model)))
     accelerate.state.AcceleratorState._reset_state()
     assert "mixed_precision=bf16: both would cast; leave it out" in said
 
@@ -244,7 +296,7 @@ def huggingface_run(mixed: MixedPrecision, window: int, folder: Path, **options:
 
 
 @in_modes
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
 def test_hugging_face_takes_the_same_steps(
     tmp_path: Path, mode: str, half: str, kind: Any, window: int
 ) -> None:
@@ -267,3 +319,66 @@ def test_hugging_face_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         state_of(whole.model.net, whole.optimizer.optimizer),
     )
     assert len(second.skipped) == STEPS - 3
+
+
+def test_lightning_explains_a_row_of_skipped_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning")
+    from mpframe.integrations.lightning import Autopsy
+
+    mixed = MixedPrecision("mixed", "float16", Backoff(2.0**8), autopsy=4)
+    _, skipped = lightning_run(mixed, 1, tmp_path, made=overflowing, callbacks=[Autopsy()])
+    assert skipped == [True] * STEPS
+    where = "net.3 (Linear), op linear, forward pass"
+    for said in (where, "(8 of 8), epoch 0, batch 3", "ops.modules={net.3:fp32}"):
+        assert said in str(mixed.report)
+    assert caplog.text.count("autopsy of step 4: activation beyond float16 in net.3") == 1
+
+
+def code_of(diff: str) -> str:
+    """What the page's change leaves; at most ten lines are new."""
+    lines = diff.splitlines()
+    assert sum(line.startswith("+") and len(line) > 1 for line in lines) <= 10
+    return "\n".join(line[1:] for line in lines if not line.startswith("-"))
+
+
+def test_the_page_shows_changes_that_run(tmp_path: Path) -> None:
+    for package in ("lightning", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    from lightning.pytorch import LightningModule, Trainer
+    from transformers import TrainingArguments
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.net)
+
+    quiet = {"enable_progress_bar": False, "logger": False, "default_root_dir": tmp_path}
+    batches, model = DataLoader(samples(4 * BATCH), BATCH), WithLoss()
+    given: list[dict[str, Any]] = [
+        {"Trainer": partial(Trainer, accelerator="cpu", **quiet), "module": Module()},
+        {
+            "model": model,
+            "samples": [{"inputs": x, "labels": y} for x, y in samples(4 * BATCH)],
+            "arguments": TrainingArguments(tmp_path, use_cpu=True, report_to=[], max_steps=4),
+        },
+        {
+            "model": (plain := network()),
+            "optimizer": adamw(plain),
+            "loss_of": lambda model, batch: loss_of(model, *batch),
+        },
+    ]
+    diffs = Page(ROOT / "docs" / "integrations.md").blocks("diff")
+    for diff, names in zip(diffs, given, strict=True):
+        names["batches"] = batches
+        exec(code_of(diff), names)
+        mixed = names["mixed"] if "mixed" in names else names["precision"].mixed
+        assert mixed.result is not None, diff
+        assert mixed.scaler.kind == "LogMax"
