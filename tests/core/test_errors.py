@@ -5,30 +5,28 @@ import pytest
 from mpframe.core.errors import nearest
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
+NEAREST = [
+    ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
+    ("trainr.epochs", TRAINER, "trainer.epochs"),
+    ("epochs", TRAINER, "trainer.epochs"),
+    ("trainer.lr", TRAINER, ""),
+    ("loss_scaling.scale", ["loss_scaling", "loss_scaling.half", "loss_scaling.mode"], ""),
+    ("float8", ["fp32", "float16", "bfloat16"], "float16, bfloat16"),
+    ("SKPI", ["warn", "Skip", "stop"], "Skip"),
+    ("softmax_", ["_softmax_backward_data", "softmax", "log_softmax"], "softmax"),
+    ("cosine", ["none", "warmup_cosine"], "warmup_cosine"),
+    ("hed.*", ["body.weight", "head.weight", "head.bias"], "head.bias, head.weight"),
+    ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
+    ("", ["amp", "fp32"], ""),
+    ("amp", [], ""),
+    ("stepz", ["step", "stepping", "stops", "steps"], "step, steps"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "known", "offered"),
-    [
-        ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
-        ("trainr.epochs", TRAINER, "trainer.epochs"),
-        ("epochs", TRAINER, "trainer.epochs"),
-        ("trainer.lr", TRAINER, ""),
-        ("loss_scaling.scale", ["loss_scaling", "loss_scaling.half", "loss_scaling.mode"], ""),
-        ("float8", ["fp32", "float16", "bfloat16"], "float16, bfloat16"),
-        ("SKPI", ["warn", "Skip", "stop"], "Skip"),
-        ("softmax_", ["_softmax_backward_data", "softmax", "log_softmax"], "softmax"),
-        ("cosine", ["none", "warmup_cosine"], "warmup_cosine"),
-        ("hed.*", ["body.weight", "head.weight", "head.bias"], "head.bias, head.weight"),
-        ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
-        ("", ["amp", "fp32"], ""),
-        ("amp", [], ""),
-    ],
-)
-def test_only_near_names_are_offered(name: str, known: list[str], offered: str) -> None:
+@pytest.mark.parametrize(("name", "known", "offered"), NEAREST)
+def test_only_near_names_are_offered_the_nearest_first(name, known, offered) -> None:
     assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
 
 
-def test_at_most_so_many_are_offered_the_nearest_first() -> None:
-    assert nearest("stepz", ["step", "stepping", "stops", "steps"]) == "nearest: step, steps"
+def test_at_most_so_many_are_offered() -> None:
     assert nearest("step", [f"step_{n}" for n in range(9)], 2) == "nearest: step_0, step_1"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ FP32, HALF = torch.float32, torch.float16
 X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def amp(half: str = "float16", compute: str = "auto") -> Precision:
+def amp(half="float16", compute="auto"):
     return Precision("amp", half, compute=compute)
 
 
@@ -33,7 +32,7 @@ def test_inference_mode() -> None:
         assert nn.Linear(4, 4)(X).dtype == HALF
 
 
-def weight_of(value: float = 1.0) -> tuple[nn.Parameter, Tensor]:
+def weight_of(value=1.0):
     return nn.Parameter(torch.full((1, 1), value)), torch.ones(1, 1)
 
 
@@ -41,7 +40,7 @@ class TestWeightsOfABlock:
     """One weight is cast once in a block, and never used when it is older than its weight."""
 
     @pytest.mark.parametrize("half", HALVES)
-    def test_cast_once_also_after_a_block_in_which_it_was_written(self, half: str) -> None:
+    def test_cast_once_also_after_a_block_in_which_it_was_written(self, half) -> None:
         weight, x, precision = nn.Parameter(X.clone()), X.to(HALVES[half]), amp(half, "native")
         for _ in range(2):
             with precision.cast():
@@ -76,7 +75,7 @@ class TestWeightsOfABlock:
         ("kind", "fused", "half"),
         [("SGD", False, "float16"), ("SGD", True, "bfloat16"), ("AdamW", True, "float16")],
     )
-    def test_an_optimizer_is_seen(self, kind: str, fused: bool, half: str, run: Any) -> None:
+    def test_an_optimizer_is_seen(self, kind, fused, half, run) -> None:
         """The kernels of fused ones write without raising the version counter."""
         weight, x = weight_of()
         optimizer = getattr(torch.optim, kind)([weight], lr=0.5, fused=fused)
@@ -109,7 +108,7 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.cell, self.head = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x):
         body = self.body(x)
         cell, _ = self.cell(body)
         return [body, cell, self.head(cell)]
@@ -119,7 +118,7 @@ Pinned = tuple[Precision, nn.Module, Callable[[], list[Tensor]]]
 
 
 @pytest.fixture
-def pinned() -> Pinned:
+def pinned():
     """A precision, a model whose head it pins, and its forward pass, outside of any block."""
     ops, model, x = OpLists.named(), Net(), torch.rand(2, 3, 8)
     precision = Precision("amp", ops=OpLists(ops.allow, ops.deny, ops.infer, {"head": "fp32"}))
@@ -127,7 +126,7 @@ def pinned() -> Pinned:
     return precision, model, lambda: model(x)
 
 
-def dtypes(results: list[Tensor]) -> list[torch.dtype]:
+def dtypes(results):
     return [tensor.dtype for tensor in results]
 
 
@@ -135,7 +134,7 @@ class TestThreads:
     """Whether casts are on is a matter of the present thread: blocks of two do not meet."""
 
     @pytest.mark.parametrize("first_out", [True, False])
-    def test_blocks_that_overlap_end_on_their_own(self, pinned: Pinned, first_out: bool) -> None:
+    def test_blocks_that_overlap_end_on_their_own(self, pinned, first_out) -> None:
         (precision, _, forward), expected = pinned, [HALF, HALF, FP32]
         opened, leave, found = Event(), Event(), list[list[torch.dtype]]()
 
@@ -160,11 +159,11 @@ class TestThreads:
         assert found == [[FP32] * 3, expected]
         assert formats(forward()) == {FP32}
 
-    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned: Pinned) -> None:
+    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
         precision, model, forward = pinned
         inside, leave, found = Event(), Event(), list[list[torch.dtype]]()
 
-        def hold(*_: Any) -> None:
+        def hold(*_) -> None:
             inside.set()
             leave.wait(60)
 

@@ -1,10 +1,9 @@
 """Model and casts compiled into one graph: the same steps as without."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +18,17 @@ X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
 
-def losses(precision: Precision, compiled: bool, steps: int) -> list[float]:
+def losses(precision, compiled, steps):
     """A convolution with BatchNorm, then products, a norm and a softmax: each list has a part."""
     torch.manual_seed(0)
     convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()
@@ -37,7 +36,7 @@ def losses(precision: Precision, compiled: bool, steps: int) -> list[float]:
     net = nn.Sequential(*convolution, *products)
     model, optimizer = precision.prepare(net, sgd(net))
 
-    def forward(x: Tensor, y: Tensor) -> Tensor:
+    def forward(x, y):
         with precision.cast():
             return F.cross_entropy(model(x), y)
 
@@ -56,7 +55,7 @@ def losses(precision: Precision, compiled: bool, steps: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "half"), [("mixed", "float16"), ("amp", "bfloat16")])
-def test_twenty_steps_are_those_of_eager(mode: str, half: str) -> None:
+def test_twenty_steps_are_those_of_eager(mode, half) -> None:
     """A compiler may leave out roundings of fused ops, and add in another order: R = 16 of size
     u, half a unit in the last place, on the way to the loss, so after n steps n R u max|loss|."""
     eager, compiled = (losses(Precision(mode, half), graph, 20) for graph in (False, True))
@@ -73,7 +72,7 @@ def test_one_graph_without_a_first_run() -> None:
     precision = Precision("mixed", ops=replace(OpLists.named(), modules=pins))
     precision.prepare(model, sgd(model))
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         with precision.cast():
             held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
             y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
@@ -85,16 +84,16 @@ def test_one_graph_without_a_first_run() -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_steps_share_one_graph(inside: bool) -> None:
+def test_steps_share_one_graph(inside) -> None:
     precision, model, graphs = Precision("amp", "bfloat16"), nn.Linear(8, 8), []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         graphs.append(graph)
         return graph
 
-    def in_block(x: Tensor) -> Tensor:
+    def in_block(x):
         with precision.cast():
-            return model(x)  # type: ignore[no-any-return]
+            return model(x)
 
     compiled = torch.compile(in_block if inside else model, backend=backend, fullgraph=True)
     optimizer = sgd(model)
@@ -109,7 +108,7 @@ def test_blocks_nest_in_a_graph_as_without() -> None:
     """The innermost block decides; leaving one restores what was around it."""
     outer, bf16, fp32 = Precision("amp"), Precision("amp", "bfloat16"), Precision("fp32")
 
-    def forward(x: Tensor) -> list[torch.dtype]:
+    def forward(x):
         found = []
         with outer.cast():
             for inner in (outer, bf16, fp32):
@@ -128,7 +127,7 @@ def test_the_roundings_of_emulation_survive_the_compiler() -> None:
     """Inductor drops a cast to half and back. 1 + 2^-12 must be 1, and 300 * 300 must be inf."""
     precision = Precision("amp", compute="emulated")
 
-    def forward(a: Tensor, b: Tensor) -> Tensor:
+    def forward(a, b):
         with precision.cast():
             return F.relu(a @ b) @ a
 
@@ -144,11 +143,11 @@ def test_the_roundings_of_emulation_survive_the_compiler() -> None:
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)  # type: ignore[no-any-return]
+def plain(model, x):
+    return model(x)
 
 
-def by_cond(model: nn.Module, x: Tensor) -> Tensor:
+def by_cond(model, x):
     return torch.cond(x.sum() > 0, lambda x: model(x), lambda x: -model(x), (x,))
 
 
@@ -157,13 +156,13 @@ by_checkpoint = partial(checkpoint, use_reentrant=False)
 by_reentrant_checkpoint = partial(checkpoint, use_reentrant=True)
 
 
-def gradients(precision: Precision, call: Call, backend: str | None, at: str = "") -> list[Any]:
+def gradients(precision, call, backend, at=""):
     """Result and gradients; the block stands in the compiled function, or around it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     x = X.clone().requires_grad_()
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         with nullcontext() if at == "around" else precision.cast():
             return call(model, x)
 
@@ -184,9 +183,7 @@ def gradients(precision: Precision, call: Call, backend: str | None, at: str = "
         (by_region, "inside", "aot_eager", "float16", "emulated"),
     ],
 )
-def test_functions_that_an_op_is_given(
-    call: Call, at: str, backend: str | None, half: str, compute: str
-) -> None:
+def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
     precision = Precision("amp", half, compute=compute)
     found = gradients(precision, call, backend, at)
     assert found[0].dtype == HALVES[half]
@@ -197,13 +194,13 @@ class Product(torch.autograd.Function):
     """x @ w, with a backward pass that meets the fp32 gradient and half values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x, w):
         half = F.linear(x, w)
         ctx.save_for_backward(half.relu(), x, w)
         return half.float()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, *gradients):
         positive, x, w = ctx.saved_tensors
         gradient = gradients[0] * (positive > 0)
         return gradient @ w + positive @ w, gradient.t() @ x
@@ -212,13 +209,13 @@ class Product(torch.autograd.Function):
 def test_the_backward_pass_of_a_custom_function() -> None:
     precision, weight = Precision("amp", "bfloat16", compute="native"), torch.rand(8, 8)
 
-    def call(x: Tensor, w: Tensor) -> Tensor:
+    def call(x, w):
         with precision.cast():
-            return Product.apply(x, w)  # type: ignore[no-any-return]
+            return Product.apply(x, w)
 
     found = []
     for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         x, w = X.clone().requires_grad_(), weight.clone().requires_grad_()
         function(x, w).square().sum().backward()
         found.append([x.grad, w.grad])
-    assert same_bits(*found)  # type: ignore[arg-type]
+    assert same_bits(*found)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from checkout import HELPERS
-from op_table import TABLE, Spelling
+from op_table import TABLE
 from test_listed_ops import LISTS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
+from vocabulary import HALVES, Kernels, same_bits, tensors
 
 from mpframe import Precision
 from mpframe.core.casting.emulation import half_values, is_faulty, round_to
@@ -29,25 +29,23 @@ ALLOWED = set().union(*(lists.allow for lists in LISTS.values()))
 FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
 
 
-def emulated(half: str = "float16") -> Any:
+def emulated(half="float16"):
     return Precision("amp", half, compute="emulated").cast()
 
 
-def scaled(inputs: Any, factor: float, dtype: torch.dtype) -> Any:
-    def convert(leaf: Any) -> Any:
+def scaled(inputs, factor, dtype):
+    def convert(leaf):
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return (leaf * factor).to(dtype).requires_grad_() if floating else leaf
 
     return tree_map(convert, inputs)
 
 
-def differentiable(node: Any) -> list[Tensor]:
+def differentiable(node):
     return [t for t in tensors(node) if t.requires_grad]
 
 
-def found(
-    spelling: Spelling, inputs: Any, half: torch.dtype, block: Any
-) -> tuple[list[Tensor], list[Tensor]]:
+def found(spelling, inputs, half, block):
     """Results, and gradients for incoming ones that are exact in half."""
     with block:
         results = differentiable(spelling(*inputs))
@@ -64,7 +62,7 @@ RUNS += [("amp", "float16", scale) for scale in (2.0**-12, 2.0**9)]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("mode", "half", "scale"), RUNS)
-def test_every_half_op_is_what_the_definition_says(mode: str, half: str, scale: float) -> None:
+def test_every_half_op_is_what_the_definition_says(mode, half, scale) -> None:
     dtype, wrong = HALVES[half], []
     for op in sorted(ALLOWED):
         lists = next(lists for lists in LISTS.values() if op in lists.allow)
@@ -104,7 +102,7 @@ class TestAWeightUsedAgain:
     """The gradients of its uses add in half, one after another, as they do on a device."""
 
     @pytest.mark.parametrize("mode", ["amp", "mixed"])
-    def test_its_gradients_add_as_native_ones_do(self, mode: str) -> None:
+    def test_its_gradients_add_as_native_ones_do(self, mode) -> None:
         """300 ones: in bfloat16 the running sum stops at 256, for 256 + 1 rounds to 256."""
         for compute in ("emulated", "native"):
             precision = Precision(mode, "bfloat16", compute=compute)
@@ -115,7 +113,7 @@ class TestAWeightUsedAgain:
             assert layer.weight.grad == 256
 
     @pytest.mark.parametrize(("half", "uses"), [("bfloat16", 2), ("float16", 40)])
-    def test_each_gradient_is_rounded_before_it_is_added(self, half: str, uses: int) -> None:
+    def test_each_gradient_is_rounded_before_it_is_added(self, half, uses) -> None:
         torch.manual_seed(0)
         weight, inputs = nn.Parameter(torch.randn(3, 5)), torch.randn(uses, 4, 5)
         with emulated(half):
@@ -142,12 +140,12 @@ class TestAWeightUsedAgain:
         """Values and derivatives that float16 holds exactly: f(w) = (w w x)^T 1 + (w x)^T 1."""
         x = torch.tensor([[1.0, 2.0]])
 
-        def total(weight: Tensor) -> Tensor:
+        def total(weight):
             with emulated():
                 once = nn.functional.linear(x, weight)
                 return (nn.functional.linear(once, weight) + once).float().sum()
 
-        def exactly(weight: Tensor) -> Tensor:
+        def exactly(weight):
             return (x @ weight.T @ weight.T + x @ weight.T).sum()
 
         weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -183,7 +181,7 @@ NATIVE = pytest.mark.skipif(
 Conv = tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]
 
 
-def convolve(call: Conv, compute: str) -> tuple[list[Tensor], list[Kernel]]:
+def convolve(call, compute):
     """Result, gradients and kernels of a convolution in bfloat16; `torch` is torch.autocast."""
     casts = torch.autocast("cpu", torch.bfloat16)
     if compute != "torch":
@@ -202,12 +200,12 @@ class TestKernelsThatAreWrong:
     """They are emulated, whatever `compute` says."""
 
     @pytest.mark.parametrize("call", FAULTY_CALLS, ids=str)
-    def test_they_are_emulated(self, call: Conv) -> None:
+    def test_they_are_emulated(self, call) -> None:
         assert same_bits(convolve(call, "native")[0], convolve(call, "emulated")[0])
 
     @NATIVE
     @pytest.mark.parametrize("call", SOUND_CALLS, ids=str)
-    def test_others_run_natively(self, call: Conv) -> None:
+    def test_others_run_natively(self, call) -> None:
         (auto, ran), (native, _) = convolve(call, "auto"), convolve(call, "torch")
         assert same_bits(auto, native)
         formats = {k.given for k in ran if k.name.startswith("convolution")}

@@ -1,13 +1,11 @@
 """Every op of every shipped list, in every spelling: what its kernels are given and give."""
 
 import warnings
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from op_table import TABLE, Row, Spelling
+from op_table import TABLE
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, tensors
@@ -28,34 +26,34 @@ INSIDE = {"rms_norm": {FP32}} | {op: {torch.float64} for op in FP64_INSIDE}
 NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
 
 
-def inputs_as(row: Row, how: str, half: torch.dtype) -> tuple[Any, ...]:
+def inputs_as(row, how, half):
     """The row's inputs: all `fp32`, all `half`, or `both`: the first fp32 and the others half."""
-    seen: list[Tensor] = []
+    seen = []
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         seen.append(leaf)
         narrow = how == "half" or (how == "both" and len(seen) > 1)
         return leaf.clone().to(half if narrow else FP32)
 
-    return tree_map(convert, row.inputs)  # type: ignore[no-any-return]
+    return tree_map(convert, row.inputs)
 
 
-def lists_of(op: str) -> Iterator[OpLists]:
+def lists_of(op):
     """The shipped lists that say something about `op`, each different answer once."""
     answers = {lists.list_of(op): lists for lists in reversed(LISTS.values())}
     return (lists for answer, lists in answers.items() if answer != "none")
 
 
-def run(spelling: Spelling, inputs: tuple[Any, ...], precision: Precision) -> tuple[Kernels, Any]:
+def run(spelling, inputs, precision):
     kernels = Kernels()
     with warnings.catch_warnings(), kernels, precision.cast():
         warnings.simplefilter("ignore")  # torch's own, of deprecated ops
         return kernels, spelling(*inputs)
 
 
-def expected(op: str, precision: Precision, how: str) -> tuple[set[torch.dtype], set[torch.dtype]]:
+def expected(op, precision, how):
     """The formats the kernels of `op` are to be given, and those of its result."""
     policy = precision.policy
     held_by, half = policy.ops.list_of(op), policy.half_dtype
@@ -76,7 +74,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
-def test_formats(mode: str, half: str, compute: str) -> None:
+def test_formats(mode, half, compute) -> None:
     listed = (lists.allow | lists.deny | lists.infer for lists in LISTS.values())
     assert set().union(*listed) == TABLE.keys()
     wrong = []
@@ -93,7 +91,7 @@ def test_formats(mode: str, half: str, compute: str) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_backward_runs_in_the_formats_of_forward(half: str) -> None:
+def test_backward_runs_in_the_formats_of_forward(half) -> None:
     """Native: the gradient kernels of a half op are given half; fp32 weights get fp32 gradients."""
     wrong = []
     for op in LISTS["default"].allow:

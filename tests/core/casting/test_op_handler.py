@@ -1,14 +1,12 @@
 """Ops that run in another way: what an OpHandler sees, replaces and remembers."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import OpLists, Precision
-from mpframe.core.casting.handlers import Args, Handler, Kwargs, OpHandler
+from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.errors import ConfigError
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -18,38 +16,38 @@ class Count(OpHandler):
     """Counts linear layers, and leaves them to the lists."""
 
     def __init__(self) -> None:
-        self.asked: set[tuple[str, str | None]] = set()
+        self.asked = set()
         self.seen = 0
 
-    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
+    def handler_of(self, op, recipe):
         self.asked.add((op, recipe))
         return self.count if op == "linear" else None
 
-    def count(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def count(self, func, args, kwargs):
         self.seen += 1
         return NotImplemented
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state) -> None:
         self.seen = state.get("seen", 0)
 
 
 class HardSigmoid(OpHandler):
-    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
+    def handler_of(self, op, recipe):
         return self.run if op == "sigmoid" else None
 
-    def run(self, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    def run(self, func, args, kwargs):
         return nn.functional.hardsigmoid(*args, **kwargs)
 
 
-def two_layers() -> nn.Module:
+def two_layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode: str) -> None:
+def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode) -> None:
     count, model = Count(), two_layers()
     precision = Precision(mode, op_handlers=[count])
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -68,10 +66,10 @@ def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_handlers_are_asked_in_turn_and_may_replace_an_op(compiled: bool) -> None:
+def test_handlers_are_asked_in_turn_and_may_replace_an_op(compiled) -> None:
     precision = Precision("amp", op_handlers=[Count(), HardSigmoid()])
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         with precision.cast():
             return x.sigmoid()
 
@@ -83,10 +81,8 @@ def test_handlers_are_asked_in_turn_and_may_replace_an_op(compiled: bool) -> Non
 @pytest.mark.parametrize(  # for all, or for a module
     ("products", "pin"), [("fp8_tensorwise", "none"), ("none", "fp8_tensorwise")]
 )
-def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(
-    products: str, pin: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def naming(count: Count) -> Precision:
+def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products, pin, monkeypatch) -> None:
+    def naming(count):
         ops = OpLists.from_mapping({"allow": ["linear"], "modules": {"0": pin}})
         return Precision("amp", ops=ops, products=products, op_handlers=[count])
 

@@ -1,7 +1,5 @@
 """Op lists as values: what they hold, how they are changed, and what is refused."""
 
-from typing import Any
-
 import pytest
 import torchvision  # noqa: F401  its ops are registered where it is imported
 from omegaconf import OmegaConf
@@ -25,7 +23,7 @@ def test_the_shipped_lists() -> None:
 
 def test_shipped_lists_are_read_as_hydra_reads_them() -> None:
     for path in CONF.glob("ops/*.yaml"):
-        sections: Any = OmegaConf.to_container(OmegaConf.load(path))
+        sections = OmegaConf.to_container(OmegaConf.load(path))
         parsed = _parse(path.read_text())
         assert parsed.keys() == sections.keys()
         for name, items in sections.items():
@@ -49,7 +47,7 @@ def test_one_name_for_every_spelling() -> None:
 
 
 @pytest.mark.parametrize("destination", ["allow", "deny", "infer", "none"])
-def test_a_move_takes_an_op_out_of_every_other_list(destination: str) -> None:
+def test_a_move_takes_an_op_out_of_every_other_list(destination) -> None:
     for op in ("softmax", "matmul", "concat", "erf"):
         moved = OpLists.named().moved({op: destination})
         assert moved.list_of(op) == destination
@@ -78,7 +76,7 @@ NO_LIBRARY = "is unknown: no library 'nolibrary' that registers ops with PyTorch
         ({"allow": "matmul"}, "ops.allow=matmul: give a list of ops: [matmul]"),
     ],
 )
-def test_refusals(node: dict[str, Any], text: str) -> None:
+def test_refusals(node, text) -> None:
     with pytest.raises(ConfigError) as error:
         OpLists.from_mapping(node)
     assert str(error.value).startswith(text)
@@ -86,7 +84,7 @@ def test_refusals(node: dict[str, Any], text: str) -> None:
 
 
 def test_shipped_ops_are_known_where_torch_is_older_or_their_library_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     monkeypatch.setattr("mpframe.core.casting.op_lists.is_registered", lambda _: False)
     monkeypatch.setattr("mpframe.core.casting.op_lists.known_ops", lambda: frozenset({"mm"}))

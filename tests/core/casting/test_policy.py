@@ -17,9 +17,9 @@ from mpframe.tracking.dtype_map import warnings
         ({"compute": "emulate"}, "dtype.compute=emulate: choose auto, native, emulated; nearest: "),
     ],
 )
-def test_refusals(arguments: dict[str, str], text: str) -> None:
+def test_refusals(arguments, text) -> None:
     with pytest.raises(ConfigError) as error:
-        Precision(**arguments)  # type: ignore[arg-type]
+        Precision(**arguments)
     assert str(error.value).startswith(text)
 
 
@@ -45,7 +45,7 @@ def test_the_list_decides_and_a_pin_for_allow_and_deny() -> None:
         ("*", "", True),
     ],
 )
-def test_patterns(pattern: str, module: str, matches: bool) -> None:
+def test_patterns(pattern, module, matches) -> None:
     assert Policy.matches(pattern, module) is matches
 
 
@@ -63,7 +63,7 @@ def test_whether_anything_is_cast() -> None:
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_where_half_is_emulated(half: str) -> None:
+def test_where_half_is_emulated(half) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Policy("amp", half, compute="emulated").emulates(cpu)
     assert not Policy("amp", half, compute="native").emulates(cpu)
@@ -86,8 +86,6 @@ NO_MASTERS, NO_LISTS = {"master_weights": False}, {"ops": OpLists()}
         ("mixed", NO_LISTS | NO_MASTERS, ["dtype.master_weights=false", "ops=none"]),
     ],
 )
-def test_each_rung_warns_of_what_it_costs(
-    mode: str, options: dict[str, object], begins: list[str]
-) -> None:
-    lines = warnings(Precision(mode, **options))  # type: ignore[arg-type]
+def test_each_rung_warns_of_what_it_costs(mode, options, begins) -> None:
+    lines = warnings(Precision(mode, **options))
     assert [line[: len(begin)] for line, begin in zip(lines, begins, strict=True)] == begins

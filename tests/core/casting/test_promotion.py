@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
@@ -23,7 +23,7 @@ from mpframe.workloads.text.language_model import GPT
 class Last(nn.Module):
     """Of the logits at each token those at the last one."""
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def forward(self, logits):
         return logits[:, -1]
 
 
@@ -45,11 +45,11 @@ BOXES = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor
 SCENES = list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]
 
 
-def gpt() -> nn.Module:
+def gpt():
     return nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last())
 
 
-def table() -> nn.Module:
+def table():
     return Tabular({"kind": 3}, ["x", "y"], hidden=(8,))
 
 
@@ -65,11 +65,11 @@ CASES = {
 }
 
 
-def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
+def trainer_of(name, precision, plan=None):
     torch.manual_seed(0)
     model, scaler = CASES[name].model(), Backoff(init_scale=2.0**8)
     _, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    objective: Any = CASES[name].objective
+    objective = CASES[name].objective
     return Trainer(model, masters, objective, precision, scaler, plan=plan or Plan())
 
 
@@ -84,7 +84,7 @@ ROWS_OF_MODES = [
 
 
 @pytest.mark.parametrize(("name", "mode", "half", "lists", "compute"), ROWS_OF_MODES)
-def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
+def test_no_silent_promotion(name, mode, half, lists, compute) -> None:
     """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
     precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
     trainer, batch = trainer_of(name, precision, Plan(clip_norm=1.0)), CASES[name].batch
@@ -92,7 +92,7 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
         result = trainer.train_step(batch)
         trainer.train_step(batch, batch)
     assert not result.skipped
-    assert torch.isfinite(result.loss)  # type: ignore[arg-type]
+    assert torch.isfinite(result.loss)
 
 
 def test_every_shipped_model_is_here() -> None:
@@ -109,7 +109,7 @@ def test_the_watch_sees_a_promotion() -> None:
 
 def test_amp_in_bfloat16_is_torchs_autocast() -> None:
     """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
-    losses: list[list[Any]] = []
+    losses = []
     for ours in (True, False):
         precision = Precision("amp" if ours else "fp32", "bfloat16", compute="native")
         trainer = trainer_of("cnn", precision)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vocabulary import in_another_thread, same_bits
 
@@ -19,15 +19,15 @@ from mpframe import OpLists, Precision
 Run = Callable[..., Any]
 
 
-def own_context() -> tuple[Any, Any]:
+def own_context():
     return nullcontext(), nullcontext()
 
 
-def plain(function: Run, *inputs: Any) -> Any:
+def plain(function, *inputs):
     return function(*inputs)
 
 
-KINDS: dict[str, Run] = {
+KINDS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "own context": partial(checkpoint, use_reentrant=False, context_fn=own_context),
@@ -43,10 +43,10 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
         self.cell, self.head = nn.GRU(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
 
-    def first(self, x: Tensor) -> Tensor:
+    def first(self, x):
         return self.cell(self.body(x))[0]
 
-    def forward(self, x: Tensor, run: Run) -> Tensor:
+    def forward(self, x, run):
         return run(self.head, run(self.first, x))
 
 
@@ -57,18 +57,16 @@ class Outer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(8, 8)
-        self.inner.forward = self.product  # type: ignore[assignment]
+        self.inner.forward = self.product
 
-    def product(self, x: Tensor, run: Run) -> Tensor:
+    def product(self, x, run):
         return run(lambda x: F.linear(x, self.inner.weight), x)
 
-    def forward(self, x: Tensor, run: Run) -> Tensor:
+    def forward(self, x, run):
         return self.inner(x, run)
 
 
-def gradients(
-    precision: Precision, model: nn.Module, run: Run, elsewhere: bool = False, around: Any = None
-) -> list[Tensor]:
+def gradients(precision, model, run, elsewhere=False, around=None):
     """elsewhere: in another thread, as CUDA's autograd engine, which has no casts of its own."""
     model = copy.deepcopy(model)
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -89,7 +87,7 @@ def gradients(
         ("amp", "bfloat16", "native", {"head": "fp32"}),
     ],
 )
-def test_checkpoint(mode: str, half: str, compute: str, modules: Any, kind: str) -> None:
+def test_checkpoint(mode, half, compute, modules, kind) -> None:
     """The block of the forward pass decides, and not one around the backward pass."""
     ops = replace(OpLists.named(), modules=modules)
     precision, run = Precision(mode, half, ops=ops, compute=compute), KINDS[kind]
@@ -98,13 +96,13 @@ def test_checkpoint(mode: str, half: str, compute: str, modules: Any, kind: str)
     for around in (None, precision.cast, *(own.cast for own in blocks)):
         for elsewhere in (False, True):
             assert same_bits(gradients(precision, Net(), run, elsewhere, around), expected)
-    again: Run = lambda block, x: run(lambda x: run(block, x), x)  # noqa: E731
+    again = lambda block, x: run(lambda x: run(block, x), x)  # noqa: E731
     assert same_bits(gradients(precision, Net(), again), expected)
 
 
 @pytest.mark.parametrize(("elsewhere", "inside"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_within_a_pinned_module(kind: str, elsewhere: bool, inside: bool) -> None:
+def test_within_a_pinned_module(kind, elsewhere, inside) -> None:
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"inner": "fp32"}))
     expected, around = gradients(precision, Outer(), plain), precision.cast if inside else None
     assert same_bits(gradients(precision, Outer(), KINDS[kind], elsewhere, around), expected)
@@ -116,7 +114,7 @@ def test_a_weight_that_is_used_on_both_sides() -> None:
     precision, x = Precision("amp", compute="emulated"), torch.rand(3, 8)
     weight = torch.rand(8, 8) / 8
 
-    def gradient(run: Run) -> Any:
+    def gradient(run):
         w = weight.clone().requires_grad_()
         with precision.cast():
             product = F.linear(x, w)
@@ -128,10 +126,10 @@ def test_a_weight_that_is_used_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_that_fails_leaves_no_block_open(kind: str) -> None:
+def test_a_recomputation_that_fails_leaves_no_block_open(kind) -> None:
     fail, x = False, torch.rand(4, 4, requires_grad=True)
 
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         if fail:
             raise ArithmeticError
         return x @ x

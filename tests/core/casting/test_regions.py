@@ -1,10 +1,8 @@
 """A model that asks for fp32 itself: `torch.autocast` regions and `custom_fwd` in `cast()`."""
 
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -27,29 +25,29 @@ off = partial(region, enabled=False)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _nothing_is_left_behind():
     before = answers(), torch.is_autocast_cache_enabled()
     yield
     assert (answers(), torch.is_autocast_cache_enabled()) == before
     torch._dynamo.reset()
 
 
-def answers(device: str = "cpu") -> tuple[bool, torch.dtype]:
+def answers(device="cpu"):
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def prepared(model: nn.Module, precision: Precision) -> Any:
+def prepared(model, precision):
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     return model
 
 
-def product() -> torch.dtype:
+def product():
     return (A @ A).dtype
 
 
 class TestAnswers:
     def test_a_block_is_torch_autocast_to_whoever_asks(self) -> None:
-        def ask(x: Tensor) -> tuple[Tensor, bool, torch.dtype]:
+        def ask(x):
             with precision.cast():
                 return x @ x, *answers()
 
@@ -93,12 +91,12 @@ class TestAnswers:
             assert (*answers(), product()) == (True, FP16, FP16)
         assert product() == FP32
 
-    def test_each_half_format_is_judged_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_half_format_is_judged_by_itself(self, monkeypatch) -> None:
         """A region may choose the one that the CPU has instructions for, or the other one."""
         native = "mpframe.core.casting.policy.has_native_half"
         monkeypatch.setattr(native, lambda half: half == "bfloat16")
         for half in HALVES:
-            casts: Any = Precision("amp", half)._casts
+            casts = Precision("amp", half)._casts
             assert casts.emulated == {FP16}
         for device, answering in (("cuda", "cuda"), ("meta", "cpu")):  # meta has no autocast.
             casts.compute_on(torch.device(device))
@@ -116,7 +114,7 @@ class TestAnswers:
 class TestRegions:
     def test_without_casts_one_in_another(self, half: str, compute: str) -> None:
         @off()
-        def decorated() -> torch.dtype:
+        def decorated():
             return product()
 
         precision, dtype = Precision("amp", half, compute=compute), HALVES[half]
@@ -135,7 +133,7 @@ class TestRegions:
                     assert product() == FP32
             assert product() == dtype
 
-    def test_in_a_format_of_its_own(self, half: str, compute: str) -> None:
+    def test_in_a_format_of_its_own(self, half, compute) -> None:
         other = next(name for name in HALVES if name != half)
         run, inner = (Precision("amp", h, compute=compute) for h in (half, other))
         found = []
@@ -151,7 +149,7 @@ class TestRegions:
         assert same_bits(*found)
         assert [t.dtype for t in found[0][:3]] == [HALVES[half], FP32, HALVES[half]]
 
-    def test_half_weights_are_widened_there(self, half: str, compute: str) -> None:
+    def test_half_weights_are_widened_there(self, half, compute) -> None:
         model = prepared(nn.Linear(4, 4), precision := Precision("mixed", half, compute=compute))
         wide, narrow = nn.Linear(4, 4), A.to(HALVES[half])
         wide.load_state_dict(model.state_dict())
@@ -165,7 +163,7 @@ class TestRegions:
             heads = F.multi_head_attention_forward(A, A, A, *weights)[0]
         wide(A).sum().backward()
         assert torch.equal(found, wide(A))
-        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))  # type: ignore[union-attr]
+        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))
         assert heads.dtype == FP32
 
 
@@ -180,13 +178,11 @@ class TestRegions:
         ("fp32", off(), torch.autocast("cpu", BF16), BF16),
     ],
 )
-def test_the_innermost_of_pins_and_regions_decides(
-    pin: str, outside: Any, inside: Any, expected: torch.dtype
-) -> None:
+def test_the_innermost_of_pins_and_regions_decides(pin, outside, inside, expected) -> None:
     given = []
 
     class Head(nn.Module):
-        def forward(self, x: Tensor) -> torch.dtype:
+        def forward(self, x):
             given.append(x)
             with inside:
                 return product()
@@ -205,14 +201,14 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     @custom_fwd(device_type="cpu", cast_inputs=FP32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         assert (x.dtype, answers()[0]) == (FP32, False)
         ctx.save_for_backward(x)
         return x @ x @ x
 
     @staticmethod
     @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         (x,) = ctx.saved_tensors
         assert (gradients[0] @ x).dtype == FP32
         return gradients[0] @ x
@@ -222,20 +218,20 @@ class Unmarked(torch.autograd.Function):
     """Under the autocast of its caller, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.seen = product(), answers()
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         assert (product(), answers()) == ctx.seen
         return gradients[0]
 
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 @pytest.mark.parametrize("function", [Cube, Unmarked])
-def test_custom_functions(function: Any, half: str, compute: str) -> None:
-    def gradient(around: Any, run: Callable[[Callable[[], None]], object]) -> Any:
+def test_custom_functions(function, half, compute) -> None:
+    def gradient(around, run):
         x = A.clone().requires_grad_()
         with Precision("amp", half, compute=compute).cast(), around:
             y = function.apply(x)
@@ -251,14 +247,14 @@ def test_custom_functions(function: Any, half: str, compute: str) -> None:
 class Guarded(nn.Module):
     """A region between two products, with products and a norm inside, some of them in a module."""
 
-    def __init__(self, region: dict[str, Any]) -> None:
+    def __init__(self, region) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
         self.region = region
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.first(x)
         with torch.autocast("cpu", **self.region):
             y = self.norm(y.float())
@@ -266,7 +262,7 @@ class Guarded(nn.Module):
         return self.last(self.norm(y))
 
 
-def gradients(model: nn.Module, run: Any, around: Any, backward: Any = None) -> list[Any]:
+def gradients(model, run, around, backward=None):
     """The result and the gradients, by a backward pass outside of the block, or this one inside."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with around():
@@ -279,10 +275,10 @@ def gradients(model: nn.Module, run: Any, around: Any, backward: Any = None) -> 
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def elsewhere(way: Any, model: Any, casts: Any) -> list[Any]:
+def elsewhere(way, model, casts):
     """With ops that run again, in a graph, or whose backward pass is in the block."""
 
-    def in_block(x: Tensor) -> Any:
+    def in_block(x):
         with casts():
             return model(x)
 
@@ -299,7 +295,7 @@ def elsewhere(way: Any, model: Any, casts: Any) -> list[Any]:
     return gradients(model, model, casts, way)
 
 
-WAYS: list[Any] = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
+WAYS = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
 WAYS += [Tensor.backward, torch.autograd.backward]
 OFF, IN_BF16 = {"enabled": False}, {"dtype": BF16}
 
@@ -309,9 +305,7 @@ OFF, IN_BF16 = {"enabled": False}, {"dtype": BF16}
     ("inside", "mode", "half", "compute"),
     [(OFF, "mixed", "bfloat16", "emulated"), (IN_BF16, "amp", "float16", "native")],
 )
-def test_casts_elsewhere_are_those_of_eager(
-    inside: Any, mode: str, half: str, compute: str, way: Any
-) -> None:
+def test_casts_elsewhere_are_those_of_eager(inside, mode, half, compute, way) -> None:
     precision = Precision(mode, half, compute=compute)
     models = [prepared(Guarded(inside), precision) for _ in range(2)]
     expected = gradients(models[0], models[0], precision.cast)

@@ -1,8 +1,6 @@
 """What a rule casts and what it leaves alone: formats, explicit dtypes, statistics, writes."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +14,13 @@ from mpframe import OpLists, Precision
 FP32, FP64, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
-def amp(half: str = "float16", compute: str = "auto", **move: str) -> Precision:
+def amp(half="float16", compute="auto", **move):
     return Precision("amp", half, compute=compute, ops=OpLists.named().moved(move))
 
 
 class TestNeverCast:
     def test_formats(self) -> None:
-        calls: list[Callable[[Tensor], Tensor]] = [lambda x: torch.cat([x, x]), Tensor.sum]
+        calls = [lambda x: torch.cat([x, x]), Tensor.sum]
         calls += [lambda x: x @ x]
         formats = (FP64, 3), (torch.complex64, 3), (torch.int64, 3), (torch.bool, 2)
         for dtype, count in (*formats, (torch.float8_e4m3fn, 1)):
@@ -60,7 +58,7 @@ class TestNeverCast:
         (lambda x: x.sum(dtype=HALF), FP32, "deny"),
     ],
 )
-def test_an_explicit_dtype_wins(call: Any, given: torch.dtype, move: str) -> None:
+def test_an_explicit_dtype_wins(call, given, move) -> None:
     x = torch.rand(4, 4).to(given)
     with amp(softmax=move).cast():
         found = call(x)
@@ -78,7 +76,7 @@ def test_an_explicit_dtype_wins(call: Any, given: torch.dtype, move: str) -> Non
         lambda x: torch.softmax(x.clone(), 1, out=x),
     ],
 )
-def test_in_place_and_out_forms_keep_their_tensors_format(write: Any, dtype: torch.dtype) -> None:
+def test_in_place_and_out_forms_keep_their_tensors_format(write, dtype) -> None:
     x = torch.rand(4, 4).to(dtype)
     expected = write(x.clone())
     with amp().cast():
@@ -97,14 +95,12 @@ def test_a_0d_tensor_is_a_number() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("move", ["allow", "deny"])
 @pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
-def test_running_statistics_are_never_cast(
-    half: str, compute: str, move: str, by_name: bool
-) -> None:
+def test_running_statistics_are_never_cast(half, compute, move, by_name) -> None:
     """A cast copy would be updated in their place, and the statistics would stand still."""
     x, mean, variance = torch.rand(4, 3, 5, 5).to(HALVES[half]), torch.zeros(3), torch.ones(3)
     F.batch_norm(x.float(), expected := mean.clone(), variance.clone(), training=True)
-    statistics: Any = {"running_mean": mean, "running_var": variance, "training": True}
-    rest: Any = {"weight": None, "bias": None, "momentum": 0.1, "eps": 0, "cudnn_enabled": False}
+    statistics = {"running_mean": mean, "running_var": variance, "training": True}
+    rest = {"weight": None, "bias": None, "momentum": 0.1, "eps": 0, "cudnn_enabled": False}
     with amp(half, compute, batch_norm=move).cast():
         if by_name:
             result = torch.batch_norm(input=x, **statistics, **rest)
@@ -120,12 +116,12 @@ LOWEST = torch.finfo(FP32).min
 ROWS, MASK = torch.tensor([2, 0]), torch.eye(4, dtype=torch.bool)
 
 
-def put(x: Tensor, key: Any, value: Any) -> Tensor:
+def put(x, key, value):
     x[key] = value
     return x
 
 
-WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+WRITES = [
     lambda x, y: x.addmm_(y, y),
     lambda x, y: x.index_add_(0, ROWS, y[:2]),
     lambda x, y: x.index_copy_(0, ROWS, source=y[:2]),
@@ -140,7 +136,7 @@ WRITES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: put(x, ROWS, y[0, 0]),
     lambda x, y: put(x, MASK, y[0]),
 ]
-FILLS: list[Callable[[Tensor, float], Tensor]] = [
+FILLS = [
     lambda x, v: x.masked_fill(MASK, v),
     lambda x, v: torch.masked_fill(input=x, mask=MASK, value=v),
     lambda x, v: x.clone().masked_fill_(MASK, v),
@@ -156,7 +152,7 @@ FILLS: list[Callable[[Tensor, float], Tensor]] = [
     lambda x, v: put(x.clone(), MASK, v),
     lambda x, v: put(x.clone(), ROWS, torch.tensor(v)),
 ]
-BOUNDS: list[Callable[[Tensor, float], Tensor]] = [
+BOUNDS = [
     lambda x, v: x.clamp(min=v, max=-v),
     lambda x, v: x.clone().clamp_(v, -v),
     lambda x, v: x.clip(v, -v),
@@ -168,7 +164,7 @@ BOUNDS: list[Callable[[Tensor, float], Tensor]] = [
 @pytest.mark.parametrize("half", HALVES)
 class TestWrites:
     @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
-    def test_a_source_takes_the_format_of_what_it_is_written_into(self, half: str) -> None:
+    def test_a_source_takes_the_format_of_what_it_is_written_into(self, half) -> None:
         x, y = torch.rand(4, 4), torch.rand(4, 4)
         for target, source in ((FP32, HALVES[half]), (HALVES[half], FP32)):
             for write in WRITES:
@@ -178,7 +174,7 @@ class TestWrites:
                     write(written, y.to(source))
                 assert same_bits([written], [expected])
 
-    def test_gradients_flow_to_a_source_of_another_format(self, half: str) -> None:
+    def test_gradients_flow_to_a_source_of_another_format(self, half) -> None:
         source = torch.rand(2, 4).to(HALVES[half]).requires_grad_()
         with amp(half).cast():
             written = torch.zeros(4, 4).index_add_(0, ROWS, source)
@@ -186,9 +182,7 @@ class TestWrites:
         assert torch.equal(gradient, torch.ones(2, 4, dtype=HALVES[half]))
 
     @pytest.mark.parametrize("fill", FILLS)
-    def test_a_number_beyond_the_range_is_held_and_an_infinity_stays_one(
-        self, fill: Callable[[Tensor, float], Tensor], half: str
-    ) -> None:
+    def test_a_number_beyond_the_range_is_held_and_an_infinity_stays_one(self, fill, half) -> None:
         x, end = torch.rand(4, 4).to(HALVES[half]), ENDS[HALVES[half]]
         with amp(half).cast():
             low, high = fill(x, LOWEST), fill(x, -LOWEST)
@@ -196,7 +190,7 @@ class TestWrites:
             assert fill(x, -math.inf).isinf().any()
         assert (low.dtype, -low.min(), high.max()) == (HALVES[half], end, end)
 
-    def test_a_bound_beyond_the_range_bounds_nothing(self, half: str) -> None:
+    def test_a_bound_beyond_the_range_bounds_nothing(self, half) -> None:
         x = (torch.rand(4, 4) - 0.5).to(HALVES[half])
         with amp(half).cast():
             assert same_bits([bound(x, LOWEST) for bound in BOUNDS], [x] * len(BOUNDS))

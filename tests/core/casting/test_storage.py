@@ -1,16 +1,14 @@
 """Which weights `mixed` stores in half: those that only half ops read, as a traced step shows."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 from vocabulary import differing, same_bits
 
@@ -26,75 +24,75 @@ SQUARE, WORDS = torch.randn(4, 4), torch.tensor([[0, 3, 3], [1, 2, 6]])
 class Reads(nn.Module):
     """Weights of these shapes, and a function of the module and its inputs that reads them."""
 
-    def __init__(self, read: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
+    def __init__(self, read, **shapes) -> None:
         super().__init__()
         self.read = read
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / 2))
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs):
         return self.read(self, *inputs)
 
 
-def addmm(inputs: int = 4, outputs: int = 4) -> nn.Module:
+def addmm(inputs=4, outputs=4):
     """Hugging Face's linear layer of GPT-2: a class of its own around addmm."""
     read = lambda m, x: torch.addmm(m.bias, x, m.weight)  # noqa: E731
     return Reads(read, weight=(inputs, outputs), bias=(outputs,))
 
 
-def expert_slices(m: Any, x: Tensor) -> Tensor:
+def expert_slices(m, x):
     experts = zip(torch.arange(3), x.chunk(3), strict=True)
     hidden = [(n, F.relu(F.linear(rows, m.up[n]) + m.shift[n])) for n, rows in experts]
     return torch.cat([rows @ m.down[n] for n, rows in hidden])
 
 
-def standardized(m: Any, x: Tensor) -> Tensor:
+def standardized(m, x):
     mean, variance = (f((1, 2, 3), keepdim=True) for f in (m.weight.mean, m.weight.var))
     return F.conv2d(x, (m.weight - mean) / (variance + 1e-5).sqrt(), m.bias)
 
 
-def joined(m: Any, x: Tensor) -> Tensor:
+def joined(m, x):
     return F.linear(x, torch.cat([m.q, m.k.t().contiguous(), m.v.clone()]))
 
 
-def twice(m: Any, x: Tensor) -> Tensor:
+def twice(m, x):
     return F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias)
 
 
-def tied(m: Any, words: Tensor) -> Tensor:
+def tied(m, words):
     hidden = F.embedding(words, m.embedding)
     return F.linear(hidden, m.embedding) + F.linear(hidden, m.head)
 
 
-def looks_at_shapes(m: Any, x: Tensor) -> Tensor:
+def looks_at_shapes(m, x):
     x = x.to(m.weight) + torch.zeros_like(m.weight).sum() + m.weight.new_zeros(())
     return x.view_as(m.weight) @ m.weight.T.mT.data.requires_grad_()
 
 
-def multiplied(m: Any, x: Tensor) -> Tensor:
+def multiplied(m, x):
     return x @ m.weight.clone().mul_(0.1)
 
 
-def added(m: Any, x: Tensor) -> Tensor:
+def added(m, x):
     weight = m.weight.clone()
     weight += 0.1
     return x @ weight
 
 
-def written(m: Any, x: Tensor) -> Tensor:
+def written(m, x):
     weight = torch.zeros(4, 4)
     weight[:] = m.weight
     return x @ weight
 
 
-def read_by_linear(read: Callable[..., Tensor]) -> nn.Module:
+def read_by_linear(read):
     """By its class its weight would be half."""
     layer = nn.Linear(4, 4, bias=False)
-    layer.forward = partial(read, layer)  # type: ignore[method-assign]
+    layer.forward = partial(read, layer)
     return layer
 
 
-def holding(read: Callable[..., Any], **parts: Any) -> Any:
+def holding(read, **parts):
     """A module with these parts, and a function of it and its inputs."""
     model = Reads(read)
     for name, part in parts.items():
@@ -102,45 +100,45 @@ def holding(read: Callable[..., Any], **parts: Any) -> Any:
     return model
 
 
-def self_attention() -> nn.Module:
+def self_attention():
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     return holding(lambda m, x: m.own(x, x, x, need_weights=False)[0], own=attention)
 
 
-def borrowing() -> nn.Module:
+def borrowing():
     """Uses the weight of a module that is never called."""
     lender = Reads(addmm, weight=(3, 4))
     return holding(lambda m, x: F.linear(x, m.lender.weight), lender=lender)
 
 
-def listed() -> nn.Module:
+def listed():
     """Weights in a list: one for a product, one for a scale."""
     own = nn.ParameterList([torch.randn(4, 4), torch.randn(4)])
     return holding(lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1], own=own)
 
 
-def of_two(w: Tensor) -> Tensor:
+def of_two(w):
     return torch.complex(*w.unbind(-1))
 
 
-def of_one(w: Tensor) -> Tensor:
+def of_one(w):
     return w[..., 0].to(torch.complex64)
 
 
-def complex_product(made_complex: Callable[[Tensor], Tensor]) -> nn.Module:
+def complex_product(made_complex):
     """A Fourier neural operator. No input of such a product is cast."""
 
-    def multiply(m: Any, x: Tensor) -> Tensor:
+    def multiply(m, x):
         frequencies = torch.fft.rfft(x.float().view(-1, 4, 1))
         return torch.einsum("bix,iox->box", frequencies, made_complex(m.w)).real.flatten(1)
 
     return nn.Sequential(nn.Linear(4, 4), Reads(multiply, w=(4, 4, 1, 2)))
 
 
-KERNEL: Any = {"weight": (2, 3, 3, 3), "bias": (2,)}
-EXPERTS: Any = {"up": (3, 8, 4), "shift": (3, 8), "down": (3, 8, 4)}
+KERNEL = {"weight": (2, 3, 3, 3), "bias": (2,)}
+EXPERTS = {"up": (3, 8, 4), "shift": (3, 8), "down": (3, 8, 4)}
 ATTENTION = "own.in_proj_weight own.in_proj_bias own.out_proj.weight own.out_proj.bias"
-CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+CASES = {
     "addmm": (lambda: addmm(4, 3), ROWS, "weight bias"),
     "experts": (lambda: Reads(expert_slices, **EXPERTS), ROWS, "up down"),
     "conv": (lambda: nn.Conv2d(3, 2, 3), IMAGE, "weight bias"),
@@ -166,21 +164,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
 }
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def prepare(model: nn.Module, example: Any = None, **options: Any) -> Precision:
+def prepare(model, example=None, **options):
     precision = Precision("mixed", **options)
     precision.prepare(model, sgd(model), example)
     return precision
 
 
-def in_half(model: nn.Module) -> set[str]:
+def in_half(model):
     return {name for name, p in model.named_parameters() if p.dtype != FP32}
 
 
-def gradients(model: nn.Module, precision: Precision, example: Any) -> list[Tensor]:
+def gradients(model, precision, example):
     torch.manual_seed(1)
     with precision.cast():
         out = model(example)
@@ -191,7 +189,7 @@ def gradients(model: nn.Module, precision: Precision, example: Any) -> list[Tens
 
 @pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
 @pytest.mark.parametrize("name", CASES)
-def test_half_is_what_only_half_ops_read(name: str, half: str, compute: str) -> None:
+def test_half_is_what_only_half_ops_read(name, half, compute) -> None:
     """And no number moves for it: the gradients are those of fp32 weights cast op by op."""
     make, example, expected = CASES[name]
     found = []
@@ -205,7 +203,7 @@ def test_half_is_what_only_half_ops_read(name: str, half: str, compute: str) -> 
 
 
 @pytest.mark.parametrize("op", ["batch_norm", "instance_norm"])
-def test_weights_beside_statistics_stay_fp32_in_any_list(op: str) -> None:
+def test_weights_beside_statistics_stay_fp32_in_any_list(op) -> None:
     read = lambda m, x: getattr(F, op)(x, torch.zeros(3), torch.ones(3), m.weight)  # noqa: E731
     model = Reads(read, weight=(3,))
     precision = prepare(model, IMAGE, ops=OpLists.named().moved({op: "allow"}))
@@ -225,11 +223,11 @@ def test_what_no_trace_reached_goes_by_its_class() -> None:
 
 def test_what_an_example_may_be() -> None:
     class Takes(nn.Linear):
-        def forward(self, x: Tensor, y: Any = None) -> Tensor:
+        def forward(self, x, y=None):
             seen.append((x, y))
             return super().forward(x)
 
-    seen: list[Any] = []
+    seen = []
     by_hand = lambda model: model(ROWS, y=LINE)  # noqa: E731
     for example in (ROWS, (ROWS, LINE), {"y": LINE, "x": ROWS}, by_hand):
         prepare(Takes(4, 4), example)
@@ -240,9 +238,9 @@ def test_examples_are_put_together_and_optimizers_share_a_trace() -> None:
     """As the losses of a GAN, each of which calls another part."""
     calls = []
 
-    def run(m: Any, x: Tensor, part: str) -> Tensor:
+    def run(m, x, part):
         calls.append(part)
-        return getattr(m, part)(x)  # type: ignore[no-any-return]
+        return getattr(m, part)(x)
 
     model = holding(run, one=addmm(), two=addmm())
     precision = Precision("mixed")
@@ -278,13 +276,13 @@ class TestPins:
 
 class TestNothingElseMoves:
     def test_buffers_random_numbers_and_gradients(self) -> None:
-        def noisy(m: Any, x: Tensor) -> Tensor:
+        def noisy(m, x):
             m.last = x * random.random() * np.random.rand()
             m.register_buffer("more", x)
-            return m.layers(x)  # type: ignore[no-any-return]
+            return m.layers(x)
 
-        def generators() -> list[Any]:
-            numpy: Any = np.random.get_state()[1]
+        def generators():
+            numpy = np.random.get_state()[1]
             return [torch.get_rng_state().tolist(), random.getstate(), numpy.tolist()]
 
         layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
@@ -302,21 +300,21 @@ class TestNothingElseMoves:
 
     def test_a_model_that_fails_is_left_as_it_was(self) -> None:
         class Fails(nn.BatchNorm1d):
-            def forward(self, x: Tensor) -> Tensor:
+            def forward(self, x):
                 super().forward(x)
                 raise ValueError("inside")
 
         model = Fails(4)
         with pytest.raises(ValueError, match="inside"):
             prepare(model, ROWS)
-        assert torch.equal(model.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+        assert torch.equal(model.running_mean, torch.zeros(4))
         assert not model._forward_hooks
         for mode in ("fp32", "amp"):  # They store fp32, and do not run the model.
             Precision(mode).prepare(model, sgd(model), ROWS)
 
     def test_a_compiled_model_is_traced_as_it_is_written(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), addmm())
-        compiled: Any = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="aot_eager")
         Precision("mixed").prepare(compiled, sgd(model), ROWS)
         assert len(in_half(model)) == 4
 
@@ -338,18 +336,18 @@ LAZY = (
 
 class TestLazyLayers:
     @pytest.fixture
-    def model(self) -> nn.Sequential:
+    def model(self):
         return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Dropout())
 
     @pytest.mark.parametrize("mode", ["mixed", "amp"])
-    def test_are_taken_once_the_model_ran_and_refused_before(self, model: Any, mode: str) -> None:
+    def test_are_taken_once_the_model_ran_and_refused_before(self, model, mode) -> None:
         with pytest.raises(ConfigError, match=LAZY):
             Precision(mode).prepare(model, sgd(model))
         assert (model[0].weight.dtype, *model[0]._forward_pre_hooks) == (FP32,)
         model(ROWS)
         Precision(mode).prepare(model, sgd(model))
 
-    def test_are_taken_without_a_shape_in_fp32(self, model: Any) -> None:
+    def test_are_taken_without_a_shape_in_fp32(self, model) -> None:
         _, optimizer = Precision("fp32").prepare(model, sgd(model))
         model(ROWS).square().sum().backward()
         before = model[1].weight.clone()
@@ -357,7 +355,7 @@ class TestLazyLayers:
         assert not torch.equal(model[1].weight, before)
 
     @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-    def test_get_their_shapes_from_an_example(self, model: Any, mode: str) -> None:
+    def test_get_their_shapes_from_an_example(self, model, mode) -> None:
         precision = Precision(mode)
         model, optimizer = precision.prepare(model, sgd(model), ROWS)
         assert model[1].weight.shape == (3, 4)

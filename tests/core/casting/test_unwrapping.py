@@ -1,12 +1,9 @@
 """Torch's Python functions that hide many ops behind one name are opened for the casts."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from vocabulary import HALVES, CalledOps, Kernels, formats
 
 from mpframe import Precision
@@ -15,7 +12,7 @@ from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answ
 FP32, HALF = torch.float32, torch.float16
 ROWS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
-CALLS: dict[str, Callable[[Any], Tensor]] = {
+CALLS = {
     "batch_norm": lambda f: f(IMAGES, *STATISTICS, *STATISTICS, training=True),
     "embedding": lambda f: f(ROWS, WEIGHT, max_norm=0.5),
     "instance_norm": lambda f: f(IMAGES, *STATISTICS),
@@ -35,7 +32,7 @@ def test_those_that_stay_shut_call_the_op_of_their_own_name_and_no_other() -> No
         assert set(seen.names) - OTHERS == {name}
 
 
-def ran(call: Callable[[], Any], half: str = "float16") -> set[tuple[str, torch.dtype]]:
+def ran(call, half="float16"):
     kernels = Kernels()
     with kernels, Precision("amp", half, compute="native").cast():
         call()
@@ -44,7 +41,7 @@ def ran(call: Callable[[], Any], half: str = "float16") -> set[tuple[str, torch.
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
-def test_transformer(norm_first: bool, training: bool, half: str) -> None:
+def test_transformer(norm_first, training, half) -> None:
     x, dtype = torch.rand(2, 3, 8), HALVES[half]
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
@@ -69,7 +66,7 @@ def test_transformer(norm_first: bool, training: bool, half: str) -> None:
         (lambda x: F.gaussian_nll_loss(x, x, x.abs() + 1), "log"),
     ],
 )
-def test_what_is_hidden_in_a_function(call: Any, kernel: str) -> None:
+def test_what_is_hidden_in_a_function(call, kernel) -> None:
     seen = ran(lambda: call(torch.rand(4, 4).half()))
     assert (kernel, FP32) in seen
     assert (kernel, HALF) not in seen
@@ -85,7 +82,7 @@ def test_embedding_bag_follows_its_weight() -> None:
 
 @pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers(kind: str, half: str, compute: str) -> None:
+def test_recurrent_layers(kind, half, compute) -> None:
     layer = getattr(nn, kind)(4, 3, num_layers=2, bidirectional=True)
     packed = nn.utils.rnn.pack_sequence([torch.rand(5, 4), torch.rand(2, 4)])
     with Precision("amp", half, compute=compute).cast():
