@@ -1,13 +1,15 @@
 """Which casts of weights a block keeps, and how blocks of several threads stay apart."""
 
-from collections.abc import Callable
-from threading import Event, Thread
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from vocabulary import HALVES, Kernels, formats, in_another_thread
+from test_storage import Reads
+from torch import nn
+from vocabulary import HALVES, Kernels, in_another_thread
 
 from mpframe import OpLists, Precision
 
@@ -25,11 +27,6 @@ def test_without_lists_a_pinned_module_gives_half_to_the_next() -> None:
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with precision.cast():
         assert model(X.half()).dtype == HALF
-
-
-def test_inference_mode() -> None:
-    with torch.inference_mode(), amp().cast():
-        assert nn.Linear(4, 4)(X).dtype == HALF
 
 
 def weight_of(value=1.0):
@@ -50,16 +47,13 @@ class TestWeightsOfABlock:
                     F.linear(x, weight)
             assert sum(kernel.name == "_to_copy" for kernel in kernels.ran) == 1
 
-    def test_cast_anew_in_the_next_block(self) -> None:
-        (weight, x), precision = weight_of(), amp()
-        for value in (1.0, 2.0):
-            weight.data.fill_(value)
-            with precision.cast():
-                assert F.linear(x, weight).item() == value
-
-    def test_writes_in_place_and_through_data_are_seen(self) -> None:
-        weight, x = weight_of()
-        with amp().cast():
+    def test_writes_before_and_within_a_block_are_seen(self) -> None:
+        (weight, x), precision = weight_of(5.0), amp()
+        with torch.inference_mode(), precision.cast():
+            y = F.linear(x, weight)
+        assert (y.dtype, y.item()) == (HALF, 5.0)
+        weight.data.fill_(1.0)
+        with precision.cast():
             assert F.linear(x, weight).item() == 1.0
             nn.init.zeros_(weight)
             assert F.linear(x, weight).item() == 0.0
@@ -95,7 +89,7 @@ class TestWeightsOfABlock:
 
     @torch.no_grad()
     def test_a_new_weight_at_an_old_address_is_another(self) -> None:
-        """Without a graph nothing else keeps a weight alive, and its address is used again."""
+        """Without a graph nothing else keeps a weight alive."""
         with amp().cast():
             for value in range(50):
                 weight, x = weight_of(float(value))
@@ -103,31 +97,20 @@ class TestWeightsOfABlock:
                 del weight
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.cell, self.head = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        body = self.body(x)
-        cell, _ = self.cell(body)
-        return [body, cell, self.head(cell)]
-
-
-Pinned = tuple[Precision, nn.Module, Callable[[], list[Tensor]]]
+def forward(m, x):
+    body = m.body(x)
+    cell, _ = m.cell(body)
+    return [tensor.dtype for tensor in (body, cell, m.head(cell))]
 
 
 @pytest.fixture
 def pinned():
-    """A precision, a model whose head it pins, and its forward pass, outside of any block."""
-    ops, model, x = OpLists.named(), Net(), torch.rand(2, 3, 8)
-    precision = Precision("amp", ops=OpLists(ops.allow, ops.deny, ops.infer, {"head": "fp32"}))
+    """A precision, a model whose head it pins, and the formats of its forward pass."""
+    parts = {"body": nn.Linear(8, 8), "cell": nn.GRU(8, 8), "head": nn.Linear(8, 8)}
+    model, ops = Reads(forward, **parts), replace(OpLists.named(), modules={"head": "fp32"})
+    precision = Precision("amp", ops=ops)
     precision.attach(model)
-    return precision, model, lambda: model(x)
-
-
-def dtypes(results):
-    return [tensor.dtype for tensor in results]
+    return precision, model, lambda: model(torch.rand(2, 3, 8))
 
 
 class TestThreads:
@@ -135,48 +118,46 @@ class TestThreads:
 
     @pytest.mark.parametrize("first_out", [True, False])
     def test_blocks_that_overlap_end_on_their_own(self, pinned, first_out) -> None:
-        (precision, _, forward), expected = pinned, [HALF, HALF, FP32]
-        opened, leave, found = Event(), Event(), list[list[torch.dtype]]()
+        (precision, _, formats), expected = pinned, [HALF, HALF, FP32]
+        opened, leave = Event(), Event()
 
-        def hold() -> None:
-            found.append(dtypes(forward()))
+        def hold():
+            outside = formats()
             with precision.cast():
                 with Precision("fp32").cast():
                     opened.set()
                     leave.wait(60)
-                found.append(dtypes(forward()))
+                return outside, formats()
 
-        thread = Thread(target=hold)
-        with precision.cast():
-            thread.start()
-            opened.wait(60)
-            if not first_out:
-                leave.set()
-                thread.join()
-            assert dtypes(forward()) == expected
-        leave.set()
-        thread.join()
-        assert found == [[FP32] * 3, expected]
-        assert formats(forward()) == {FP32}
+        with ThreadPoolExecutor(1) as threads:
+            with precision.cast():
+                other = threads.submit(hold)
+                opened.wait(60)
+                if not first_out:
+                    leave.set()
+                    other.result()
+                assert formats() == expected
+            leave.set()
+            assert other.result() == ([FP32] * 3, expected)
+        assert formats() == [FP32] * 3
 
     def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
-        precision, model, forward = pinned
-        inside, leave, found = Event(), Event(), list[list[torch.dtype]]()
+        precision, model, formats = pinned
+        inside, leave = Event(), Event()
 
         def hold(*_) -> None:
             inside.set()
             leave.wait(60)
 
-        def run() -> None:
+        def run():
             with precision.cast():
-                found.append(dtypes(forward()))
+                return formats()
 
-        model.get_submodule("head").register_forward_pre_hook(hold)
-        thread = Thread(target=run)
-        thread.start()
-        inside.wait(60)
-        with precision.cast():
-            assert (X @ X).dtype == HALF
-            leave.set()
-            thread.join()
-        assert found == [[HALF, HALF, FP32]]
+        model.head.register_forward_pre_hook(hold)
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(run)
+            inside.wait(60)
+            with precision.cast():
+                assert (X @ X).dtype == HALF
+                leave.set()
+                assert other.result() == [HALF, HALF, FP32]

@@ -1,6 +1,5 @@
 """Model and casts compiled into one graph: the same steps as without."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -8,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, same_bits
 
@@ -28,37 +28,32 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
 
-def losses(precision, compiled, steps):
-    """A convolution with BatchNorm, then products, a norm and a softmax: each list has a part."""
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()
-    products = nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
-    net = nn.Sequential(*convolution, *products)
-    model, optimizer = precision.prepare(net, sgd(net))
-
-    def forward(x, y):
-        with precision.cast():
-            return F.cross_entropy(model(x), y)
-
-    run = torch.compile(forward, fullgraph=True) if compiled else forward
-    generator, scaler, found = torch.Generator().manual_seed(1), Static(2.0**8), []
-    for _ in range(steps):
-        y = torch.randint(0, 4, (8,), generator=generator)
-        x = torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1)
-        loss = run(x, y)
-        (loss * scaler.scale).backward()
-        optimizer.step(scaler)
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "half"), [("mixed", "float16"), ("amp", "bfloat16")])
 def test_twenty_steps_are_those_of_eager(mode, half) -> None:
     """A compiler may leave out roundings of fused ops, and add in another order: R = 16 of size
     u, half a unit in the last place, on the way to the loss, so after n steps n R u max|loss|."""
-    eager, compiled = (losses(Precision(mode, half), graph, 20) for graph in (False, True))
+    eager, compiled = losses = [], []
+    for found in losses:
+        torch.manual_seed(0)  # Each list has a part: products, norms and a softmax.
+        convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)
+        products = nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
+        net, precision = nn.Sequential(*convolution, nn.Flatten(), *products), Precision(mode, half)
+        model, optimizer = precision.prepare(net, sgd(net))
+
+        def forward(x, y, model=model, precision=precision):
+            with precision.cast():
+                return F.cross_entropy(model(x), y)
+
+        run = torch.compile(forward, fullgraph=True) if found is compiled else forward
+        scaler = Static(2.0**8)
+        for _ in range(20):
+            y = torch.randint(0, 4, (8,))
+            loss = run(torch.randn(8, 1, 6, 6) + y.view(8, 1, 1, 1), y)
+            (loss * scaler.scale).backward()
+            optimizer.step(scaler)
+            optimizer.zero_grad()
+            found.append(loss.item())
     u = torch.finfo(HALVES[half]).eps / 2
     for step, (one, other) in enumerate(zip(eager, compiled, strict=True), 1):
         assert abs(one - other) <= step * 16 * u * max(eager)
@@ -68,7 +63,7 @@ def test_twenty_steps_are_those_of_eager(mode, half) -> None:
 def test_one_graph_without_a_first_run() -> None:
     """Traced cold, no rule of an op has been found before: also what torch's functions hide."""
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    pins = {"self_attn": "fp32", "norm2": "half"}
+    pins, x = {"self_attn": "fp32", "norm2": "half"}, torch.rand(2, 3, 8)
     precision = Precision("mixed", ops=replace(OpLists.named(), modules=pins))
     precision.prepare(model, sgd(model))
 
@@ -78,30 +73,25 @@ def test_one_graph_without_a_first_run() -> None:
             y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
             return F.normalize(1 / (y + 9), dim=-1)
 
-    x = torch.rand(2, 3, 8)
     traced = torch.compile(forward, fullgraph=True, backend="eager")(x)
     assert same_bits([traced], [forward(x)])
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_steps_share_one_graph(inside) -> None:
-    precision, model, graphs = Precision("amp", "bfloat16"), nn.Linear(8, 8), []
+    precision, model = Precision("amp", "bfloat16"), nn.Linear(8, 8)
 
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    def in_block(x):
-        with precision.cast():
+    def forward(x):
+        with precision.cast() if inside else nullcontext():
             return model(x)
 
-    compiled = torch.compile(in_block if inside else model, backend=backend, fullgraph=True)
-    optimizer = sgd(model)
+    graphs, optimizer = CompileCounter(), sgd(model)
+    compiled = torch.compile(forward, backend=graphs, fullgraph=True)
     for _ in range(3):
         with nullcontext() if inside else precision.cast():
             compiled(X).float().sum().backward()
         optimizer.step()
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 def test_blocks_nest_in_a_graph_as_without() -> None:
@@ -118,9 +108,8 @@ def test_blocks_nest_in_a_graph_as_without() -> None:
         return [*found, (x @ x.T).dtype]
 
     half, wide = torch.float16, torch.float32
-    expected = [half, torch.bfloat16, wide, half, wide]
-    assert forward(X) == expected
-    assert torch.compile(forward, fullgraph=True, backend="eager")(X) == expected
+    for run in (forward, torch.compile(forward, fullgraph=True, backend="eager")):
+        assert run(X) == [half, torch.bfloat16, wide, half, wide]
 
 
 def test_the_roundings_of_emulation_survive_the_compiler() -> None:
@@ -140,9 +129,6 @@ def test_the_roundings_of_emulation_survive_the_compiler() -> None:
     assert same_bits(*found)
 
 
-Call = Callable[[nn.Module, Tensor], Tensor]
-
-
 def plain(model, x):
     return model(x)
 
@@ -152,8 +138,7 @@ def by_cond(model, x):
 
 
 by_region = torch.compiler.nested_compile_region(plain)
-by_checkpoint = partial(checkpoint, use_reentrant=False)
-by_reentrant_checkpoint = partial(checkpoint, use_reentrant=True)
+by_checkpoint, by_reentrant = (partial(checkpoint, use_reentrant=own) for own in (False, True))
 
 
 def gradients(precision, call, backend, at=""):
@@ -179,7 +164,7 @@ def gradients(precision, call, backend, at=""):
         (by_cond, "", None, "float16", "emulated"),
         (by_cond, "inside", "eager", "float16", "emulated"),
         (by_checkpoint, "inside", "aot_eager", "bfloat16", "native"),
-        (by_reentrant_checkpoint, "around", "aot_eager", "bfloat16", "native"),
+        (by_reentrant, "around", "aot_eager", "bfloat16", "native"),
         (by_region, "inside", "aot_eager", "float16", "emulated"),
     ],
 )
@@ -200,9 +185,9 @@ class Product(torch.autograd.Function):
         return half.float()
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, gradient):
         positive, x, w = ctx.saved_tensors
-        gradient = gradients[0] * (positive > 0)
+        gradient = gradient * (positive > 0)
         return gradient @ w + positive @ w, gradient.t() @ x
 
 

@@ -1,7 +1,7 @@
 """Every op of every shipped list, in every spelling: what its kernels are given and give."""
 
 import warnings
-from itertools import product
+from itertools import chain, product, repeat
 
 import pytest
 import torch
@@ -28,14 +28,11 @@ NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
 
 def inputs_as(row, how, half):
     """The row's inputs: all `fp32`, all `half`, or `both`: the first fp32 and the others half."""
-    seen = []
+    formats = chain([half if how == "half" else FP32], repeat(FP32 if how == "fp32" else half))
 
     def convert(leaf):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        seen.append(leaf)
-        narrow = how == "half" or (how == "both" and len(seen) > 1)
-        return leaf.clone().to(half if narrow else FP32)
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.clone().to(next(formats)) if floating else leaf
 
     return tree_map(convert, row.inputs)
 
@@ -53,36 +50,33 @@ def run(spelling, inputs, precision):
         return kernels, spelling(*inputs)
 
 
-def expected(op, precision, how):
+def expected(op, policy, how):
     """The formats the kernels of `op` are to be given, and those of its result."""
-    policy = precision.policy
-    held_by, half = policy.ops.list_of(op), policy.half_dtype
-    given, gave = FP32, FP32
+    held_by, given, gave = policy.ops.list_of(op), FP32, FP32
     if held_by == "allow" or (held_by == "infer" and how == "half"):
         emulated = policy.compute == "emulated" and held_by == "allow"
-        given, gave = FP32 if emulated or op in NO_HALF_KERNEL else half, half
+        gave = policy.half_dtype
+        given = FP32 if emulated or op in NO_HALF_KERNEL else gave
     return {given} | INSIDE.get(op, set()), set() if op in NO_FLOATS else {gave}
 
 
-SLOW = pytest.mark.slow
-RUNS = [
-    ("amp", "float16", "emulated"),
-    ("mixed", "bfloat16", "native"),
-    pytest.param("amp", "bfloat16", "emulated", marks=SLOW),
-    pytest.param("mixed", "float16", "native", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
+@pytest.mark.parametrize(
+    ("mode", "half", "compute"),
+    [
+        ("amp", "float16", "emulated"),
+        ("mixed", "bfloat16", "native"),
+        pytest.param("amp", "bfloat16", "emulated", marks=pytest.mark.slow),
+        pytest.param("mixed", "float16", "native", marks=pytest.mark.slow),
+    ],
+)
 def test_formats(mode, half, compute) -> None:
-    listed = (lists.allow | lists.deny | lists.infer for lists in LISTS.values())
+    listed, wrong = (own.allow | own.deny | own.infer for own in LISTS.values()), []
     assert set().union(*listed) == TABLE.keys()
-    wrong = []
     for op, row in TABLE.items():
         for lists, how in product(lists_of(op), HOW):
             inputs = inputs_as(row, how, HALVES[half])
             precision = Precision(mode, half, ops=lists, compute=compute)
-            wanted = expected(op, precision, how if len(formats(inputs)) < 2 else "both")
+            wanted = expected(op, precision.policy, how if len(formats(inputs)) < 2 else "both")
             for number, spelling in enumerate(row.spellings):
                 kernels, result = run(spelling, inputs, precision)
                 if (kernels.given(), formats(result)) != wanted:

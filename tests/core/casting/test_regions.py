@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from test_storage import Reads, prepare
 from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +15,7 @@ from vocabulary import HALVES, in_another_thread, same_bits
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
+from mpframe.core.casting import policy
 from mpframe.core.casting.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts
 
@@ -34,11 +36,6 @@ def _nothing_is_left_behind():
 
 def answers(device="cpu"):
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def prepared(model, precision):
-    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    return model
 
 
 def product():
@@ -72,8 +69,8 @@ class TestAnswers:
 
     def test_an_outer_block_sleeps_and_wakes(self) -> None:
         """Also where torch.autocast would do as it does, or does nothing."""
-        lists, half = OpLists.named(), A.half()
-        with Precision("amp", ops=lists.moved({"add": "deny"})).cast():
+        half, lists = A.half(), OpLists.named().moved({"add": "deny"})
+        with Precision("amp", ops=lists).cast():
             with Precision("amp").cast():
                 assert (half + half).dtype == FP16
             assert (half + half).dtype == FP32
@@ -93,8 +90,7 @@ class TestAnswers:
 
     def test_each_half_format_is_judged_by_itself(self, monkeypatch) -> None:
         """A region may choose the one that the CPU has instructions for, or the other one."""
-        native = "mpframe.core.casting.policy.has_native_half"
-        monkeypatch.setattr(native, lambda half: half == "bfloat16")
+        monkeypatch.setattr(policy, "has_native_half", lambda half: half == "bfloat16")
         for half in HALVES:
             casts = Precision("amp", half)._casts
             assert casts.emulated == {FP16}
@@ -112,7 +108,7 @@ class TestAnswers:
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 class TestRegions:
-    def test_without_casts_one_in_another(self, half: str, compute: str) -> None:
+    def test_without_casts_one_in_another(self, half, compute) -> None:
         @off()
         def decorated():
             return product()
@@ -150,8 +146,8 @@ class TestRegions:
         assert [t.dtype for t in found[0][:3]] == [HALVES[half], FP32, HALVES[half]]
 
     def test_half_weights_are_widened_there(self, half, compute) -> None:
-        model = prepared(nn.Linear(4, 4), precision := Precision("mixed", half, compute=compute))
-        wide, narrow = nn.Linear(4, 4), A.to(HALVES[half])
+        model, wide, narrow = nn.Linear(4, 4), nn.Linear(4, 4), A.to(HALVES[half])
+        precision, _ = prepare(model, half=half, compute=compute)
         wide.load_state_dict(model.state_dict())
         assert model.weight.dtype == HALVES[half]
         with precision.cast(), off():
@@ -163,8 +159,8 @@ class TestRegions:
             heads = F.multi_head_attention_forward(A, A, A, *weights)[0]
         wide(A).sum().backward()
         assert torch.equal(found, wide(A))
-        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))
         assert heads.dtype == FP32
+        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +177,12 @@ class TestRegions:
 def test_the_innermost_of_pins_and_regions_decides(pin, outside, inside, expected) -> None:
     given = []
 
-    class Head(nn.Module):
-        def forward(self, x):
-            given.append(x)
-            with inside:
-                return product()
+    def head(_, x):
+        given.append(x)
+        with inside:
+            return product()
 
-    model = nn.ModuleDict({"head": Head(), "other": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"head": Reads(head), "other": nn.Linear(2, 2)})
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"head": pin}))
     precision.attach(model)
     with precision.cast(), outside:
@@ -244,28 +239,25 @@ def test_custom_functions(function, half, compute) -> None:
         assert torch.equal(here, gradient(around, in_another_thread))
 
 
-class Guarded(nn.Module):
+def guarded(region):
     """A region between two products, with products and a norm inside, some of them in a module."""
 
-    def __init__(self, region) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-        self.region = region
-
-    def forward(self, x):
-        y = self.first(x)
-        with torch.autocast("cpu", **self.region):
-            y = self.norm(y.float())
+    def forward(m, x):
+        y = m.first(x)
+        with torch.autocast("cpu", **region):
+            y = m.norm(y.float())
             y = y + y @ y.t() @ y
-        return self.last(self.norm(y))
+        return m.last(m.norm(y))
+
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    return Reads(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8), norm=norm)
 
 
-def gradients(model, run, around, backward=None):
+def gradients(model, run, casts, backward=None):
     """The result and the gradients, by a backward pass outside of the block, or this one inside."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with around():
+    with casts():
         y = run(x)
         loss = y.float().square().sum()
         if backward:
@@ -275,41 +267,38 @@ def gradients(model, run, around, backward=None):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def elsewhere(way, model, casts):
+WAYS = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize(
+    ("inside", "mode", "half", "compute"),
+    [
+        ({"enabled": False}, "mixed", "bfloat16", "emulated"),
+        ({"dtype": BF16}, "amp", "float16", "native"),
+    ],
+)
+def test_casts_elsewhere_are_those_of_eager(inside, mode, half, compute, way) -> None:
     """With ops that run again, in a graph, or whose backward pass is in the block."""
 
     def in_block(x):
         with casts():
             return model(x)
 
-    if way == "checkpoint":
-        return gradients(model, partial(checkpoint, model, use_reentrant=True), casts)
-    if way == "compiled around":
-        return gradients(model, torch.compile(model, backend="eager", fullgraph=True), casts)
-    if way == "compiled inside":
-        run = torch.compile(in_block, backend="aot_eager", fullgraph=True)
-        return gradients(model, run, nullcontext)
+    model, precision = guarded(inside), Precision(mode, half, compute=compute)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    casts = precision.cast
+    expected = gradients(model, model, casts)
+    model.zero_grad()
+    runs = {
+        "checkpoint": partial(checkpoint, model, use_reentrant=True),
+        "compiled around": torch.compile(model, backend="eager", fullgraph=True),
+        "compiled inside": torch.compile(in_block, backend="aot_eager", fullgraph=True),
+    }
     if way == "checkpoint of a part":
         model.norm.forward = partial(checkpoint, model.norm.forward, use_reentrant=False)
-        return gradients(model, model, casts)
-    return gradients(model, model, casts, way)
-
-
-WAYS = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
-WAYS += [Tensor.backward, torch.autograd.backward]
-OFF, IN_BF16 = {"enabled": False}, {"dtype": BF16}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("inside", "mode", "half", "compute"),
-    [(OFF, "mixed", "bfloat16", "emulated"), (IN_BF16, "amp", "float16", "native")],
-)
-def test_casts_elsewhere_are_those_of_eager(inside, mode, half, compute, way) -> None:
-    precision = Precision(mode, half, compute=compute)
-    models = [prepared(Guarded(inside), precision) for _ in range(2)]
-    expected = gradients(models[0], models[0], precision.cast)
-    assert same_bits(elsewhere(way, models[1], precision.cast), expected)
+    around, backward = nullcontext if way == "compiled inside" else casts, callable(way) and way
+    assert same_bits(gradients(model, runs.get(way, model), around, backward), expected)
 
 
 def test_ops_that_torch_autocast_leaves_alone() -> None:

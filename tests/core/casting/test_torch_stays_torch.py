@@ -2,8 +2,6 @@
 
 import gc
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ import mpframe
 from mpframe import Precision
 from mpframe.core.casting import torch_functions
 
-Replaced = dict[tuple[Any, str], Any]
 A = torch.rand(4, 4)
-PACKAGE = str(Path(mpframe.__file__).parent)
 
 
 def functions():
@@ -43,13 +39,12 @@ class Double(torch.autograd.Function):
 
 def frames_of_mpframe():
     """How many of its functions a custom function and a checkpoint run outside of any block."""
-    seen = 0
+    seen, x = [], A.clone().requires_grad_()
 
     def count(frame, event, _) -> None:
-        nonlocal seen
-        seen += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+        if event == "call" and frame.f_code.co_filename.startswith(mpframe.__path__[0]):
+            seen.append(frame.f_code.co_name)
 
-    x = A.clone().requires_grad_()
     sys.setprofile(count)
     try:
         y = torch.utils.checkpoint.checkpoint(torch.exp, Double.apply(x), use_reentrant=False)
@@ -57,11 +52,6 @@ def frames_of_mpframe():
     finally:
         sys.setprofile(None)
     return seen
-
-
-def enter(precision) -> None:
-    with precision.cast():
-        pass
 
 
 def test_what_is_replaced_is_what_the_page_names(before) -> None:
@@ -85,7 +75,8 @@ def test_preparing_or_a_block_in_fp32_changes_nothing(mode, before) -> None:
 def test_release_takes_it_back(before) -> None:
     first, second = Precision("amp"), Precision("mixed")
     for precision in (first, second, first):
-        enter(precision)
+        with precision.cast():
+            pass
     first.release()
     assert functions() != before  # The second needs it.
     for precision in (second, second, Precision("fp32")):
@@ -115,7 +106,8 @@ def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before) ->
 
 def test_a_backward_pass_under_torch_autocast_is_torchs(before) -> None:
     precision, found = Precision("amp", "bfloat16"), []
-    enter(precision)
+    with precision.cast():
+        pass
     for _ in range(2):
         x = A.clone().requires_grad_()
         y = x @ x
