@@ -1,32 +1,26 @@
 """Which names a misspelt one is answered with: those that are near, and no others."""
 
-import pytest
-
 from mpframe.core.errors import nearest
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
-NEAREST = [
-    ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
-    ("trainr.epochs", TRAINER, "trainer.epochs"),
-    ("epochs", TRAINER, "trainer.epochs"),
-    ("trainer.lr", TRAINER, ""),
-    ("loss_scaling.scale", ["loss_scaling", "loss_scaling.half", "loss_scaling.mode"], ""),
-    ("float8", ["fp32", "float16", "bfloat16"], "float16, bfloat16"),
-    ("SKPI", ["warn", "Skip", "stop"], "Skip"),
-    ("softmax_", ["_softmax_backward_data", "softmax", "log_softmax"], "softmax"),
-    ("cosine", ["none", "warmup_cosine"], "warmup_cosine"),
-    ("hed.*", ["body.weight", "head.weight", "head.bias"], "head.bias, head.weight"),
-    ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
-    ("", ["amp", "fp32"], ""),
-    ("amp", [], ""),
-    ("stepz", ["step", "stepping", "stops", "steps"], "step, steps"),
-]
 
 
-@pytest.mark.parametrize(("name", "known", "offered"), NEAREST)
-def test_only_near_names_are_offered_the_nearest_first(name, known, offered) -> None:
-    assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
-
-
-def test_at_most_so_many_are_offered() -> None:
+def test_only_near_names_are_offered_the_nearest_first_and_at_most_so_many() -> None:
+    for name, known, offered in (
+        ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
+        ("trainr.epochs", TRAINER, "trainer.epochs"),
+        ("epochs", TRAINER, "trainer.epochs"),
+        ("trainer.lr", TRAINER, ""),
+        ("loss_scaling.scale", ["loss_scaling", "loss_scaling.half", "loss_scaling.mode"], ""),
+        ("float8", ["fp32", "float16", "bfloat16"], "float16, bfloat16"),
+        ("SKPI", ["warn", "Skip", "stop"], "Skip"),
+        ("softmax_", ["_softmax_backward_data", "softmax", "log_softmax"], "softmax"),
+        ("cosine", ["none", "warmup_cosine"], "warmup_cosine"),
+        ("hed.*", ["body.weight", "head.weight", "head.bias"], "head.bias, head.weight"),
+        ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
+        ("", ["amp", "fp32"], ""),
+        ("amp", [], ""),
+        ("stepz", ["step", "stepping", "stops", "steps"], "step, steps"),
+    ):
+        assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
     assert nearest("step", [f"step_{n}" for n in range(9)], 2) == "nearest: step_0, step_1"

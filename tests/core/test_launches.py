@@ -43,18 +43,6 @@ class Launches(TorchDispatchMode):
         return out
 
 
-class FakeBackward(Comm):
-    """Gives every parameter a gradient, because autograd does not run on fake CUDA tensors."""
-
-    def __init__(self, launches, model) -> None:
-        self.launches, self.model = launches, model
-
-    def backward(self, *_) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        self.launches.on = True
-
-
 def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
     """The count of a second step: the first one makes the optimizer's state."""
 
@@ -62,16 +50,21 @@ def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
         launches.on = False  # a forward pass, which is not counted
         return StepOutput(model[0](batch).float().mean(), len(batch))
 
+    def backward(*_) -> None:  # in place of autograd, which does not run on fake CUDA tensors
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        launches.on = True
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             pairs = [(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(layers)]
             model, batch = nn.Sequential(*(m for pair in pairs for m in pair)), torch.zeros(4, 64)
-        precision, comm = Precision(mode, half=half), FakeBackward(Launches(), model)
+        precision, comm = Precision(mode, half=half), Comm()
         model, wrapped = precision.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
         scaler, options = scaler and scaler().to("cuda"), StepOptions(clip_norm=clip)
         trainer = StepTrainer(model, wrapped, objective, precision, scaler, plan=options, comm=comm)
         for _ in range(2):
-            launches = comm.launches = Launches()
+            launches, comm.backward = Launches(), backward
             with launches:
                 trainer.train_step(*[batch] * window)
         return len(launches.names)

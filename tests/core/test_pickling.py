@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from vocabulary import HALVES, same_bits
+from vocabulary import HALVES, inside, same_bits
 
 from mpframe import OpLists, Precision
 from mpframe.training.optimizers.split_master import SplitMaster
@@ -41,14 +41,12 @@ def test_a_prepared_model(half, mode, ops, again) -> None:
     own = precision()
     own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     copied = again(model)
-    with own.cast():
-        expected, found = run(model), run(copied)
+    expected, found = (inside(own, run)(given) for given in (model, copied))
     assert same_bits(found, expected)
     # A pinned module gives fp32, unless what follows casts nothing itself.
     assert found[1].dtype == (torch.float32 if ops == "default" else HALVES[half])
     # The copy has hooks of its own: it follows a precision made anew, as after a restart.
-    with precision().cast():
-        assert same_bits(run(copied), expected)
+    assert same_bits(inside(precision(), run)(copied), expected)
 
 
 @pytest.mark.parametrize(("turned", "kept"), [(False, True), (True, True), (True, SplitMaster)])

@@ -9,17 +9,6 @@ from mpframe.core.callback import Callback
 from mpframe.training.plan import Plan, Progress
 
 
-class Left(Callback):
-    """Notes the steps left after each step, and those that were taken."""
-
-    def __init__(self) -> None:
-        self.left, self.steps = [], []
-
-    def on_step_end(self, trainer) -> None:
-        self.left.append(trainer.plan.steps_left(trainer.progress, 7))
-        self.steps.append(trainer.progress.steps)
-
-
 class Batches:
     """Seven batches, of which the fourth to the sixth overflow."""
 
@@ -35,16 +24,19 @@ class Batches:
 @pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 5), (2, None), (3, 5), (2, 5), (3, 100)])
 def test_the_steps_left_are_those_that_follow(accumulate, max_steps) -> None:
     """A skipped step counts for the epochs, and not for `max_steps`."""
-    plan, noted = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate), Left()
-    trainer = prepared(nn.Linear(2, 1), nn.MSELoss(), plan=plan, callbacks={"left": noted})
+    plan, noted = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate), Callback()
+    trainer = prepared(nn.Linear(2, 1), nn.MSELoss(), plan=plan, callbacks={"noted": noted})
+    progress, seen = trainer.progress, []
+    noted.on_step_end = lambda _: seen.append((plan.steps_left(progress, 7), progress.steps))
     trainer.fit(Batches())
+    left, steps = zip(*seen, strict=True)
     first = plan.steps_left(Progress(), 7)
-    assert noted.left[-1] == 0 < trainer.progress.skipped
+    assert left[-1] == 0 < progress.skipped
     if max_steps == 5:  # One more for each that is skipped.
-        assert (first, len(noted.left)) == (5, 5 + trainer.progress.skipped)
-        assert noted.left == [5 - steps for steps in noted.steps]
+        assert (first, len(left)) == (5, 5 + progress.skipped)
+        assert left == tuple(5 - taken for taken in steps)
     else:
-        assert noted.left == [*range(first - 1, -1, -1)]
+        assert left == tuple(range(first - 1, -1, -1))
 
 
 def test_a_run_past_its_end_has_no_steps_left_and_a_pass_in_part_counts() -> None:

@@ -7,9 +7,9 @@ from threading import Event
 import pytest
 import torch
 import torch.nn.functional as F
-from test_storage import Reads
+from test_storage import Reads, prepare
 from torch import nn
-from vocabulary import HALVES, Kernels, in_another_thread
+from vocabulary import HALVES, Kernels, in_another_thread, inside
 
 from mpframe import OpLists, Precision
 
@@ -23,10 +23,8 @@ def amp(half="float16", compute="auto"):
 
 def test_without_lists_a_pinned_module_gives_half_to_the_next() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    precision = Precision("mixed", ops=OpLists(modules={"1": "fp32"}))
-    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with precision.cast():
-        assert model(X.half()).dtype == HALF
+    precision, _ = prepare(model, ops=OpLists(modules={"1": "fp32"}))
+    assert inside(precision, model)(X.half()).dtype == HALF
 
 
 def weight_of(value=1.0):
@@ -143,20 +141,16 @@ class TestThreads:
 
     def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
         precision, model, formats = pinned
-        inside, leave = Event(), Event()
+        within, leave = Event(), Event()
 
         def hold(*_) -> None:
-            inside.set()
+            within.set()
             leave.wait(60)
-
-        def run():
-            with precision.cast():
-                return formats()
 
         model.head.register_forward_pre_hook(hold)
         with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(run)
-            inside.wait(60)
+            other = threads.submit(inside(precision, formats))
+            within.wait(60)
             with precision.cast():
                 assert (X @ X).dtype == HALF
                 leave.set()

@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from test_regions import gradients
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
-from vocabulary import HALVES, same_bits
+from vocabulary import HALVES, inside, same_bits
 
 from mpframe import OpLists, Precision, Static
 
@@ -41,11 +42,8 @@ def test_twenty_steps_are_those_of_eager(mode, half) -> None:
         net, precision = nn.Sequential(*convolution, nn.Flatten(), *products), Precision(mode, half)
         model, optimizer = precision.prepare(net, sgd(net))
 
-        def forward(x, y, model=model, precision=precision):
-            with precision.cast():
-                return F.cross_entropy(model(x), y)
-
-        run = torch.compile(forward, fullgraph=True) if found is compiled else forward
+        run = inside(precision, lambda x, y, model=model: F.cross_entropy(model(x), y))
+        run = torch.compile(run, fullgraph=True) if found is compiled else run
         scaler = Static(2.0**8)
         for _ in range(20):
             y = torch.randint(0, 4, (8,))
@@ -68,27 +66,22 @@ def test_one_graph_without_a_first_run() -> None:
     precision.prepare(model, sgd(model))
 
     def forward(x):
-        with precision.cast():
-            held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
-            y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
-            return F.normalize(1 / (y + 9), dim=-1)
+        held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
+        y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
+        return F.normalize(1 / (y + 9), dim=-1)
 
-    traced = torch.compile(forward, fullgraph=True, backend="eager")(x)
-    assert same_bits([traced], [forward(x)])
+    run = inside(precision, forward)
+    assert same_bits([torch.compile(run, fullgraph=True, backend="eager")(x)], [run(x)])
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_steps_share_one_graph(inside) -> None:
+@pytest.mark.parametrize("around", [True, False])
+def test_steps_share_one_graph(around) -> None:
     precision, model = Precision("amp", "bfloat16"), nn.Linear(8, 8)
-
-    def forward(x):
-        with precision.cast() if inside else nullcontext():
-            return model(x)
-
     graphs, optimizer = CompileCounter(), sgd(model)
-    compiled = torch.compile(forward, backend=graphs, fullgraph=True)
+    run = model if around else inside(precision, model)
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
     for _ in range(3):
-        with nullcontext() if inside else precision.cast():
+        with precision.cast() if around else nullcontext():
             compiled(X).float().sum().backward()
         optimizer.step()
     assert graphs.frame_count == 1
@@ -115,11 +108,7 @@ def test_blocks_nest_in_a_graph_as_without() -> None:
 def test_the_roundings_of_emulation_survive_the_compiler() -> None:
     """Inductor drops a cast to half and back. 1 + 2^-12 must be 1, and 300 * 300 must be inf."""
     precision = Precision("amp", compute="emulated")
-
-    def forward(a, b):
-        with precision.cast():
-            return F.relu(a @ b) @ a
-
+    forward = inside(precision, lambda a, b: F.relu(a @ b) @ a)
     compiled = torch.compile(forward, fullgraph=True)
     fine, large = torch.full((4, 4), 1 + 2.0**-12), torch.full((4, 4), 300.0)
     assert compiled(fine, large)[0, 0].item() == 4800
@@ -141,21 +130,15 @@ by_region = torch.compiler.nested_compile_region(plain)
 by_checkpoint, by_reentrant = (partial(checkpoint, use_reentrant=own) for own in (False, True))
 
 
-def gradients(precision, call, backend, at=""):
+def found(precision, call, backend, at=""):
     """Result and gradients; the block stands in the compiled function, or around it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    x = X.clone().requires_grad_()
-
-    def run(x):
-        with nullcontext() if at == "around" else precision.cast():
-            return call(model, x)
-
-    compiled = torch.compile(run, backend=backend, fullgraph=True) if backend else run
-    with precision.cast() if at == "around" else nullcontext():
-        result = compiled(x)
-    result.float().square().sum().backward()
-    return [result.detach(), x.grad, *(p.grad for p in model.parameters())]
+    run, around = partial(call, model), precision.cast
+    if at != "around":
+        run, around = inside(precision, run), nullcontext
+    run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
+    return gradients(model, run, around)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +153,9 @@ def gradients(precision, call, backend, at=""):
 )
 def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
     precision = Precision("amp", half, compute=compute)
-    found = gradients(precision, call, backend, at)
-    assert found[0].dtype == HALVES[half]
-    assert same_bits(found, gradients(precision, plain, None))
+    own = found(precision, call, backend, at)
+    assert own[0].dtype == HALVES[half]
+    assert same_bits(own, found(precision, plain, None))
 
 
 class Product(torch.autograd.Function):
@@ -193,12 +176,7 @@ class Product(torch.autograd.Function):
 
 def test_the_backward_pass_of_a_custom_function() -> None:
     precision, weight = Precision("amp", "bfloat16", compute="native"), torch.rand(8, 8)
-
-    def call(x, w):
-        with precision.cast():
-            return Product.apply(x, w)
-
-    found = []
+    call, found = inside(precision, lambda x, w: Product.apply(x, w)), []
     for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         x, w = X.clone().requires_grad_(), weight.clone().requires_grad_()
         function(x, w).square().sum().backward()

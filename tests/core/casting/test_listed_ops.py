@@ -44,8 +44,7 @@ def lists_of(op):
 
 
 def run(spelling, inputs, precision):
-    kernels = Kernels()
-    with warnings.catch_warnings(), kernels, precision.cast():
+    with warnings.catch_warnings(), Kernels() as kernels, precision.cast():
         warnings.simplefilter("ignore")  # torch's own, of deprecated ops
         return kernels, spelling(*inputs)
 

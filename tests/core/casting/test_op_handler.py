@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
-from vocabulary import same_bits
+from torch import Tensor, nn
+from vocabulary import inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import OpLists, Precision
@@ -39,10 +39,7 @@ def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode) -> None:
     count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     precision = Precision(mode, op_handlers=[count])
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with Precision(mode).cast():
-        expected = model(X)
-    with precision.cast():
-        y = model(X)
+    expected, y = inside(Precision(mode), model)(X), inside(precision, model)(X)
     assert precision.state_dict() == {"seen": 2}
     assert same_bits([y], [expected])
     with precision.preserve_state(), precision.cast():
@@ -56,13 +53,10 @@ def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
     def replacement(func, args, kwargs):
         return nn.functional.hardsigmoid(*args, **kwargs)
 
-    def run(x):
-        with precision.cast():
-            return x.sigmoid()
-
     hard = OpHandler()
     hard.handler_of = lambda op, recipe: replacement if op == "sigmoid" else None
     precision = Precision("amp", op_handlers=[Count(), hard])
+    run = inside(precision, Tensor.sigmoid)
     for call in (run, torch.compile(run, fullgraph=True, backend="eager")):
         assert torch.equal(call(X), nn.functional.hardsigmoid(X))
 
@@ -78,8 +72,7 @@ def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products, pin, mo
     count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     precision = naming(count)
     precision.attach(model)
-    with precision.cast():
-        model(X)
+    inside(precision, model)(X)
     assert count.seen == 2
     assert {recipe for op, recipe in count.asked if op == "linear"} == {"fp8_tensorwise", None}
     monkeypatch.setattr("mpframe.core.precision.find_recipes", None)  # lowbit is not imported.

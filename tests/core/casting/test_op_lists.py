@@ -56,26 +56,21 @@ def test_a_move_takes_an_op_out_of_every_other_list(destination) -> None:
     assert (moved.list_of("mm"), dict(moved.modules)) == (destination, {"a": "fp32"})
 
 
-UNKNOWN = "is not an op of PyTorch"
-BOTH = "ops.deny and ops.infer both hold 'cat': an op runs in one format; to move it set"
-NO_LIBRARY = "is unknown: no library 'nolibrary' that registers ops with PyTorch is imported"
-
-
-@pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        ({"deny": ["Softmax_"]}, f"ops.deny: 'Softmax_' {UNKNOWN}; nearest: softmax"),
-        ({"allow": ["exp_"]}, f"ops.allow: 'exp_' {UNKNOWN}; nearest: exp"),
-        ({"move": {"xqzzy": "deny"}}, f"ops.move: 'xqzzy' {UNKNOWN}"),
-        ({"deny": ["cat"], "infer": ["concat"]}, f"{BOTH} ops.move.cat=deny or infer"),
+def test_refusals() -> None:
+    unknown = "is not an op of PyTorch"
+    both = "ops.deny and ops.infer both hold 'cat': an op runs in one format; to move it set"
+    missing = "is unknown: no library 'nolibrary' that registers ops with PyTorch is imported"
+    for node, text in (
+        ({"deny": ["Softmax_"]}, f"ops.deny: 'Softmax_' {unknown}; nearest: softmax"),
+        ({"allow": ["exp_"]}, f"ops.allow: 'exp_' {unknown}; nearest: exp"),
+        ({"move": {"xqzzy": "deny"}}, f"ops.move: 'xqzzy' {unknown}"),
+        ({"deny": ["cat"], "infer": ["concat"]}, f"{both} ops.move.cat=deny or infer"),
         ({"move": {"exp": "half"}}, "ops.move.exp=half: choose allow, deny, infer or none (= no "),
         ({"deny": ["torchvision.nmss"]}, "ops.deny: 'torchvision.nmss' is not an op of torchvis"),
-        ({"deny": ["nolibrary.nms"]}, f"ops.deny: 'nolibrary.nms' {NO_LIBRARY}"),
+        ({"deny": ["nolibrary.nms"]}, f"ops.deny: 'nolibrary.nms' {missing}"),
         ({"allow": "matmul"}, "ops.allow=matmul: give a list of ops: [matmul]"),
-    ],
-)
-def test_refusals(node, text) -> None:
-    assert refused(ConfigError, OpLists.from_mapping, node).startswith(text)
+    ):
+        assert refused(ConfigError, OpLists.from_mapping, node).startswith(text)
 
 
 def test_shipped_ops_are_known_to_an_older_torch_and_without_their_library(monkeypatch) -> None:

@@ -35,12 +35,6 @@ def test_patterns() -> None:
     assert not any(Policy.matches(*own) for own in (*others, ("encoder.[01]", "encoder.2")))
 
 
-def test_the_last_matching_pin_wins() -> None:
-    policy = Policy("mixed", ops=OpLists(modules={"a": "half", "a.b": "fp32", "c": "half"}))
-    found = [policy.pin_of(module) for module in ("a.b.c", "a.x", "x")]
-    assert found == [("a.b", "fp32"), ("a", "half"), None]
-
-
 def test_whether_anything_is_cast() -> None:
     lists, none, pin = OpLists.named(), OpLists.named("none"), OpLists(modules={"a": "fp32"})
     casts = [(m, ops) for m in ("fp32", "amp", "mixed") for ops in (lists, none, pin)]
@@ -58,20 +52,15 @@ def test_where_half_is_emulated(half) -> None:
     assert not any(Policy("amp", half, compute=c).emulates(cuda) for c in ("auto", "emulated"))
 
 
-NO_MASTERS, NO_LISTS = {"master_weights": False}, {"ops": OpLists()}
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "begins"),
-    [
+def test_each_rung_warns_of_what_it_costs() -> None:
+    no_masters, no_lists = {"master_weights": False}, {"ops": OpLists()}
+    for mode, options, begins in (
         ("mixed", {}, []),
-        ("mixed", NO_MASTERS, ["dtype.master_weights=false: the optimizer works on float16 we"]),
-        ("amp", NO_MASTERS, ["dtype.master_weights=false changes nothing with dtype=amp"]),
-        ("mixed", NO_LISTS, ["ops=none: the model's norms, softmax and reductions run in float16"]),
-        ("amp", NO_LISTS, ["ops=none casts nothing with dtype=amp"]),
-        ("mixed", NO_LISTS | NO_MASTERS, ["dtype.master_weights=false", "ops=none"]),
-    ],
-)
-def test_each_rung_warns_of_what_it_costs(mode, options, begins) -> None:
-    lines = warnings(Precision(mode, **options))
-    assert [line[: len(begin)] for line, begin in zip(lines, begins, strict=True)] == begins
+        ("mixed", no_masters, ["dtype.master_weights=false: the optimizer works on float16 we"]),
+        ("amp", no_masters, ["dtype.master_weights=false changes nothing with dtype=amp"]),
+        ("mixed", no_lists, ["ops=none: the model's norms, softmax and reductions run in float16"]),
+        ("amp", no_lists, ["ops=none casts nothing with dtype=amp"]),
+        ("mixed", no_lists | no_masters, ["dtype.master_weights=false", "ops=none"]),
+    ):
+        lines = warnings(Precision(mode, **options))
+        assert [line[: len(begin)] for line, begin in zip(lines, begins, strict=True)] == begins

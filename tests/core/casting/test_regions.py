@@ -11,7 +11,7 @@ from test_storage import Reads, prepare
 from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
-from vocabulary import HALVES, in_another_thread, same_bits
+from vocabulary import HALVES, in_another_thread, inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
@@ -44,14 +44,11 @@ def product():
 
 class TestAnswers:
     def test_a_block_is_torch_autocast_to_whoever_asks(self) -> None:
-        def ask(x):
-            with precision.cast():
-                return x @ x, *answers()
-
         for precision in (Precision("amp"), Precision("mixed", "bfloat16")):
             half = precision.policy.half_dtype
-            assert ask(A)[1:] == (True, half)
-            assert torch.compile(ask, backend="eager", fullgraph=True)(A)[1:] == (True, half)
+            ask = inside(precision, lambda x: (x @ x, *answers()))
+            for run in (ask, torch.compile(ask, backend="eager", fullgraph=True)):
+                assert run(A)[1:] == (True, half)
             with precision.cast():
                 assert answers("cuda") == (False, FP16)  # the model is on a CPU
                 assert not in_another_thread(answers)[0]
@@ -109,13 +106,9 @@ class TestAnswers:
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 class TestRegions:
     def test_without_casts_one_in_another(self, half, compute) -> None:
-        @off()
-        def decorated():
-            return product()
-
         precision, dtype = Precision("amp", half, compute=compute), HALVES[half]
         with precision.cast():
-            assert (decorated(), product()) == (FP32, dtype)
+            assert (off()(product)(), product()) == (FP32, dtype)
             with off():
                 assert F.softmax(A.to(dtype), -1).dtype == dtype
                 with region():
@@ -133,11 +126,11 @@ class TestRegions:
         other = next(name for name in HALVES if name != half)
         run, inner = (Precision("amp", h, compute=compute) for h in (half, other))
         found = []
-        for inside in (torch.autocast("cpu", HALVES[other]), inner.cast()):
+        for within in (torch.autocast("cpu", HALVES[other]), inner.cast()):
             v, w = (A.clone().requires_grad_() for _ in range(2))
             with run.cast():
                 first = F.linear(A, v)
-                with inside:
+                with within:
                     second = F.linear(first.float(), v).exp()
                 third = F.linear(second, w)
             gradients = torch.autograd.grad(third.float().sum(), (v, w))
@@ -164,7 +157,7 @@ class TestRegions:
 
 
 @pytest.mark.parametrize(
-    ("pin", "outside", "inside", "expected"),
+    ("pin", "around", "within", "expected"),
     [
         ("half", off(), nullcontext(), FP16),
         ("fp32", torch.autocast("cpu", BF16), nullcontext(), FP32),
@@ -174,18 +167,18 @@ class TestRegions:
         ("fp32", off(), torch.autocast("cpu", BF16), BF16),
     ],
 )
-def test_the_innermost_of_pins_and_regions_decides(pin, outside, inside, expected) -> None:
+def test_the_innermost_of_pins_and_regions_decides(pin, around, within, expected) -> None:
     given = []
 
     def head(_, x):
         given.append(x)
-        with inside:
+        with within:
             return product()
 
     model = nn.ModuleDict({"head": Reads(head), "other": nn.Linear(2, 2)})
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"head": pin}))
     precision.attach(model)
-    with precision.cast(), outside:
+    with precision.cast(), around:
         assert model["head"](A * 1e6) == expected
     if expected == BF16 and pin == "half":
         assert torch.equal(given[0], (A * 1e6).bfloat16())  # float16 would be inf
@@ -272,28 +265,23 @@ WAYS = ["checkpoint", "checkpoint of a part", "compiled around", "compiled insid
 
 @pytest.mark.parametrize("way", [*WAYS, Tensor.backward, torch.autograd.backward])
 @pytest.mark.parametrize(
-    ("inside", "mode", "half", "compute"),
+    ("autocast", "mode", "half", "compute"),
     [
         ({"enabled": False}, "mixed", "bfloat16", "emulated"),
         ({"dtype": BF16}, "amp", "float16", "native"),
     ],
 )
-def test_casts_elsewhere_are_those_of_eager(inside, mode, half, compute, way) -> None:
+def test_casts_elsewhere_are_those_of_eager(autocast, mode, half, compute, way) -> None:
     """With ops that run again, in a graph, or whose backward pass is in the block."""
-
-    def in_block(x):
-        with casts():
-            return model(x)
-
-    model, precision = guarded(inside), Precision(mode, half, compute=compute)
+    model, precision = guarded(autocast), Precision(mode, half, compute=compute)
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    casts = precision.cast
+    casts, whole = precision.cast, {"fullgraph": True}
     expected = gradients(model, model, casts)
     model.zero_grad()
     runs = {
         "checkpoint": partial(checkpoint, model, use_reentrant=True),
-        "compiled around": torch.compile(model, backend="eager", fullgraph=True),
-        "compiled inside": torch.compile(in_block, backend="aot_eager", fullgraph=True),
+        "compiled around": torch.compile(model, backend="eager", **whole),
+        "compiled inside": torch.compile(inside(precision, model), backend="aot_eager", **whole),
     }
     if way == "checkpoint of a part":
         model.norm.forward = partial(checkpoint, model.norm.forward, use_reentrant=False)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor
-from vocabulary import HALVES, same_bits
+from vocabulary import HALVES, inside, same_bits
 
 from mpframe import OpLists, Precision
 
@@ -26,8 +26,7 @@ class TestNeverCast:
         for dtype, count in (*formats, (torch.float8_e4m3fn, 1)):
             x = torch.eye(4).to(dtype)
             for call in calls[:count]:
-                with amp().cast():
-                    cast = call(x)
+                cast = inside(amp(), call)(x)
                 assert (cast.dtype, cast.tolist()) == (call(x).dtype, call(x).tolist())
 
     def test_what_is_beside_float64_or_complex(self) -> None:
@@ -56,9 +55,7 @@ def test_an_explicit_dtype_wins() -> None:
         (lambda x: x.sum(dtype=HALF), FP32, "deny"),
     ):
         x = torch.rand(4, 4).to(given)
-        with amp(softmax=move).cast():
-            found = call(x)
-        assert same_bits([found], [call(x)])
+        assert same_bits([inside(amp(softmax=move), call)(x)], [call(x)])
 
 
 @pytest.mark.parametrize("dtype", [FP32, HALF])
@@ -72,8 +69,7 @@ def test_in_place_and_out_forms_keep_their_tensors_format(dtype) -> None:
     ):
         x = torch.rand(4, 4).to(dtype)
         expected = write(x.clone())
-        with amp().cast():
-            assert write(x) is x
+        assert inside(amp(), write)(x) is x
         assert same_bits([x], [expected])
 
 
@@ -160,14 +156,12 @@ class TestWrites:
             for write in WRITES:
                 expected, written = x.to(target, copy=True), x.to(target, copy=True)
                 write(expected, y.to(source).to(target))
-                with amp(half).cast():
-                    write(written, y.to(source))
+                inside(amp(half), write)(written, y.to(source))
                 assert same_bits([written], [expected])
 
     def test_gradients_flow_to_a_source_of_another_format(self, half) -> None:
         source = torch.rand(2, 4).to(HALVES[half]).requires_grad_()
-        with amp(half).cast():
-            written = torch.zeros(4, 4).index_add_(0, ROWS, source)
+        written = inside(amp(half), torch.zeros(4, 4).index_add_)(0, ROWS, source)
         (gradient,) = torch.autograd.grad(written.sum(), source)
         assert torch.equal(gradient, torch.ones(2, 4, dtype=HALVES[half]))
 

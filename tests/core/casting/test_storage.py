@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from vocabulary import differing, same_bits, tensors
+from vocabulary import differing, inside, same_bits, tensors
 
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
@@ -32,8 +32,8 @@ class Reads(nn.Module):
             weight = isinstance(part, tuple)
             setattr(self, name, nn.Parameter(torch.randn(part) / 2) if weight else part)
 
-    def forward(self, *inputs):
-        return self.read(self, *inputs)
+    def forward(self, *inputs, **named):
+        return self.read(self, *inputs, **named)
 
 
 def sliced(m, x):
@@ -151,8 +151,7 @@ def in_half(model):
 
 def gradients(model, precision, example):
     torch.manual_seed(1)
-    with precision.cast():
-        out = model(example)
+    out = inside(precision, model)(example)
     (tensors(out)[0].float().sin().sum() * 8).backward()
     return [p.grad.float() for p in model.parameters() if p.grad is not None]
 
@@ -191,15 +190,9 @@ def test_what_no_trace_reached_goes_by_its_class() -> None:
 
 
 def test_what_an_example_may_be() -> None:
-    class Takes(nn.Linear):
-        def forward(self, x, y=None):
-            seen.append((x, y))
-            return super().forward(x)
-
-    seen = []
-    by_hand = lambda model: model(ROWS, y=LINE)  # noqa: E731
+    seen, by_hand = [], lambda model: model(ROWS, y=LINE)
     for example in (ROWS, (ROWS, LINE), {"y": LINE, "x": ROWS}, by_hand):
-        prepare(Takes(4, 4), example)
+        prepare(Reads(lambda _, x, y=None: seen.append((x, y)), w=(4,)), example)
     assert seen == [(ROWS, None)] + [(ROWS, LINE)] * 3
 
 
@@ -258,16 +251,15 @@ def test_a_trace_moves_no_buffers_random_numbers_or_gradients() -> None:
 
 
 def test_a_model_that_fails_is_left_as_it_was() -> None:
-    class Fails(nn.BatchNorm1d):
-        def forward(self, x):
-            super().forward(x)
-            raise ValueError("inside")
+    def fails(m, x):
+        m.norm(x)
+        raise ValueError("inside")
 
-    model = Fails(4)
+    model = Reads(fails, norm=nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="inside"):
         prepare(model, ROWS)
-    assert torch.equal(model.running_mean, torch.zeros(4))
-    assert not model._forward_hooks
+    assert torch.equal(model.norm.running_mean, torch.zeros(4))
+    assert not any(module._forward_hooks for module in model.modules())
     for mode in ("fp32", "amp"):  # They store fp32, and do not run the model.
         prepare(model, ROWS, mode)
 

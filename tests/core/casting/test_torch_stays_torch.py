@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
+from vocabulary import inside
 
 import mpframe
 from mpframe import Precision
@@ -75,8 +76,7 @@ def test_preparing_or_a_block_in_fp32_changes_nothing(mode, before) -> None:
 def test_release_takes_it_back(before) -> None:
     first, second = Precision("amp"), Precision("mixed")
     for precision in (first, second, first):
-        with precision.cast():
-            pass
+        inside(precision, torch.exp)(A)
     first.release()
     assert functions() != before  # The second needs it.
     for precision in (second, second, Precision("fp32")):
@@ -92,8 +92,7 @@ def test_release_takes_it_back(before) -> None:
 def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before) -> None:
     """The graph keeps the casts that its backward pass needs."""
     precision, x = Precision("amp"), A.clone().requires_grad_()
-    with precision.cast():
-        y = Double.apply(x)
+    y = inside(precision, Double.apply)(x)
     del precision
     gc.collect()
     assert functions() != before
@@ -106,8 +105,7 @@ def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before) ->
 
 def test_a_backward_pass_under_torch_autocast_is_torchs(before) -> None:
     precision, found = Precision("amp", "bfloat16"), []
-    with precision.cast():
-        pass
+    inside(precision, torch.exp)(A)
     for _ in range(2):
         x = A.clone().requires_grad_()
         y = x @ x
