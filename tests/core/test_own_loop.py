@@ -36,17 +36,14 @@ def trainer_of(mode, half, scaler):
         ("amp", "bfloat16", Backoff),
     ],
 )
-def test_it_learns_skips_an_overflow_in_the_middle_and_is_the_trainers_step(
-    mode, half, scaler
-) -> None:
+def test_it_learns_skips_an_overflow_and_is_the_trainers_step(mode, half, scaler) -> None:
     batches = data(40)
     batches[10] = (batches[10][0] * torch.inf, batches[10][1])
     by_hand, trainer = (trainer_of(mode, half, scaler()) for _ in range(2))
-    precision, model, optimizer = by_hand.precision, by_hand.model, by_hand.optimizer
-    scaler = by_hand.scaler
+    model, optimizer, scaler = by_hand.model, by_hand.optimizer, by_hand.scaler
     losses, skipped = [], []
     for inputs, targets in batches:  # as it is documented
-        with precision.cast():
+        with by_hand.precision.cast():
             loss = nn.functional.cross_entropy(model(inputs), targets)
         (loss * scaler.scale).backward()
         result = optimizer.step(scaler, max_norm=1.0)

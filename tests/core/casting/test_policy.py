@@ -5,7 +5,7 @@ import torch
 from refusal import refused
 
 from mpframe import OpLists, Precision
-from mpframe.core.casting.policy import Compute, Policy, has_native_half
+from mpframe.core.casting.policy import Policy, has_native_half
 from mpframe.core.errors import ConfigError
 from mpframe.tracking.dtype_map import warnings
 
@@ -17,15 +17,6 @@ def test_refusals() -> None:
         ({"compute": "emulate"}, "dtype.compute=emulate: choose auto, native, emulated; nearest: "),
     ):
         assert refused(ConfigError, Precision, **arguments).startswith(text)
-
-
-def test_the_list_decides_and_a_pin_for_allow_and_deny() -> None:
-    policy, half, fp32 = Policy("amp"), Compute.HALF, Compute.FP32
-    for op, in_list in (("matmul", half), ("softmax", fp32)):
-        found = [policy.compute_of(op, pin) for pin in (None, "fp32", "half")]
-        assert found == [in_list, fp32, half]
-    for op, always in (("add", Compute.WIDEST), ("erf", Compute.PYTORCH)):
-        assert {policy.compute_of(op, pin) for pin in (None, "fp32", "half")} == {always}
 
 
 def test_patterns() -> None:
