@@ -50,7 +50,6 @@ def texts(*lengths):
 
 
 def joint(*batches):
-    """The same samples in one batch."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -73,7 +72,6 @@ def trainer_of(mode, comm=SINGLE_PROCESS, reduce="in_backward", objective=model_
 
 
 def weights_of(trainer):
-    """The fp32 masters, whole."""
     masters = copy.deepcopy(trainer.weights())
     return {n: own.full_tensor() if is_sharded(own) else own for n, own in masters.items()}
 
@@ -118,7 +116,6 @@ def test_micro_batches_weigh_as_many_labels_as_they_have(mode, objective, window
 
 
 def stepped(mode, reduce, objective, windows):
-    """The step of one rank, on its texts of these lengths."""
     with init_comm(None, lambda: CPU, 120) as comm:
         trainer = trainer_of(mode, comm, reduce, objective)
         result = trainer.train_step(*(texts(*lengths) for lengths in windows[comm.rank]))

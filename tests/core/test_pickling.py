@@ -27,8 +27,6 @@ def pickled(model):
     ],
 )
 def test_a_prepared_model(half, mode, ops, again) -> None:
-    """With a recurrent layer, which fits its inputs, and two layers that are pinned."""
-
     def precision():
         pins = {"0": "half", "2": "fp32"}
         return Precision(mode, half, ops=replace(OpLists.named(ops), modules=pins))

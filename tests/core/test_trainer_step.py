@@ -162,7 +162,6 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode, half, scaler, window
 
 @pytest.mark.parametrize(("mode", "half"), [("fp32", "float16"), ("mixed", "bfloat16")])
 def test_one_bad_micro_batch_is_dropped_and_the_divisor_corrected(mode, half) -> None:
-    """The step over (good, bad, good) is the step over (good, good)."""
     good, bad, other = batches(3)
     with_bad, without = (make_trainer(mode, half, scaler=Static(4.0)) for _ in range(2))
     result = with_bad.train_step(good, overflowing(bad), other)

@@ -88,7 +88,6 @@ def test_steps_share_one_graph(around) -> None:
 
 
 def test_blocks_nest_in_a_graph_as_without() -> None:
-    """The innermost block decides; leaving one restores what was around it."""
     outer, bf16, fp32 = Precision("amp"), Precision("amp", "bfloat16"), Precision("fp32")
 
     def forward(x):

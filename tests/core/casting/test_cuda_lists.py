@@ -54,7 +54,6 @@ def fake(leaf):
 
 
 def outcome(spelling, inputs, block):
-    """The formats of the result on fake CUDA tensors, or the kind of error."""
     with FAKE, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = tree_map(fake, inputs)

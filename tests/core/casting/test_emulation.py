@@ -164,8 +164,6 @@ def convolve(call, compute):
 
 
 class TestKernelsThatAreWrong:
-    """They are emulated, whatever `compute` says."""
-
     @pytest.mark.parametrize("call", FAULTY_CALLS, ids=str)
     def test_they_are_emulated(self, call) -> None:
         assert same_bits(convolve(call, "native")[0], convolve(call, "emulated")[0])

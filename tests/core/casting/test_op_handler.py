@@ -14,8 +14,6 @@ X = torch.arange(12.0).reshape(3, 4)
 
 
 class Count(OpHandler):
-    """Counts linear layers, and leaves them to the lists."""
-
     def __init__(self) -> None:
         self.asked, self.seen = set(), 0
 

@@ -20,11 +20,11 @@ def plain(function, *inputs):
     return function(*inputs)
 
 
-own_context = {"context_fn": lambda: (nullcontext(), nullcontext())}
+own_context = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}
 KINDS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "own context": partial(checkpoint, use_reentrant=False, **own_context),
+    "own context": partial(checkpoint, **own_context),
 }
 # A product before a norm, a recurrent layer, and a head, all of which may be pinned.
 NET = Reads(

@@ -203,8 +203,6 @@ class Cube(torch.autograd.Function):
 
 
 class Unmarked(torch.autograd.Function):
-    """Under the autocast of its caller, forward and backward."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.seen = product(), answers()

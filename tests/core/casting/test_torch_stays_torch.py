@@ -22,7 +22,6 @@ def functions():
 
 @pytest.fixture(autouse=True)
 def before():
-    """The functions as they are when no precision is there."""
     for user in tuple(torch_functions._users):  # Those of other tests, which still live.
         torch_functions.stop_following(user)
     return functions()

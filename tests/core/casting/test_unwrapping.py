@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vocabulary import HALVES, CalledOps, Kernels, formats
+from vocabulary import HALVES, CalledOps, Kernels
 
 from mpframe import Precision
 from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
@@ -67,14 +67,3 @@ def test_what_is_hidden_in_a_function() -> None:
     ):
         seen = ran(partial(call, torch.rand(4, 4).half()))
         assert {dtype for name, dtype in seen if name == kernel} == {FP32}
-
-
-@pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers(kind, half, compute) -> None:
-    layer = getattr(nn, kind)(4, 3, num_layers=2, bidirectional=True)
-    packed = nn.utils.rnn.pack_sequence([torch.rand(5, 4), torch.rand(2, 4)])
-    with Precision("amp", half, compute=compute).cast():
-        results = layer(torch.rand(5, 2, 4))[0], layer(packed)[0].data
-        cell = getattr(nn, f"{kind}Cell")(4, 3)(torch.rand(2, 4))
-    assert formats((results, cell)) == {HALVES[half]}
