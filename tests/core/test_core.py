@@ -3,39 +3,32 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 from checkout import ROOT
 
-CORE = ROOT / "mpframe" / "core"
-FILES = sorted(CORE.rglob("*.py"))
-WALK = (ROOT / "docs" / "core.md").read_text()
-HALVES = ("train_step", "accumulate_losses", "update")  # of a step
-SHOWN = re.findall(r"literalinclude\} (\S+)\n:pyobject: (\S+)", WALK)
-
-
-def imported(file: Path) -> Iterator[str]:
-    """What a file imports anywhere in it, by the full names of the modules."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield str(node.module)
+STEP = ("train_step", "accumulate_losses", "update")
 
 
 def test_it_imports_torch_the_standard_library_and_itself() -> None:
-    names = {(file.name, name) for file in FILES for name in imported(file)}
-    assert {"torch", "math"} <= {name for _, name in names}
-    own = ("torch", *sys.stdlib_module_names)
-    strange = [n for n in names if n[1].partition(".")[0] not in own]
-    assert [n for n in strange if not n[1].startswith("mpframe.core")] == []
+    names = set()
+    for file in (ROOT / "mpframe" / "core").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+    own = {"torch", *sys.stdlib_module_names}
+    strange = [name for name in names if name.partition(".")[0] not in own]
+    assert [name for name in strange if not name.startswith("mpframe.core")] == []
+    assert {"torch", "math"} <= names
 
 
 def test_the_walk_shows_what_is_there() -> None:
-    assert {("../mpframe/core/trainer.py", f"StepTrainer.{n}") for n in HALVES} <= {*SHOWN}
-    for path, name in SHOWN:
-        nodes: list[ast.AST] = [ast.parse((ROOT / "docs" / path).read_text())]
+    walk = (ROOT / "docs" / "core.md").read_text()
+    shown = re.findall(r"literalinclude\} (\S+)\n:pyobject: (\S+)", walk)
+    assert {("../mpframe/core/trainer.py", f"StepTrainer.{name}") for name in STEP} <= {*shown}
+    for path, name in shown:
+        nodes = [ast.parse((ROOT / "docs" / path).read_text())]
         for part in name.split("."):
             nodes = [n for node in nodes for n in ast.iter_child_nodes(node)]
             nodes = [n for n in nodes if getattr(n, "name", None) == part]

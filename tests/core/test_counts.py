@@ -5,17 +5,15 @@ SGD has a learning rate of 1 in all comparisons, so that a weight moves by its g
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from vocabulary import same_bits
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
+from mpframe.core.comm import SINGLE_PROCESS, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.parallel.launch import init_comm
 from mpframe.run.trainer import shard
@@ -27,25 +25,23 @@ from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-MODES = ("fp32", "amp", "mixed")
 
 
 class Tagger(nn.Module):
     """A label for each word; the loss is the mean over the labels that are not ignored."""
 
-    loss_type: Any = "ForTokenClassification"
-
-    def __init__(self) -> None:
+    def __init__(self, loss_type="ForTokenClassification", both=False) -> None:
         super().__init__()
+        self.loss_type, self.config = loss_type, SimpleNamespace(is_encoder_decoder=both)
         self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 5)
         nn.init.uniform_(self.words.weight, -1, 1)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids, labels):
         logits = self.head(self.words(input_ids))
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def texts(*lengths: int) -> dict[str, Tensor]:
+def texts(*lengths):
     """Texts of 32 words, of which the first ones have labels."""
     generator = torch.Generator().manual_seed(sum(lengths))
     words = torch.randint(0, 20, (len(lengths), 32), generator=generator)
@@ -53,20 +49,16 @@ def texts(*lengths: int) -> dict[str, Tensor]:
     return {"input_ids": words, "labels": (words % 5).masked_fill(padding, -100)}
 
 
-def joint(*batches: Any) -> Any:
-    """The same samples in one batch."""
+def joint(*batches):
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class Recorder(Static):
-    def update(self, amax: Tensor) -> None:
-        """Keep what it is told."""
+    def update(self, amax) -> None:
         self.amax = amax
 
 
-def trainer_of(
-    mode: str, comm: Comm = SINGLE_PROCESS, reduce: str = "in_backward", objective: Any = model_loss
-) -> Trainer:
+def trainer_of(mode, comm=SINGLE_PROCESS, reduce="in_backward", objective=model_loss):
     torch.manual_seed(0)
     model, precision = Tagger(), Precision(mode)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -75,72 +67,30 @@ def trainer_of(
     _, optimizer = precision.prepare(model, plain)
     scaler = None if mode == "fp32" else Recorder(2.0**10)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
-    options: Any = {"plan": plan, "comm": comm, "evaluator": Evaluator()}
+    options = {"plan": plan, "comm": comm, "evaluator": Evaluator()}
     return Trainer(model, optimizer, objective, precision, scaler, **options)
 
 
-def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    """The fp32 masters, whole."""
-    masters: Any = copy.deepcopy(trainer.weights())
+def weights_of(trainer):
+    masters = copy.deepcopy(trainer.weights())
     return {n: own.full_tensor() if is_sharded(own) else own for n, own in masters.items()}
 
 
-def assert_one_step(mode: str, step: tuple[Any, dict[str, Tensor]], batch: Any) -> None:
-    """A step is that of one process on the whole batch.
+def assert_one_step(mode, step, batch) -> None:
+    """The step is that of one process on the whole batch.
 
     A gradient is a mean of products <= 2. fp32: sums of 9 and of up to 108 of them in two orders,
     below 2 ** 9 u with u = 2 ** -24. Half: four roundings, in both ways: 8 u with u = 2 ** -11.
     """
-    trainer = trainer_of(mode)
+    trainer, (loss, weights) = trainer_of(mode), step
     result = trainer.train_step(batch)
     bound = 2 * (8 * 2.0**-11 if mode != "fp32" else 2.0**-15)
-    loss, weights = step
-    assert float(loss) == pytest.approx(float(result.loss), abs=bound)  # type: ignore[arg-type]
+    assert float(loss) == pytest.approx(float(result.loss), abs=bound)
     for name, expected in weights_of(trainer).items():
         assert torch.allclose(weights[name], expected, rtol=0, atol=bound), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_weigh_as_many_labels_as_they_have(mode: str) -> None:
-    trainer, batches = trainer_of(mode), [texts(1), texts(32)]
-    result = trainer.train_step(*batches)
-    assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches))
-
-
-def stepped(
-    mode: str, reduce: str, windows: list[list[list[int]]], objective: Any = model_loss
-) -> tuple[Tensor, Any]:
-    """The step of one rank, on its texts of these lengths."""
-    with init_comm(None, lambda: CPU, 120) as comm:
-        trainer = trainer_of(mode, comm, reduce, objective)
-        result = trainer.train_step(*(texts(*lengths) for lengths in windows[comm.rank]))
-        assert not result.skipped
-        assert mode == "fp32" or torch.isfinite(trainer.scaler.amax)  # type: ignore[union-attr]
-        return result.loss, weights_of(trainer)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("window", "reduce", "mode"),
-    [
-        (1, "in_backward", "mixed"),
-        (2, "in_backward", "fp32"),
-        (2, "after_backward", "amp"),
-        (1, "fsdp", "amp"),
-        (2, "fsdp", "mixed"),
-    ],
-)
-def test_ranks_weigh_as_many_labels_as_they_have(
-    two: Ranks, mode: str, reduce: str, window: int
-) -> None:
-    """And as many samples: one has four texts for each three of the other."""
-    cut = [[[1, 2, 3, 1], [2, 1, 1, 7]][:window], [[32, 30, 32], [1, 2, 3]][:window]]
-    first, second = two(stepped, mode, reduce, cut)
-    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-    assert first[0] == second[0]
-    assert_one_step(mode, first, joint(*(texts(*lengths) for own in cut for lengths in own)))
-
-
-def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
+def bad_mean(model, batch):
     """A mean by hand, whose gradient is nan as well where there is no label."""
     logits, labels = model(**batch)["logits"].flatten(0, 1).float(), batch["labels"].flatten()
     valid = labels != -100
@@ -149,57 +99,74 @@ def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
 
 
 @pytest.mark.parametrize(
-    ("window", "reduce"), [(1, "in_backward"), (2, "after_backward"), (1, "fsdp"), (2, "fsdp")]
+    ("mode", "objective", "window"),
+    [
+        *((mode, model_loss, [(1,), (32,)]) for mode in ("fp32", "amp", "mixed")),
+        ("fp32", bad_mean, [(0, 0), (1, 2), (32,)]),
+        ("mixed", bad_mean, [(1, 2), (0, 0), (32,)]),
+        ("amp", bad_mean, [(32,), (1, 2), (0, 0)]),
+    ],
 )
-def test_a_rank_without_labels_adds_nothing(two: Ranks, reduce: str, window: int) -> None:
-    """Even if its loss and gradients are nan. The scaler is told of the others."""
-    cut = [[[0, 0], [3, 1]][:window], [[32, 2], [7, 9]][:window]]
-    first, _ = two(stepped, "amp", reduce, cut, bad_mean)
-    assert_one_step("amp", first, joint(*(texts(*lengths) for own in cut for lengths in own)))
+def test_micro_batches_weigh_as_many_labels_as_they_have(mode, objective, window) -> None:
+    """One without labels adds nothing, even if its loss and gradients are nan."""
+    trainer, batches = trainer_of(mode, objective=objective), [texts(*own) for own in window]
+    result = trainer.train_step(*batches)
+    assert int(result.dropped) == 0
+    assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches))
+
+
+def stepped(mode, reduce, objective, windows):
+    with init_comm(None, lambda: CPU, 120) as comm:
+        trainer = trainer_of(mode, comm, reduce, objective)
+        result = trainer.train_step(*(texts(*lengths) for lengths in windows[comm.rank]))
+        assert not result.skipped
+        assert mode == "fp32" or torch.isfinite(trainer.scaler.amax)
+        return result.loss, weights_of(trainer)
+
+
+MANY_AND_FEW = [[1, 2, 3, 1], [2, 1, 1, 7]], [[32, 30, 32], [1, 2, 3]]
+NONE_AND_SOME = [[0, 0], [3, 1]], [[32, 2], [7, 9]]
 
 
 @pytest.mark.parametrize(
-    ("mode", "order"), [("fp32", (0, 1, 2)), ("mixed", (1, 0, 2)), ("amp", (2, 1, 0))]
+    ("window", "reduce", "mode", "objective", "cut"),
+    [
+        (1, "in_backward", "mixed", model_loss, MANY_AND_FEW),
+        (2, "in_backward", "fp32", model_loss, MANY_AND_FEW),
+        (2, "after_backward", "amp", model_loss, MANY_AND_FEW),
+        (1, "fsdp", "amp", model_loss, MANY_AND_FEW),
+        (2, "fsdp", "mixed", model_loss, MANY_AND_FEW),
+        *((1, reduce, "amp", bad_mean, NONE_AND_SOME) for reduce in ("in_backward", "fsdp")),
+        *((2, reduce, "amp", bad_mean, NONE_AND_SOME) for reduce in ("after_backward", "fsdp")),
+    ],
 )
-def test_a_micro_batch_without_labels_adds_nothing(mode: str, order: tuple[int, ...]) -> None:
-    batches = [texts(0, 0), texts(1, 2), texts(32)]
-    trainer = trainer_of(mode, objective=bad_mean)
-    result = trainer.train_step(*(batches[number] for number in order))
-    assert int(result.dropped) == 0  # type: ignore[arg-type]
-    assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches[1:]))
+def test_ranks_weigh_as_many_labels_as_they_have(two, mode, objective, reduce, window, cut) -> None:
+    """And as many samples: one may have four texts for each three of the other. One without labels
+    adds nothing, even if its loss and gradients are nan, and the scaler is told of the others."""
+    cut = [own[:window] for own in cut]
+    first, second = two(stepped, mode, reduce, objective, cut)
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert first[0] == second[0]
+    assert_one_step(mode, first, joint(*(texts(*lengths) for own in cut for lengths in own)))
 
 
 @pytest.mark.parametrize(("objective", "window"), [(model_loss, 2), (bad_mean, 1)])
-def test_a_step_without_labels_is_skipped(objective: Any, window: int) -> None:
+def test_a_step_without_labels_is_skipped(objective, window) -> None:
     trainer = trainer_of("mixed", objective=objective)
     before = weights_of(trainer)
     result = trainer.train_step(*[texts(0, 0)] * window)
     assert result.skipped
-    assert torch.isnan(result.loss)  # type: ignore[arg-type]
+    assert torch.isnan(result.loss)
     assert all(torch.equal(own, before[name]) for name, own in weights_of(trainer).items())
 
 
 def test_the_scaler_is_told_the_gradients_as_they_were_computed() -> None:
     """Not weighed: 32 labels beside 1 would make that of a single label 32 times smaller."""
-    alone = trainer_of("mixed")
-    amax = alone.train_step(texts(1)).amax
-    trainer = trainer_of("mixed")
+    amax, trainer = trainer_of("mixed").train_step(texts(1)).amax, trainer_of("mixed")
     trainer.train_step(texts(32), texts(1))
-    assert torch.equal(trainer.scaler.amax, amax)  # type: ignore[union-attr]
+    assert torch.equal(trainer.scaler.amax, amax)
     trainer.train_step(texts(0), texts(0))
-    assert trainer.scaler.amax == 0  # type: ignore[union-attr]
-
-
-def test_the_divisor_is_that_of_the_micro_batches_that_were_not_dropped() -> None:
-    """3 samples of 2 and 8 of 5: with the 8 that overflow left out it is (3 * 2 + 8 * 5) / 11."""
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
-    for gradient, count in ((2.0, 3), (torch.inf, 8), (5.0, torch.tensor(8))):
-        weight.grad = torch.tensor(gradient)
-        assert float(optimizer.accumulate(count=count)) == gradient
-    assert optimizer.step().dropped == 1
-    # Four roundings, and no more.
-    assert -float(weight.detach()) == pytest.approx(46 / 11, rel=2**-21)
+    assert trainer.scaler.amax == 0
 
 
 @pytest.mark.parametrize(
@@ -210,7 +177,7 @@ def test_the_divisor_is_that_of_the_micro_batches_that_were_not_dropped() -> Non
         ("sparse", (7, 7, 7)),
     ],
 )
-def test_equal_counts_change_no_bit(kind: Any, counts: tuple[Any, ...]) -> None:
+def test_equal_counts_change_no_bit(kind, counts) -> None:
     """Also of a parameter that only some micro-batches use."""
     dtype = torch.float32 if kind == "sparse" else kind
     gradients = torch.randn(3, 5, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
@@ -229,40 +196,31 @@ def test_equal_counts_change_no_bit(kind: Any, counts: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("skip", ["each", "all"])
-def test_each_of_several_losses_has_its_own_counts(skip: str) -> None:
+def test_each_of_several_losses_has_its_own_counts(skip) -> None:
     """The bound of fp32, as above. One loss counts labels, the other one, whose products are
     <= 2 * 8 * 1, texts."""
 
-    def by_text(model: Any, batch: Any) -> StepOutput:
+    def by_text(model, batch):
         hidden = model.words(batch["input_ids"]).sum(2)
         return StepOutput(hidden.square().mean(1).mean())
 
     found = []
     for given in ((texts(1, 2, 3), texts(32)), (joint(texts(1, 2, 3), texts(32)),)):
         torch.manual_seed(0)
-        model: Any = Tagger()
+        model = Tagger()
         losses = {"head": model_loss, "words": by_text}
         sgd = {n: torch.optim.SGD(getattr(model, n).parameters(), lr=1.0) for n in losses}
         parts = {name: MasterWeights(own) for name, own in sgd.items()}
         optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
         trainer = MultiObjectiveTrainer(model, optimizer, losses)
-        found.append((float(trainer.train_step(*given).loss), trainer.weights().values()))  # type: ignore[arg-type]
+        found.append((float(trainer.train_step(*given).loss), trainer.weights().values()))
     (loss, weights), (whole_loss, whole) = found
     assert loss == pytest.approx(whole_loss, abs=2**-10)
     for mine, theirs in zip(weights, whole, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=2**-11)
 
 
-class Kind(Tagger):
-    """With the name of a loss, and a configuration."""
-
-    def __init__(self, loss_type: Any, both: bool = False) -> None:
-        super().__init__()
-        self.loss_type = loss_type
-        self.config = type("Config", (), {"is_encoder_decoder": both})
-
-
-class WordsLMHeadModel(Kind):
+class WordsLMHeadModel(Tagger):
     """As GPT-2's, of which transformers does not know the loss by its name."""
 
 
@@ -273,24 +231,22 @@ SHIFTED = {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}
 @pytest.mark.parametrize(
     ("model", "extra", "count"),
     [
-        (Kind("ForTokenClassification"), {}, 5),
-        (Kind("ForMaskedLM"), {}, 5),
-        (Kind(None), {}, 5),
-        (Kind("ForCausalLM"), {}, 3),
-        (Kind("ForConditionalGeneration"), {}, 3),
-        (Kind("ForConditionalGeneration", both=True), {}, 5),
+        (Tagger("ForTokenClassification"), {}, 5),
+        (Tagger("ForMaskedLM"), {}, 5),
+        (Tagger(None), {}, 5),
+        (Tagger("ForCausalLM"), {}, 3),
+        (Tagger("ForConditionalGeneration"), {}, 3),
+        (Tagger("ForConditionalGeneration", both=True), {}, 5),
         (WordsLMHeadModel(None), {}, 3),
         (torch.compile(WordsLMHeadModel(None), backend="eager"), {}, 3),
-        (Kind("ForCausalLM"), SHIFTED, 5),
-        (Kind("ForCTC"), {}, 2),
-        (Kind("ForCausalLM"), {"labels": torch.tensor([0.5, 0.5])}, 2),
-        (Kind("ForSequenceClassification"), {"labels": torch.tensor([0, -100])}, 1),
-        (Kind("ForObjectDetection"), {"labels": [{}, {}]}, 2),
+        (Tagger("ForCausalLM"), SHIFTED, 5),
+        (Tagger("ForCTC"), {}, 2),
+        (Tagger("ForCausalLM"), {"labels": torch.tensor([0.5, 0.5])}, 2),
+        (Tagger("ForSequenceClassification"), {"labels": torch.tensor([0, -100])}, 1),
+        (Tagger("ForObjectDetection"), {"labels": [{}, {}]}, 2),
     ],
 )
-def test_labels_are_counted_as_the_model_averages_them(
-    model: Any, extra: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_are_counted_as_the_model_averages_them(model, extra, count, monkeypatch) -> None:
     batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": LABELS, **extra}
     loss = torch.zeros((), requires_grad=True)
     monkeypatch.setattr(Tagger, "forward", lambda *_, **__: {"loss": loss})
@@ -298,8 +254,8 @@ def test_labels_are_counted_as_the_model_averages_them(
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
-def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode: str) -> None:
-    loader: Any = SimpleNamespace(epoch=lambda _: [texts(1), texts(0), texts(32)])
+def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode) -> None:
+    loader = SimpleNamespace(epoch=lambda _: [texts(1), texts(0), texts(32)])
     weighed, whole = trainer_of(mode).evaluate(loader).loss, trainer_of(mode)
     with torch.no_grad(), whole.precision.cast():
         expected = compute(model_loss, whole.model, joint(texts(1), texts(32))).loss

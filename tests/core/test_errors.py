@@ -1,15 +1,12 @@
 """Which names a misspelt one is answered with: those that are near, and no others."""
 
-import pytest
-
 from mpframe.core.errors import nearest
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
 
 
-@pytest.mark.parametrize(
-    ("name", "known", "offered"),
-    [
+def test_only_near_names_are_offered_the_nearest_first_and_at_most_so_many() -> None:
+    for name, known, offered in (
         ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
         ("trainr.epochs", TRAINER, "trainer.epochs"),
         ("epochs", TRAINER, "trainer.epochs"),
@@ -23,12 +20,7 @@ TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "
         ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
         ("", ["amp", "fp32"], ""),
         ("amp", [], ""),
-    ],
-)
-def test_only_near_names_are_offered(name: str, known: list[str], offered: str) -> None:
-    assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
-
-
-def test_at_most_so_many_are_offered_the_nearest_first() -> None:
-    assert nearest("stepz", ["step", "stepping", "stops", "steps"]) == "nearest: step, steps"
+        ("stepz", ["step", "stepping", "stops", "steps"], "step, steps"),
+    ):
+        assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
     assert nearest("step", [f"step_{n}" for n in range(9)], 2) == "nearest: step_0, step_1"

@@ -1,7 +1,5 @@
 """Kernels that a step launches on an accelerator after its backward pass, on fake CUDA tensors."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,61 +27,51 @@ FREE = (  # views, and memory that nothing is written to
 class Launches(TorchDispatchMode):
     """Counts while it is `on`."""
 
+    on = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.on, self.names, self.free = False, list[str](), FREE.split()
+        self.names = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         # Fake tensors do not know this one, which returns nothing.
         out = None if name == "_fused_sgd_" else func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-        if self.on and name not in self.free and any(t.device.type == "cuda" for t in tensors):
+        if self.on and name not in FREE.split() and any(t.device.type == "cuda" for t in tensors):
             self.names.append(name)
         return out
 
 
-class FakeBackward(Comm):
-    """Gives every parameter a gradient, because autograd does not run on fake CUDA tensors."""
-
-    def __init__(self, launches: Launches, model: nn.Module) -> None:
-        self.launches, self.model = launches, model
-
-    def backward(self, *_: Any) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        self.launches.on = True
-
-
-def launched(
-    layers: int, mode: str, half: str, scaler: Any = None, clip: float | None = 1.0, window: int = 1
-) -> int:
+def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
     """The count of a second step: the first one makes the optimizer's state."""
 
-    def objective(model: nn.Sequential, batch: Tensor) -> StepOutput:
+    def objective(model, batch):
         launches.on = False  # a forward pass, which is not counted
         return StepOutput(model[0](batch).float().mean(), len(batch))
+
+    def backward(*_) -> None:  # in place of autograd, which does not run on fake CUDA tensors
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        launches.on = True
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             pairs = [(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(layers)]
             model, batch = nn.Sequential(*(m for pair in pairs for m in pair)), torch.zeros(4, 64)
-        precision = Precision(mode, half=half)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        model, wrapped = precision.prepare(model, optimizer)
-        scaler = None if scaler is None else scaler().to("cuda")
-        comm = FakeBackward(Launches(), model)
-        options = StepOptions(clip_norm=clip)
+        precision, comm = Precision(mode, half=half), Comm()
+        model, wrapped = precision.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        scaler, options = scaler and scaler().to("cuda"), StepOptions(clip_norm=clip)
         trainer = StepTrainer(model, wrapped, objective, precision, scaler, plan=options, comm=comm)
         for _ in range(2):
-            launches = comm.launches = Launches()
+            launches, comm.backward = Launches(), backward
             with launches:
                 trainer.train_step(*[batch] * window)
         return len(launches.names)
 
 
 @pytest.fixture(autouse=True)
-def _a_host_that_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_host_that_knows(monkeypatch) -> None:
     """The first step reads its verdict, which fake tensors cannot tell."""
     good = [Verdict(skipped=False, dropped=0)]
     monkeypatch.setattr(master_weights, "read", lambda steps: good * len(steps))
@@ -104,7 +92,7 @@ def _a_host_that_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_the_count_does_not_grow_with_the_model(case: Any, most: int) -> None:
+def test_the_count_does_not_grow_with_the_model(case, most) -> None:
     count = launched(2, *case)
     assert count <= most
     assert launched(6, *case) == count

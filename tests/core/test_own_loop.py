@@ -1,48 +1,49 @@
 """`Precision`, `MasterWeights` and a scaler in a loop of the user's own."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from vocabulary import HALVES, same_bits
+from prepared import prepared
+from torch import nn
+from vocabulary import same_bits
 
-from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.core.objective import supervised
+from mpframe import Backoff, LogMax, Static
 from mpframe.training.trainer import Plan
 
-MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
-SCALERS: list[Callable[[], Any]] = [LogMax, Backoff, lambda: Static(2.0**10), LogMax, Backoff]
 
-
-def data(count: int) -> list[tuple[Tensor, Tensor]]:
+def data(count):
     generator = torch.Generator().manual_seed(1)
     targets = [torch.randint(0, 4, (16,), generator=generator) for _ in range(count)]
     noise = [torch.randn(16, 8, generator=generator) for _ in range(count)]
     return [(n + 3 * nn.functional.one_hot(t, 8), t) for n, t in zip(noise, targets, strict=True)]
 
 
-def prepared(precision: Precision) -> tuple[nn.Module, Any]:
+def trainer_of(mode, half, scaler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    return precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    options = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "plan": Plan(clip_norm=1.0)}
+    return prepared(model, nn.CrossEntropyLoss(), mode, half, scaler=scaler, **options)
 
 
 @pytest.mark.parametrize(
-    ("mode", "half", "make_scaler"),
-    [(*mode, make) for mode, make in zip(MODES, SCALERS, strict=True)],
+    ("mode", "half", "scaler"),
+    [
+        ("fp32", "float16", LogMax),
+        ("mixed", "float16", Backoff),
+        ("mixed", "bfloat16", lambda: Static(2.0**10)),
+        ("amp", "float16", LogMax),
+        ("amp", "bfloat16", Backoff),
+    ],
 )
-def test_it_learns_skips_an_overflow_in_the_middle_and_is_the_trainers_step(
-    mode: str, half: str, make_scaler: Callable[[], Any]
-) -> None:
+def test_it_learns_skips_an_overflow_and_is_the_trainers_step(mode, half, scaler) -> None:
     batches = data(40)
     batches[10] = (batches[10][0] * torch.inf, batches[10][1])
-    precision, scaler = Precision(mode, half), make_scaler()
-    model, optimizer = prepared(precision)
+    by_hand, trainer = (trainer_of(mode, half, scaler()) for _ in range(2))
+    model, optimizer, scaler = by_hand.model, by_hand.optimizer, by_hand.scaler
     losses, skipped = [], []
     for inputs, targets in batches:  # as it is documented
-        with precision.cast():
+        with by_hand.precision.cast():
             loss = nn.functional.cross_entropy(model(inputs), targets)
         (loss * scaler.scale).backward()
         result = optimizer.step(scaler, max_norm=1.0)
@@ -52,9 +53,6 @@ def test_it_learns_skips_an_overflow_in_the_middle_and_is_the_trainers_step(
         assert result.skipped or result.amax <= result.grad_norm
     assert losses[-1] < losses[0] / 3
     assert [step for step, own in enumerate(skipped) if own] == [10]
-    other, masters = prepared(precision)
-    objective, plan = supervised(nn.CrossEntropyLoss()), Plan(clip_norm=1.0)
-    trainer = Trainer(other, masters, objective, precision, make_scaler(), plan=plan)
     for batch in batches:
         trainer.train_step(batch)
-    assert same_bits(model.parameters(), other.parameters())
+    assert same_bits(model.parameters(), trainer.model.parameters())

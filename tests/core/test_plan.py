@@ -2,63 +2,46 @@
 
 import pytest
 import torch
+from prepared import prepared
 from torch import nn
 
-from mpframe import Precision, Trainer
 from mpframe.core.callback import Callback
-from mpframe.core.objective import supervised
 from mpframe.training.plan import Plan, Progress
-
-
-class Left(Callback):
-    """Notes the steps left after each step, and those that were taken."""
-
-    def __init__(self) -> None:
-        self.left: list[int] = []
-        self.steps: list[int] = []
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self.left.append(trainer.plan.steps_left(trainer.progress, 7))
-        self.steps.append(trainer.progress.steps)
 
 
 class Batches:
     """Seven batches, of which the fourth to the sixth overflow."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
-    def epoch(self, epoch: int, start: int = 0):  # type: ignore[no-untyped-def]
+    def epoch(self, epoch, start=0):
         for number in range(start, 7):
             inputs = torch.full((2, 2), torch.inf if 3 <= number <= 5 else 1.0)
             yield inputs, torch.ones(2, 1)
 
 
 @pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 5), (2, None), (3, 5), (2, 5), (3, 100)])
-def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | None) -> None:
+def test_the_steps_left_are_those_that_follow(accumulate, max_steps) -> None:
     """A skipped step counts for the epochs, and not for `max_steps`."""
-    model, noted = nn.Linear(2, 1), Left()
-    _, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plan = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate)
-    objective, callbacks = supervised(nn.MSELoss()), {"left": noted}
-    trainer = Trainer(model, optimizer, objective, plan=plan, callbacks=callbacks)
-    trainer.fit(Batches())  # type: ignore[arg-type]
+    plan, noted = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate), Callback()
+    trainer = prepared(nn.Linear(2, 1), nn.MSELoss(), plan=plan, callbacks={"noted": noted})
+    progress, seen = trainer.progress, []
+    noted.on_step_end = lambda _: seen.append((plan.steps_left(progress, 7), progress.steps))
+    trainer.fit(Batches())
+    left, steps = zip(*seen, strict=True)
     first = plan.steps_left(Progress(), 7)
-    assert noted.left[-1] == 0
-    assert trainer.progress.skipped > 0
+    assert left[-1] == 0 < progress.skipped
     if max_steps == 5:  # One more for each that is skipped.
-        assert (first, len(noted.left)) == (5, 5 + trainer.progress.skipped)
-        assert noted.left == [5 - steps for steps in noted.steps]
+        assert (first, len(left)) == (5, 5 + progress.skipped)
+        assert left == tuple(5 - taken for taken in steps)
     else:
-        assert noted.left == [*range(first - 1, -1, -1)]
+        assert left == tuple(range(first - 1, -1, -1))
 
 
-def test_a_run_past_its_end_has_none_left() -> None:
+def test_a_run_past_its_end_has_no_steps_left_and_a_pass_in_part_counts() -> None:
     assert Plan(epochs=2).steps_left(Progress(epoch=3), 7) == 0
     assert Plan(epochs=2, max_steps=4).steps_left(Progress(steps=6), 7) == 0
-
-
-def test_the_numbers_of_a_plan_count_a_pass_in_part() -> None:
     numbers = Plan(epochs=9, max_steps=5, accumulate=2).numbers(7)
     assert numbers == {"total_steps": 5, "epochs": 2, "steps_per_epoch": 4}
     assert Plan(max_steps=0).numbers(7) == {"total_steps": 1, "epochs": 1, "steps_per_epoch": 7}

@@ -101,6 +101,16 @@ def in_another_thread(call: Callable[[], Any]) -> Any:
         return threads.submit(call).result()
 
 
+def inside(precision: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run in a block of this precision."""
+
+    def run(*inputs: Any) -> Any:
+        with precision.cast():
+            return call(*inputs)
+
+    return run
+
+
 class CalledOps(TorchFunctionMode):
     """Names the ops that a block calls, and not what those call in turn."""
 

@@ -1,14 +1,15 @@
 """Which casts of weights a block keeps, and how blocks of several threads stay apart."""
 
-from collections.abc import Callable
-from threading import Event, Thread
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from vocabulary import HALVES, Kernels, formats, in_another_thread
+from test_storage import Reads, prepare
+from torch import nn
+from vocabulary import HALVES, Kernels, in_another_thread, inside
 
 from mpframe import OpLists, Precision
 
@@ -16,24 +17,17 @@ FP32, HALF = torch.float32, torch.float16
 X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def amp(half: str = "float16", compute: str = "auto") -> Precision:
+def amp(half="float16", compute="auto"):
     return Precision("amp", half, compute=compute)
 
 
 def test_without_lists_a_pinned_module_gives_half_to_the_next() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    precision = Precision("mixed", ops=OpLists(modules={"1": "fp32"}))
-    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with precision.cast():
-        assert model(X.half()).dtype == HALF
+    precision, _ = prepare(model, ops=OpLists(modules={"1": "fp32"}))
+    assert inside(precision, model)(X.half()).dtype == HALF
 
 
-def test_inference_mode() -> None:
-    with torch.inference_mode(), amp().cast():
-        assert nn.Linear(4, 4)(X).dtype == HALF
-
-
-def weight_of(value: float = 1.0) -> tuple[nn.Parameter, Tensor]:
+def weight_of(value=1.0):
     return nn.Parameter(torch.full((1, 1), value)), torch.ones(1, 1)
 
 
@@ -41,7 +35,7 @@ class TestWeightsOfABlock:
     """One weight is cast once in a block, and never used when it is older than its weight."""
 
     @pytest.mark.parametrize("half", HALVES)
-    def test_cast_once_also_after_a_block_in_which_it_was_written(self, half: str) -> None:
+    def test_cast_once_also_after_a_block_in_which_it_was_written(self, half) -> None:
         weight, x, precision = nn.Parameter(X.clone()), X.to(HALVES[half]), amp(half, "native")
         for _ in range(2):
             with precision.cast():
@@ -51,16 +45,13 @@ class TestWeightsOfABlock:
                     F.linear(x, weight)
             assert sum(kernel.name == "_to_copy" for kernel in kernels.ran) == 1
 
-    def test_cast_anew_in_the_next_block(self) -> None:
-        (weight, x), precision = weight_of(), amp()
-        for value in (1.0, 2.0):
-            weight.data.fill_(value)
-            with precision.cast():
-                assert F.linear(x, weight).item() == value
-
-    def test_writes_in_place_and_through_data_are_seen(self) -> None:
-        weight, x = weight_of()
-        with amp().cast():
+    def test_writes_before_and_within_a_block_are_seen(self) -> None:
+        (weight, x), precision = weight_of(5.0), amp()
+        with torch.inference_mode(), precision.cast():
+            y = F.linear(x, weight)
+        assert (y.dtype, y.item()) == (HALF, 5.0)
+        weight.data.fill_(1.0)
+        with precision.cast():
             assert F.linear(x, weight).item() == 1.0
             nn.init.zeros_(weight)
             assert F.linear(x, weight).item() == 0.0
@@ -76,7 +67,7 @@ class TestWeightsOfABlock:
         ("kind", "fused", "half"),
         [("SGD", False, "float16"), ("SGD", True, "bfloat16"), ("AdamW", True, "float16")],
     )
-    def test_an_optimizer_is_seen(self, kind: str, fused: bool, half: str, run: Any) -> None:
+    def test_an_optimizer_is_seen(self, kind, fused, half, run) -> None:
         """The kernels of fused ones write without raising the version counter."""
         weight, x = weight_of()
         optimizer = getattr(torch.optim, kind)([weight], lr=0.5, fused=fused)
@@ -96,7 +87,7 @@ class TestWeightsOfABlock:
 
     @torch.no_grad()
     def test_a_new_weight_at_an_old_address_is_another(self) -> None:
-        """Without a graph nothing else keeps a weight alive, and its address is used again."""
+        """Without a graph nothing else keeps a weight alive."""
         with amp().cast():
             for value in range(50):
                 weight, x = weight_of(float(value))
@@ -104,80 +95,63 @@ class TestWeightsOfABlock:
                 del weight
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.cell, self.head = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        body = self.body(x)
-        cell, _ = self.cell(body)
-        return [body, cell, self.head(cell)]
-
-
-Pinned = tuple[Precision, nn.Module, Callable[[], list[Tensor]]]
+def forward(m, x):
+    body = m.body(x)
+    cell, _ = m.cell(body)
+    return [tensor.dtype for tensor in (body, cell, m.head(cell))]
 
 
 @pytest.fixture
-def pinned() -> Pinned:
-    """A precision, a model whose head it pins, and its forward pass, outside of any block."""
-    ops, model, x = OpLists.named(), Net(), torch.rand(2, 3, 8)
-    precision = Precision("amp", ops=OpLists(ops.allow, ops.deny, ops.infer, {"head": "fp32"}))
+def pinned():
+    """A precision, a model whose head it pins, and the formats of its forward pass."""
+    parts = {"body": nn.Linear(8, 8), "cell": nn.GRU(8, 8), "head": nn.Linear(8, 8)}
+    model, ops = Reads(forward, **parts), replace(OpLists.named(), modules={"head": "fp32"})
+    precision = Precision("amp", ops=ops)
     precision.attach(model)
-    return precision, model, lambda: model(x)
-
-
-def dtypes(results: list[Tensor]) -> list[torch.dtype]:
-    return [tensor.dtype for tensor in results]
+    return precision, model, lambda: model(torch.rand(2, 3, 8))
 
 
 class TestThreads:
     """Whether casts are on is a matter of the present thread: blocks of two do not meet."""
 
     @pytest.mark.parametrize("first_out", [True, False])
-    def test_blocks_that_overlap_end_on_their_own(self, pinned: Pinned, first_out: bool) -> None:
-        (precision, _, forward), expected = pinned, [HALF, HALF, FP32]
-        opened, leave, found = Event(), Event(), list[list[torch.dtype]]()
+    def test_blocks_that_overlap_end_on_their_own(self, pinned, first_out) -> None:
+        (precision, _, formats), expected = pinned, [HALF, HALF, FP32]
+        opened, leave = Event(), Event()
 
-        def hold() -> None:
-            found.append(dtypes(forward()))
+        def hold():
+            outside = formats()
             with precision.cast():
                 with Precision("fp32").cast():
                     opened.set()
                     leave.wait(60)
-                found.append(dtypes(forward()))
+                return outside, formats()
 
-        thread = Thread(target=hold)
-        with precision.cast():
-            thread.start()
-            opened.wait(60)
-            if not first_out:
-                leave.set()
-                thread.join()
-            assert dtypes(forward()) == expected
-        leave.set()
-        thread.join()
-        assert found == [[FP32] * 3, expected]
-        assert formats(forward()) == {FP32}
+        with ThreadPoolExecutor(1) as threads:
+            with precision.cast():
+                other = threads.submit(hold)
+                opened.wait(60)
+                if not first_out:
+                    leave.set()
+                    other.result()
+                assert formats() == expected
+            leave.set()
+            assert other.result() == ([FP32] * 3, expected)
+        assert formats() == [FP32] * 3
 
-    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned: Pinned) -> None:
-        precision, model, forward = pinned
-        inside, leave, found = Event(), Event(), list[list[torch.dtype]]()
+    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
+        precision, model, formats = pinned
+        within, leave = Event(), Event()
 
-        def hold(*_: Any) -> None:
-            inside.set()
+        def hold(*_) -> None:
+            within.set()
             leave.wait(60)
 
-        def run() -> None:
+        model.head.register_forward_pre_hook(hold)
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(inside(precision, formats))
+            within.wait(60)
             with precision.cast():
-                found.append(dtypes(forward()))
-
-        model.get_submodule("head").register_forward_pre_hook(hold)
-        thread = Thread(target=run)
-        thread.start()
-        inside.wait(60)
-        with precision.cast():
-            assert (X @ X).dtype == HALF
-            leave.set()
-            thread.join()
-        assert found == [[HALF, HALF, FP32]]
+                assert (X @ X).dtype == HALF
+                leave.set()
+                assert other.result() == [HALF, HALF, FP32]

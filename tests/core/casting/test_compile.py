@@ -1,17 +1,17 @@
 """Model and casts compiled into one graph: the same steps as without."""
 
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from test_regions import gradients
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
-from vocabulary import HALVES, same_bits
+from vocabulary import HALVES, inside, same_bits
 
 from mpframe import OpLists, Precision, Static
 
@@ -19,47 +19,39 @@ X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, 0.9)
-
-
-def losses(precision: Precision, compiled: bool, steps: int) -> list[float]:
-    """A convolution with BatchNorm, then products, a norm and a softmax: each list has a part."""
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()
-    products = nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
-    net = nn.Sequential(*convolution, *products)
-    model, optimizer = precision.prepare(net, sgd(net))
-
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        with precision.cast():
-            return F.cross_entropy(model(x), y)
-
-    run = torch.compile(forward, fullgraph=True) if compiled else forward
-    generator, scaler, found = torch.Generator().manual_seed(1), Static(2.0**8), []
-    for _ in range(steps):
-        y = torch.randint(0, 4, (8,), generator=generator)
-        x = torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1)
-        loss = run(x, y)
-        (loss * scaler.scale).backward()
-        optimizer.step(scaler)
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "half"), [("mixed", "float16"), ("amp", "bfloat16")])
-def test_twenty_steps_are_those_of_eager(mode: str, half: str) -> None:
+def test_twenty_steps_are_those_of_eager(mode, half) -> None:
     """A compiler may leave out roundings of fused ops, and add in another order: R = 16 of size
     u, half a unit in the last place, on the way to the loss, so after n steps n R u max|loss|."""
-    eager, compiled = (losses(Precision(mode, half), graph, 20) for graph in (False, True))
+    eager, compiled = losses = [], []
+    for found in losses:
+        torch.manual_seed(0)  # Each list has a part: products, norms and a softmax.
+        convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)
+        products = nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
+        net, precision = nn.Sequential(*convolution, nn.Flatten(), *products), Precision(mode, half)
+        model, optimizer = precision.prepare(net, sgd(net))
+
+        run = inside(precision, lambda x, y, model=model: F.cross_entropy(model(x), y))
+        run = torch.compile(run, fullgraph=True) if found is compiled else run
+        scaler = Static(2.0**8)
+        for _ in range(20):
+            y = torch.randint(0, 4, (8,))
+            loss = run(torch.randn(8, 1, 6, 6) + y.view(8, 1, 1, 1), y)
+            (loss * scaler.scale).backward()
+            optimizer.step(scaler)
+            optimizer.zero_grad()
+            found.append(loss.item())
     u = torch.finfo(HALVES[half]).eps / 2
     for step, (one, other) in enumerate(zip(eager, compiled, strict=True), 1):
         assert abs(one - other) <= step * 16 * u * max(eager)
@@ -69,47 +61,36 @@ def test_twenty_steps_are_those_of_eager(mode: str, half: str) -> None:
 def test_one_graph_without_a_first_run() -> None:
     """Traced cold, no rule of an op has been found before: also what torch's functions hide."""
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    pins = {"self_attn": "fp32", "norm2": "half"}
+    pins, x = {"self_attn": "fp32", "norm2": "half"}, torch.rand(2, 3, 8)
     precision = Precision("mixed", ops=replace(OpLists.named(), modules=pins))
     precision.prepare(model, sgd(model))
 
-    def forward(x: Tensor) -> Tensor:
-        with precision.cast():
-            held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
-            y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
-            return F.normalize(1 / (y + 9), dim=-1)
+    def forward(x):
+        held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
+        y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
+        return F.normalize(1 / (y + 9), dim=-1)
 
-    x = torch.rand(2, 3, 8)
-    traced = torch.compile(forward, fullgraph=True, backend="eager")(x)
-    assert same_bits([traced], [forward(x)])
+    run = inside(precision, forward)
+    assert same_bits([torch.compile(run, fullgraph=True, backend="eager")(x)], [run(x)])
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_steps_share_one_graph(inside: bool) -> None:
-    precision, model, graphs = Precision("amp", "bfloat16"), nn.Linear(8, 8), []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    def in_block(x: Tensor) -> Tensor:
-        with precision.cast():
-            return model(x)  # type: ignore[no-any-return]
-
-    compiled = torch.compile(in_block if inside else model, backend=backend, fullgraph=True)
-    optimizer = sgd(model)
+@pytest.mark.parametrize("around", [True, False])
+def test_steps_share_one_graph(around) -> None:
+    precision, model = Precision("amp", "bfloat16"), nn.Linear(8, 8)
+    graphs, optimizer = CompileCounter(), sgd(model)
+    run = model if around else inside(precision, model)
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
     for _ in range(3):
-        with nullcontext() if inside else precision.cast():
+        with precision.cast() if around else nullcontext():
             compiled(X).float().sum().backward()
         optimizer.step()
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 def test_blocks_nest_in_a_graph_as_without() -> None:
-    """The innermost block decides; leaving one restores what was around it."""
     outer, bf16, fp32 = Precision("amp"), Precision("amp", "bfloat16"), Precision("fp32")
 
-    def forward(x: Tensor) -> list[torch.dtype]:
+    def forward(x):
         found = []
         with outer.cast():
             for inner in (outer, bf16, fp32):
@@ -119,19 +100,14 @@ def test_blocks_nest_in_a_graph_as_without() -> None:
         return [*found, (x @ x.T).dtype]
 
     half, wide = torch.float16, torch.float32
-    expected = [half, torch.bfloat16, wide, half, wide]
-    assert forward(X) == expected
-    assert torch.compile(forward, fullgraph=True, backend="eager")(X) == expected
+    for run in (forward, torch.compile(forward, fullgraph=True, backend="eager")):
+        assert run(X) == [half, torch.bfloat16, wide, half, wide]
 
 
 def test_the_roundings_of_emulation_survive_the_compiler() -> None:
     """Inductor drops a cast to half and back. 1 + 2^-12 must be 1, and 300 * 300 must be inf."""
     precision = Precision("amp", compute="emulated")
-
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        with precision.cast():
-            return F.relu(a @ b) @ a
-
+    forward = inside(precision, lambda a, b: F.relu(a @ b) @ a)
     compiled = torch.compile(forward, fullgraph=True)
     fine, large = torch.full((4, 4), 1 + 2.0**-12), torch.full((4, 4), 300.0)
     assert compiled(fine, large)[0, 0].item() == 4800
@@ -141,37 +117,27 @@ def test_the_roundings_of_emulation_survive_the_compiler() -> None:
     assert same_bits(*found)
 
 
-Call = Callable[[nn.Module, Tensor], Tensor]
+def plain(model, x):
+    return model(x)
 
 
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)  # type: ignore[no-any-return]
-
-
-def by_cond(model: nn.Module, x: Tensor) -> Tensor:
+def by_cond(model, x):
     return torch.cond(x.sum() > 0, lambda x: model(x), lambda x: -model(x), (x,))
 
 
 by_region = torch.compiler.nested_compile_region(plain)
-by_checkpoint = partial(checkpoint, use_reentrant=False)
-by_reentrant_checkpoint = partial(checkpoint, use_reentrant=True)
+by_checkpoint, by_reentrant = (partial(checkpoint, use_reentrant=own) for own in (False, True))
 
 
-def gradients(precision: Precision, call: Call, backend: str | None, at: str = "") -> list[Any]:
+def found(precision, call, backend, at=""):
     """Result and gradients; the block stands in the compiled function, or around it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    x = X.clone().requires_grad_()
-
-    def run(x: Tensor) -> Tensor:
-        with nullcontext() if at == "around" else precision.cast():
-            return call(model, x)
-
-    compiled = torch.compile(run, backend=backend, fullgraph=True) if backend else run
-    with precision.cast() if at == "around" else nullcontext():
-        result = compiled(x)
-    result.float().square().sum().backward()
-    return [result.detach(), x.grad, *(p.grad for p in model.parameters())]
+    run, around = partial(call, model), precision.cast
+    if at != "around":
+        run, around = inside(precision, run), nullcontext
+    run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
+    return gradients(model, run, around)
 
 
 @pytest.mark.parametrize(
@@ -180,45 +146,38 @@ def gradients(precision: Precision, call: Call, backend: str | None, at: str = "
         (by_cond, "", None, "float16", "emulated"),
         (by_cond, "inside", "eager", "float16", "emulated"),
         (by_checkpoint, "inside", "aot_eager", "bfloat16", "native"),
-        (by_reentrant_checkpoint, "around", "aot_eager", "bfloat16", "native"),
+        (by_reentrant, "around", "aot_eager", "bfloat16", "native"),
         (by_region, "inside", "aot_eager", "float16", "emulated"),
     ],
 )
-def test_functions_that_an_op_is_given(
-    call: Call, at: str, backend: str | None, half: str, compute: str
-) -> None:
+def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
     precision = Precision("amp", half, compute=compute)
-    found = gradients(precision, call, backend, at)
-    assert found[0].dtype == HALVES[half]
-    assert same_bits(found, gradients(precision, plain, None))
+    own = found(precision, call, backend, at)
+    assert own[0].dtype == HALVES[half]
+    assert same_bits(own, found(precision, plain, None))
 
 
 class Product(torch.autograd.Function):
     """x @ w, with a backward pass that meets the fp32 gradient and half values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x, w):
         half = F.linear(x, w)
         ctx.save_for_backward(half.relu(), x, w)
         return half.float()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, gradient):
         positive, x, w = ctx.saved_tensors
-        gradient = gradients[0] * (positive > 0)
+        gradient = gradient * (positive > 0)
         return gradient @ w + positive @ w, gradient.t() @ x
 
 
 def test_the_backward_pass_of_a_custom_function() -> None:
     precision, weight = Precision("amp", "bfloat16", compute="native"), torch.rand(8, 8)
-
-    def call(x: Tensor, w: Tensor) -> Tensor:
-        with precision.cast():
-            return Product.apply(x, w)  # type: ignore[no-any-return]
-
-    found = []
+    call, found = inside(precision, lambda x, w: Product.apply(x, w)), []
     for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         x, w = X.clone().requires_grad_(), weight.clone().requires_grad_()
         function(x, w).square().sum().backward()
         found.append([x.grad, w.grad])
-    assert same_bits(*found)  # type: ignore[arg-type]
+    assert same_bits(*found)

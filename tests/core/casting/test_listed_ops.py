@@ -1,13 +1,11 @@
 """Every op of every shipped list, in every spelling: what its kernels are given and give."""
 
 import warnings
-from collections.abc import Iterator
-from itertools import product
-from typing import Any
+from itertools import chain, product, repeat
 
 import pytest
 import torch
-from op_table import TABLE, Row, Spelling
+from op_table import TABLE
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, tensors
@@ -28,63 +26,56 @@ INSIDE = {"rms_norm": {FP32}} | {op: {torch.float64} for op in FP64_INSIDE}
 NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
 
 
-def inputs_as(row: Row, how: str, half: torch.dtype) -> tuple[Any, ...]:
+def inputs_as(row, how, half):
     """The row's inputs: all `fp32`, all `half`, or `both`: the first fp32 and the others half."""
-    seen: list[Tensor] = []
+    formats = chain([half if how == "half" else FP32], repeat(FP32 if how == "fp32" else half))
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        seen.append(leaf)
-        narrow = how == "half" or (how == "both" and len(seen) > 1)
-        return leaf.clone().to(half if narrow else FP32)
+    def convert(leaf):
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.clone().to(next(formats)) if floating else leaf
 
-    return tree_map(convert, row.inputs)  # type: ignore[no-any-return]
+    return tree_map(convert, row.inputs)
 
 
-def lists_of(op: str) -> Iterator[OpLists]:
+def lists_of(op):
     """The shipped lists that say something about `op`, each different answer once."""
     answers = {lists.list_of(op): lists for lists in reversed(LISTS.values())}
     return (lists for answer, lists in answers.items() if answer != "none")
 
 
-def run(spelling: Spelling, inputs: tuple[Any, ...], precision: Precision) -> tuple[Kernels, Any]:
-    kernels = Kernels()
-    with warnings.catch_warnings(), kernels, precision.cast():
+def run(spelling, inputs, precision):
+    with warnings.catch_warnings(), Kernels() as kernels, precision.cast():
         warnings.simplefilter("ignore")  # torch's own, of deprecated ops
         return kernels, spelling(*inputs)
 
 
-def expected(op: str, precision: Precision, how: str) -> tuple[set[torch.dtype], set[torch.dtype]]:
+def expected(op, policy, how):
     """The formats the kernels of `op` are to be given, and those of its result."""
-    policy = precision.policy
-    held_by, half = policy.ops.list_of(op), policy.half_dtype
-    given, gave = FP32, FP32
+    held_by, given, gave = policy.ops.list_of(op), FP32, FP32
     if held_by == "allow" or (held_by == "infer" and how == "half"):
         emulated = policy.compute == "emulated" and held_by == "allow"
-        given, gave = FP32 if emulated or op in NO_HALF_KERNEL else half, half
+        gave = policy.half_dtype
+        given = FP32 if emulated or op in NO_HALF_KERNEL else gave
     return {given} | INSIDE.get(op, set()), set() if op in NO_FLOATS else {gave}
 
 
-SLOW = pytest.mark.slow
-RUNS = [
-    ("amp", "float16", "emulated"),
-    ("mixed", "bfloat16", "native"),
-    pytest.param("amp", "bfloat16", "emulated", marks=SLOW),
-    pytest.param("mixed", "float16", "native", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
-def test_formats(mode: str, half: str, compute: str) -> None:
-    listed = (lists.allow | lists.deny | lists.infer for lists in LISTS.values())
+@pytest.mark.parametrize(
+    ("mode", "half", "compute"),
+    [
+        ("amp", "float16", "emulated"),
+        ("mixed", "bfloat16", "native"),
+        pytest.param("amp", "bfloat16", "emulated", marks=pytest.mark.slow),
+        pytest.param("mixed", "float16", "native", marks=pytest.mark.slow),
+    ],
+)
+def test_formats(mode, half, compute) -> None:
+    listed, wrong = (own.allow | own.deny | own.infer for own in LISTS.values()), []
     assert set().union(*listed) == TABLE.keys()
-    wrong = []
     for op, row in TABLE.items():
         for lists, how in product(lists_of(op), HOW):
             inputs = inputs_as(row, how, HALVES[half])
             precision = Precision(mode, half, ops=lists, compute=compute)
-            wanted = expected(op, precision, how if len(formats(inputs)) < 2 else "both")
+            wanted = expected(op, precision.policy, how if len(formats(inputs)) < 2 else "both")
             for number, spelling in enumerate(row.spellings):
                 kernels, result = run(spelling, inputs, precision)
                 if (kernels.given(), formats(result)) != wanted:
@@ -93,7 +84,7 @@ def test_formats(mode: str, half: str, compute: str) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_backward_runs_in_the_formats_of_forward(half: str) -> None:
+def test_backward_runs_in_the_formats_of_forward(half) -> None:
     """Native: the gradient kernels of a half op are given half; fp32 weights get fp32 gradients."""
     wrong = []
     for op in LISTS["default"].allow:

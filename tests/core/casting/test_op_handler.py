@@ -1,65 +1,45 @@
 """Ops that run in another way: what an OpHandler sees, replaces and remembers."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
+from vocabulary import inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import OpLists, Precision
-from mpframe.core.casting.handlers import Args, Handler, Kwargs, OpHandler
+from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.errors import ConfigError
 
 X = torch.arange(12.0).reshape(3, 4)
 
 
 class Count(OpHandler):
-    """Counts linear layers, and leaves them to the lists."""
-
     def __init__(self) -> None:
-        self.asked: set[tuple[str, str | None]] = set()
-        self.seen = 0
+        self.asked, self.seen = set(), 0
 
-    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
+    def handler_of(self, op, recipe):
         self.asked.add((op, recipe))
         return self.count if op == "linear" else None
 
-    def count(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def count(self, func, args, kwargs):
         self.seen += 1
         return NotImplemented
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state) -> None:
         self.seen = state.get("seen", 0)
 
 
-class HardSigmoid(OpHandler):
-    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
-        return self.run if op == "sigmoid" else None
-
-    def run(self, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-        return nn.functional.hardsigmoid(*args, **kwargs)
-
-
-def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode: str) -> None:
-    count, model = Count(), two_layers()
+def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode) -> None:
+    count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     precision = Precision(mode, op_handlers=[count])
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with Precision(mode).cast():
-        expected = model(X)
-    with precision.cast():
-        y = model(X)
+    expected, y = inside(Precision(mode), model)(X), inside(precision, model)(X)
     assert precision.state_dict() == {"seen": 2}
-    assert y.dtype == expected.dtype
-    assert torch.equal(y, expected)
+    assert same_bits([y], [expected])
     with precision.preserve_state(), precision.cast():
         model(X)
     assert count.seen == 2
@@ -67,34 +47,30 @@ def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode: str) -> None:
     assert count.seen == 7
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_handlers_are_asked_in_turn_and_may_replace_an_op(compiled: bool) -> None:
-    precision = Precision("amp", op_handlers=[Count(), HardSigmoid()])
+def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
+    def replacement(func, args, kwargs):
+        return nn.functional.hardsigmoid(*args, **kwargs)
 
-    def run(x: Tensor) -> Tensor:
-        with precision.cast():
-            return x.sigmoid()
-
-    if compiled:
-        run = torch.compile(run, fullgraph=True, backend="eager")
-    assert torch.equal(run(X), nn.functional.hardsigmoid(X))
+    hard = OpHandler()
+    hard.handler_of = lambda op, recipe: replacement if op == "sigmoid" else None
+    precision = Precision("amp", op_handlers=[Count(), hard])
+    run = inside(precision, Tensor.sigmoid)
+    for call in (run, torch.compile(run, fullgraph=True, backend="eager")):
+        assert torch.equal(call(X), nn.functional.hardsigmoid(X))
 
 
 @pytest.mark.parametrize(  # for all, or for a module
     ("products", "pin"), [("fp8_tensorwise", "none"), ("none", "fp8_tensorwise")]
 )
-def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(
-    products: str, pin: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def naming(count: Count) -> Precision:
+def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products, pin, monkeypatch) -> None:
+    def naming(count):
         ops = OpLists.from_mapping({"allow": ["linear"], "modules": {"0": pin}})
         return Precision("amp", ops=ops, products=products, op_handlers=[count])
 
-    count, model = Count(), two_layers()
+    count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     precision = naming(count)
     precision.attach(model)
-    with precision.cast():
-        model(X)
+    inside(precision, model)(X)
     assert count.seen == 2
     assert {recipe for op, recipe in count.asked if op == "linear"} == {"fp8_tensorwise", None}
     monkeypatch.setattr("mpframe.core.precision.find_recipes", None)  # lowbit is not imported.

@@ -1,13 +1,13 @@
 """Op lists as values: what they hold, how they are changed, and what is refused."""
 
-from typing import Any
-
 import pytest
 import torchvision  # noqa: F401  its ops are registered where it is imported
 from omegaconf import OmegaConf
+from refusal import refused
 
 from mpframe import OpLists
 from mpframe.config.locations import CONF
+from mpframe.core.casting import op_lists
 from mpframe.core.casting.op_lists import _ALIASES, _parse, canonical, known_ops
 from mpframe.core.errors import ConfigError
 
@@ -25,7 +25,7 @@ def test_the_shipped_lists() -> None:
 
 def test_shipped_lists_are_read_as_hydra_reads_them() -> None:
     for path in CONF.glob("ops/*.yaml"):
-        sections: Any = OmegaConf.to_container(OmegaConf.load(path))
+        sections = OmegaConf.to_container(OmegaConf.load(path))
         parsed = _parse(path.read_text())
         assert parsed.keys() == sections.keys()
         for name, items in sections.items():
@@ -40,16 +40,12 @@ def test_one_name_for_every_spelling() -> None:
         assert OpLists(allow=frozenset({op})).list_of(alias) == "allow"
     assert set(_ALIASES.values()) <= known_ops() - _ALIASES.keys()
     of_a_library = OpLists(allow=frozenset({"torchvision.box_iou_rotated", "aten.mm"}))
-    for op, held in (
-        ("torchvision.box_iou_rotated", "allow"),
-        ("aten.mm", "allow"),
-        ("mm", "none"),
-    ):
-        assert of_a_library.list_of(op) == held
+    held = [of_a_library.list_of(op) for op in ("torchvision.box_iou_rotated", "aten.mm", "mm")]
+    assert held == ["allow", "allow", "none"]
 
 
 @pytest.mark.parametrize("destination", ["allow", "deny", "infer", "none"])
-def test_a_move_takes_an_op_out_of_every_other_list(destination: str) -> None:
+def test_a_move_takes_an_op_out_of_every_other_list(destination) -> None:
     for op in ("softmax", "matmul", "concat", "erf"):
         moved = OpLists.named().moved({op: destination})
         assert moved.list_of(op) == destination
@@ -60,36 +56,26 @@ def test_a_move_takes_an_op_out_of_every_other_list(destination: str) -> None:
     assert (moved.list_of("mm"), dict(moved.modules)) == (destination, {"a": "fp32"})
 
 
-UNKNOWN = "is not an op of PyTorch"
-BOTH = "ops.deny and ops.infer both hold 'cat': an op runs in one format; to move it set"
-NO_LIBRARY = "is unknown: no library 'nolibrary' that registers ops with PyTorch is imported"
-
-
-@pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        ({"deny": ["Softmax_"]}, f"ops.deny: 'Softmax_' {UNKNOWN}; nearest: softmax"),
-        ({"allow": ["exp_"]}, f"ops.allow: 'exp_' {UNKNOWN}; nearest: exp"),
-        ({"move": {"xqzzy": "deny"}}, f"ops.move: 'xqzzy' {UNKNOWN}"),
-        ({"deny": ["cat"], "infer": ["concat"]}, f"{BOTH} ops.move.cat=deny or infer"),
+def test_refusals() -> None:
+    unknown = "is not an op of PyTorch"
+    both = "ops.deny and ops.infer both hold 'cat': an op runs in one format; to move it set"
+    missing = "is unknown: no library 'nolibrary' that registers ops with PyTorch is imported"
+    for node, text in (
+        ({"deny": ["Softmax_"]}, f"ops.deny: 'Softmax_' {unknown}; nearest: softmax"),
+        ({"allow": ["exp_"]}, f"ops.allow: 'exp_' {unknown}; nearest: exp"),
+        ({"move": {"xqzzy": "deny"}}, f"ops.move: 'xqzzy' {unknown}"),
+        ({"deny": ["cat"], "infer": ["concat"]}, f"{both} ops.move.cat=deny or infer"),
         ({"move": {"exp": "half"}}, "ops.move.exp=half: choose allow, deny, infer or none (= no "),
         ({"deny": ["torchvision.nmss"]}, "ops.deny: 'torchvision.nmss' is not an op of torchvis"),
-        ({"deny": ["nolibrary.nms"]}, f"ops.deny: 'nolibrary.nms' {NO_LIBRARY}"),
+        ({"deny": ["nolibrary.nms"]}, f"ops.deny: 'nolibrary.nms' {missing}"),
         ({"allow": "matmul"}, "ops.allow=matmul: give a list of ops: [matmul]"),
-    ],
-)
-def test_refusals(node: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        OpLists.from_mapping(node)
-    assert str(error.value).startswith(text)
-    assert "\n" not in str(error.value)
+    ):
+        assert refused(ConfigError, OpLists.from_mapping, node).startswith(text)
 
 
-def test_shipped_ops_are_known_where_torch_is_older_or_their_library_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mpframe.core.casting.op_lists.is_registered", lambda _: False)
-    monkeypatch.setattr("mpframe.core.casting.op_lists.known_ops", lambda: frozenset({"mm"}))
+def test_shipped_ops_are_known_to_an_older_torch_and_without_their_library(monkeypatch) -> None:
+    monkeypatch.setattr(op_lists, "is_registered", lambda _: False)
+    monkeypatch.setattr(op_lists, "known_ops", lambda: frozenset({"mm"}))
     assert {"linalg_matrix_sqrth", "torchvision.nms"} <= OpLists.named().deny
     with pytest.raises(ConfigError, match="'erf' is not an op of PyTorch"):
         OpLists(deny=frozenset({"erf"}))

@@ -1,11 +1,9 @@
 """Whole training steps: no silent promotion anywhere, and amp beside torch's own autocast."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import pytest
 import torch
-from torch import Tensor, nn
+from test_storage import Reads
+from torch import nn
 from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
@@ -19,22 +17,6 @@ from mpframe.workloads.speech import LSTM, ctc
 from mpframe.workloads.tables.model import LogRegression, Tabular
 from mpframe.workloads.text.language_model import GPT
 
-
-class Last(nn.Module):
-    """Of the logits at each token those at the last one."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return logits[:, -1]
-
-
-class Case(NamedTuple):
-    """A model, a batch and what is to be minimised."""
-
-    model: Callable[[], nn.Module]
-    batch: Any
-    objective: Any = supervised(nn.CrossEntropyLoss())
-
-
 IMAGES, TOKENS = torch.rand(4, 3, 16, 16), torch.randint(0, 11, (4, 5))
 TARGETS, PIXELS = torch.tensor([0, 1, 2, 0]), torch.randint(0, 3, (4, 16, 16))
 ROWS = {"categorical": torch.randint(0, 4, (4, 1)), "continuous": torch.rand(4, 2)}
@@ -45,32 +27,29 @@ BOXES = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor
 SCENES = list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]
 
 
-def gpt() -> nn.Module:
-    return nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Last())
+def gpt():
+    return nn.Sequential(GPT(11, 5, 2, 2, 16, dropout=0.1), Reads(lambda _, logits: logits[:, -1]))
 
 
-def table() -> nn.Module:
-    return Tabular({"kind": 3}, ["x", "y"], hidden=(8,))
-
-
+CLASSES = supervised(nn.CrossEntropyLoss())
 CASES = {
-    "mlp": Case(lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), (IMAGES, TARGETS)),
-    "cnn": Case(lambda: cnn(3, 3, width=4), (IMAGES, TARGETS)),
-    "resnet18": Case(lambda: resnet18(3, width=4), (IMAGES, TARGETS)),
-    "gpt": Case(gpt, (TOKENS, TARGETS)),
-    "unet": Case(lambda: UNet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
-    "tabular": Case(table, ROWS, LogRegression(0.0, 1.0)),
-    "lstm": Case(lambda: LSTM(4, 3, hidden=8), SEQUENCES, ctc),
-    "ssd": Case(lambda: SSD(3, 64, width=4), SCENES, detection),
+    "mlp": (lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), (IMAGES, TARGETS), CLASSES),
+    "cnn": (lambda: cnn(3, 3, width=4), (IMAGES, TARGETS), CLASSES),
+    "resnet18": (lambda: resnet18(3, width=4), (IMAGES, TARGETS), CLASSES),
+    "gpt": (gpt, (TOKENS, TARGETS), CLASSES),
+    "unet": (lambda: UNet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
+    "tabular": (lambda: Tabular({"kind": 3}, ["x", "y"], (8,)), ROWS, LogRegression(0.0, 1.0)),
+    "lstm": (lambda: LSTM(4, 3, hidden=8), SEQUENCES, ctc),
+    "ssd": (lambda: SSD(3, 64, width=4), SCENES, detection),
 }
 
 
-def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
+def trainer_of(name, precision, clip_norm=None):
     torch.manual_seed(0)
-    model, scaler = CASES[name].model(), Backoff(init_scale=2.0**8)
+    make, _, objective = CASES[name]
+    model, scaler, plan = make(), Backoff(init_scale=2.0**8), Plan(clip_norm=clip_norm)
     _, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    objective: Any = CASES[name].objective
-    return Trainer(model, masters, objective, precision, scaler, plan=plan or Plan())
+    return Trainer(model, masters, objective, precision, scaler, plan=plan)
 
 
 # Each model in two of the modes; each mode, list and way to compute with several models.
@@ -84,15 +63,15 @@ ROWS_OF_MODES = [
 
 
 @pytest.mark.parametrize(("name", "mode", "half", "lists", "compute"), ROWS_OF_MODES)
-def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
+def test_no_silent_promotion(name, mode, half, lists, compute) -> None:
     """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
     precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
-    trainer, batch = trainer_of(name, precision, Plan(clip_norm=1.0)), CASES[name].batch
+    trainer, batch = trainer_of(name, precision, clip_norm=1.0), CASES[name][1]
     with NoSilentPromotion():
         result = trainer.train_step(batch)
         trainer.train_step(batch, batch)
     assert not result.skipped
-    assert torch.isfinite(result.loss)  # type: ignore[arg-type]
+    assert torch.isfinite(result.loss)
 
 
 def test_every_shipped_model_is_here() -> None:
@@ -109,14 +88,13 @@ def test_the_watch_sees_a_promotion() -> None:
 
 def test_amp_in_bfloat16_is_torchs_autocast() -> None:
     """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
-    losses: list[list[Any]] = []
-    for ours in (True, False):
+    losses = [], []
+    for ours, own in zip((True, False), losses, strict=True):
         precision = Precision("amp" if ours else "fp32", "bfloat16", compute="native")
         trainer = trainer_of("cnn", precision)
-        losses.append([])
         for _ in range(5):  # torch's autocast keeps casts of weights as long as it lasts.
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-                losses[-1].append(trainer.train_step(CASES["cnn"].batch).loss)
+                own.append(trainer.train_step((IMAGES, TARGETS)).loss)
     assert same_bits(*losses)
 
 

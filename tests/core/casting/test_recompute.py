@@ -1,74 +1,44 @@
 """A forward pass that is run again in the backward pass runs under the casts of its first run."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from test_storage import Reads
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vocabulary import in_another_thread, same_bits
 
 from mpframe import OpLists, Precision
 
-Run = Callable[..., Any]
 
-
-def own_context() -> tuple[Any, Any]:
-    return nullcontext(), nullcontext()
-
-
-def plain(function: Run, *inputs: Any) -> Any:
+def plain(function, *inputs):
     return function(*inputs)
 
 
-KINDS: dict[str, Run] = {
+own_context = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}
+KINDS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "own context": partial(checkpoint, use_reentrant=False, context_fn=own_context),
+    "own context": partial(checkpoint, **own_context),
 }
+# A product before a norm, a recurrent layer, and a head, all of which may be pinned.
+NET = Reads(
+    lambda m, x, run: run(m.head, run(lambda x: m.cell(m.body(x))[0], x)),
+    body=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)),
+    cell=nn.GRU(8, 8),
+    head=nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)),
+)
+# What is run again is a function of a module that may be pinned.
+INNER = Reads(lambda m, x, run: run(lambda x: F.linear(x, m.weight), x), weight=(8, 8))
+OUTER = Reads(lambda m, x, run: m.inner(x, run), inner=INNER)
 
 
-class Net(nn.Module):
-    """A product before a norm, a recurrent layer, and a head, all of which may be pinned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
-        self.cell, self.head = nn.GRU(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
-
-    def first(self, x: Tensor) -> Tensor:
-        return self.cell(self.body(x))[0]
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        return run(self.head, run(self.first, x))
-
-
-class Outer(nn.Module):
-    """What is run again is a function of a module that may be pinned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(8, 8)
-        self.inner.forward = self.product  # type: ignore[assignment]
-
-    def product(self, x: Tensor, run: Run) -> Tensor:
-        return run(lambda x: F.linear(x, self.inner.weight), x)
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        return self.inner(x, run)
-
-
-def gradients(
-    precision: Precision, model: nn.Module, run: Run, elsewhere: bool = False, around: Any = None
-) -> list[Tensor]:
+def gradients(precision, model, run, elsewhere=False, around=None):
     """elsewhere: in another thread, as CUDA's autograd engine, which has no casts of its own."""
     model = copy.deepcopy(model)
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -89,34 +59,33 @@ def gradients(
         ("amp", "bfloat16", "native", {"head": "fp32"}),
     ],
 )
-def test_checkpoint(mode: str, half: str, compute: str, modules: Any, kind: str) -> None:
+def test_checkpoint(mode, half, compute, modules, kind) -> None:
     """The block of the forward pass decides, and not one around the backward pass."""
     ops = replace(OpLists.named(), modules=modules)
     precision, run = Precision(mode, half, ops=ops, compute=compute), KINDS[kind]
-    expected = gradients(precision, Net(), plain)
+    expected = gradients(precision, NET, plain)
     blocks = [Precision("fp32"), Precision("amp"), Precision("amp", "bfloat16", compute="native")]
     for around in (None, precision.cast, *(own.cast for own in blocks)):
         for elsewhere in (False, True):
-            assert same_bits(gradients(precision, Net(), run, elsewhere, around), expected)
-    again: Run = lambda block, x: run(lambda x: run(block, x), x)  # noqa: E731
-    assert same_bits(gradients(precision, Net(), again), expected)
+            assert same_bits(gradients(precision, NET, run, elsewhere, around), expected)
+    again = lambda block, x: run(lambda x: run(block, x), x)  # noqa: E731
+    assert same_bits(gradients(precision, NET, again), expected)
 
 
 @pytest.mark.parametrize(("elsewhere", "inside"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_within_a_pinned_module(kind: str, elsewhere: bool, inside: bool) -> None:
+def test_within_a_pinned_module(kind, elsewhere, inside) -> None:
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"inner": "fp32"}))
-    expected, around = gradients(precision, Outer(), plain), precision.cast if inside else None
-    assert same_bits(gradients(precision, Outer(), KINDS[kind], elsewhere, around), expected)
-    assert not same_bits(gradients(Precision("amp"), Outer(), plain), expected)
+    expected, around = gradients(precision, OUTER, plain), precision.cast if inside else None
+    assert same_bits(gradients(precision, OUTER, KINDS[kind], elsewhere, around), expected)
+    assert not same_bits(gradients(Precision("amp"), OUTER, plain), expected)
 
 
 def test_a_weight_that_is_used_on_both_sides() -> None:
     """Its cast is made once in the forward pass, and once more where it is run again."""
-    precision, x = Precision("amp", compute="emulated"), torch.rand(3, 8)
-    weight = torch.rand(8, 8) / 8
+    precision, x, weight = Precision("amp", compute="emulated"), torch.rand(3, 8), torch.rand(8, 8)
 
-    def gradient(run: Run) -> Any:
+    def gradient(run):
         w = weight.clone().requires_grad_()
         with precision.cast():
             product = F.linear(x, w)
@@ -128,10 +97,10 @@ def test_a_weight_that_is_used_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_that_fails_leaves_no_block_open(kind: str) -> None:
+def test_a_recomputation_that_fails_leaves_no_block_open(kind) -> None:
     fail, x = False, torch.rand(4, 4, requires_grad=True)
 
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         if fail:
             raise ArithmeticError
         return x @ x

@@ -1,21 +1,21 @@
 """A model that asks for fp32 itself: `torch.autocast` regions and `custom_fwd` in `cast()`."""
 
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_storage import Reads, prepare
 from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
-from vocabulary import HALVES, in_another_thread, same_bits
+from vocabulary import HALVES, in_another_thread, inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
+from mpframe.core.casting import policy
 from mpframe.core.casting.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts
 
@@ -27,36 +27,28 @@ off = partial(region, enabled=False)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _nothing_is_left_behind():
     before = answers(), torch.is_autocast_cache_enabled()
     yield
     assert (answers(), torch.is_autocast_cache_enabled()) == before
     torch._dynamo.reset()
 
 
-def answers(device: str = "cpu") -> tuple[bool, torch.dtype]:
+def answers(device="cpu"):
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def prepared(model: nn.Module, precision: Precision) -> Any:
-    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    return model
-
-
-def product() -> torch.dtype:
+def product():
     return (A @ A).dtype
 
 
 class TestAnswers:
     def test_a_block_is_torch_autocast_to_whoever_asks(self) -> None:
-        def ask(x: Tensor) -> tuple[Tensor, bool, torch.dtype]:
-            with precision.cast():
-                return x @ x, *answers()
-
         for precision in (Precision("amp"), Precision("mixed", "bfloat16")):
             half = precision.policy.half_dtype
-            assert ask(A)[1:] == (True, half)
-            assert torch.compile(ask, backend="eager", fullgraph=True)(A)[1:] == (True, half)
+            ask = inside(precision, lambda x: (x @ x, *answers()))
+            for run in (ask, torch.compile(ask, backend="eager", fullgraph=True)):
+                assert run(A)[1:] == (True, half)
             with precision.cast():
                 assert answers("cuda") == (False, FP16)  # the model is on a CPU
                 assert not in_another_thread(answers)[0]
@@ -74,8 +66,8 @@ class TestAnswers:
 
     def test_an_outer_block_sleeps_and_wakes(self) -> None:
         """Also where torch.autocast would do as it does, or does nothing."""
-        lists, half = OpLists.named(), A.half()
-        with Precision("amp", ops=lists.moved({"add": "deny"})).cast():
+        half, lists = A.half(), OpLists.named().moved({"add": "deny"})
+        with Precision("amp", ops=lists).cast():
             with Precision("amp").cast():
                 assert (half + half).dtype == FP16
             assert (half + half).dtype == FP32
@@ -93,12 +85,11 @@ class TestAnswers:
             assert (*answers(), product()) == (True, FP16, FP16)
         assert product() == FP32
 
-    def test_each_half_format_is_judged_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_half_format_is_judged_by_itself(self, monkeypatch) -> None:
         """A region may choose the one that the CPU has instructions for, or the other one."""
-        native = "mpframe.core.casting.policy.has_native_half"
-        monkeypatch.setattr(native, lambda half: half == "bfloat16")
+        monkeypatch.setattr(policy, "has_native_half", lambda half: half == "bfloat16")
         for half in HALVES:
-            casts: Any = Precision("amp", half)._casts
+            casts = Precision("amp", half)._casts
             assert casts.emulated == {FP16}
         for device, answering in (("cuda", "cuda"), ("meta", "cpu")):  # meta has no autocast.
             casts.compute_on(torch.device(device))
@@ -114,14 +105,10 @@ class TestAnswers:
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 class TestRegions:
-    def test_without_casts_one_in_another(self, half: str, compute: str) -> None:
-        @off()
-        def decorated() -> torch.dtype:
-            return product()
-
+    def test_without_casts_one_in_another(self, half, compute) -> None:
         precision, dtype = Precision("amp", half, compute=compute), HALVES[half]
         with precision.cast():
-            assert (decorated(), product()) == (FP32, dtype)
+            assert (off()(product)(), product()) == (FP32, dtype)
             with off():
                 assert F.softmax(A.to(dtype), -1).dtype == dtype
                 with region():
@@ -135,15 +122,15 @@ class TestRegions:
                     assert product() == FP32
             assert product() == dtype
 
-    def test_in_a_format_of_its_own(self, half: str, compute: str) -> None:
+    def test_in_a_format_of_its_own(self, half, compute) -> None:
         other = next(name for name in HALVES if name != half)
         run, inner = (Precision("amp", h, compute=compute) for h in (half, other))
         found = []
-        for inside in (torch.autocast("cpu", HALVES[other]), inner.cast()):
+        for within in (torch.autocast("cpu", HALVES[other]), inner.cast()):
             v, w = (A.clone().requires_grad_() for _ in range(2))
             with run.cast():
                 first = F.linear(A, v)
-                with inside:
+                with within:
                     second = F.linear(first.float(), v).exp()
                 third = F.linear(second, w)
             gradients = torch.autograd.grad(third.float().sum(), (v, w))
@@ -151,9 +138,9 @@ class TestRegions:
         assert same_bits(*found)
         assert [t.dtype for t in found[0][:3]] == [HALVES[half], FP32, HALVES[half]]
 
-    def test_half_weights_are_widened_there(self, half: str, compute: str) -> None:
-        model = prepared(nn.Linear(4, 4), precision := Precision("mixed", half, compute=compute))
-        wide, narrow = nn.Linear(4, 4), A.to(HALVES[half])
+    def test_half_weights_are_widened_there(self, half, compute) -> None:
+        model, wide, narrow = nn.Linear(4, 4), nn.Linear(4, 4), A.to(HALVES[half])
+        precision, _ = prepare(model, half=half, compute=compute)
         wide.load_state_dict(model.state_dict())
         assert model.weight.dtype == HALVES[half]
         with precision.cast(), off():
@@ -165,12 +152,12 @@ class TestRegions:
             heads = F.multi_head_attention_forward(A, A, A, *weights)[0]
         wide(A).sum().backward()
         assert torch.equal(found, wide(A))
-        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))  # type: ignore[union-attr]
         assert heads.dtype == FP32
+        assert torch.equal(model.weight.grad, wide.weight.grad.to(HALVES[half]))
 
 
 @pytest.mark.parametrize(
-    ("pin", "outside", "inside", "expected"),
+    ("pin", "around", "within", "expected"),
     [
         ("half", off(), nullcontext(), FP16),
         ("fp32", torch.autocast("cpu", BF16), nullcontext(), FP32),
@@ -180,21 +167,18 @@ class TestRegions:
         ("fp32", off(), torch.autocast("cpu", BF16), BF16),
     ],
 )
-def test_the_innermost_of_pins_and_regions_decides(
-    pin: str, outside: Any, inside: Any, expected: torch.dtype
-) -> None:
+def test_the_innermost_of_pins_and_regions_decides(pin, around, within, expected) -> None:
     given = []
 
-    class Head(nn.Module):
-        def forward(self, x: Tensor) -> torch.dtype:
-            given.append(x)
-            with inside:
-                return product()
+    def head(_, x):
+        given.append(x)
+        with within:
+            return product()
 
-    model = nn.ModuleDict({"head": Head(), "other": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"head": Reads(head), "other": nn.Linear(2, 2)})
     precision = Precision("amp", ops=replace(OpLists.named(), modules={"head": pin}))
     precision.attach(model)
-    with precision.cast(), outside:
+    with precision.cast(), around:
         assert model["head"](A * 1e6) == expected
     if expected == BF16 and pin == "half":
         assert torch.equal(given[0], (A * 1e6).bfloat16())  # float16 would be inf
@@ -205,37 +189,35 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     @custom_fwd(device_type="cpu", cast_inputs=FP32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         assert (x.dtype, answers()[0]) == (FP32, False)
         ctx.save_for_backward(x)
         return x @ x @ x
 
     @staticmethod
     @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         (x,) = ctx.saved_tensors
         assert (gradients[0] @ x).dtype == FP32
         return gradients[0] @ x
 
 
 class Unmarked(torch.autograd.Function):
-    """Under the autocast of its caller, forward and backward."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.seen = product(), answers()
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         assert (product(), answers()) == ctx.seen
         return gradients[0]
 
 
 @pytest.mark.parametrize(("half", "compute"), RUNS)
 @pytest.mark.parametrize("function", [Cube, Unmarked])
-def test_custom_functions(function: Any, half: str, compute: str) -> None:
-    def gradient(around: Any, run: Callable[[Callable[[], None]], object]) -> Any:
+def test_custom_functions(function, half, compute) -> None:
+    def gradient(around, run):
         x = A.clone().requires_grad_()
         with Precision("amp", half, compute=compute).cast(), around:
             y = function.apply(x)
@@ -248,28 +230,25 @@ def test_custom_functions(function: Any, half: str, compute: str) -> None:
         assert torch.equal(here, gradient(around, in_another_thread))
 
 
-class Guarded(nn.Module):
+def guarded(region):
     """A region between two products, with products and a norm inside, some of them in a module."""
 
-    def __init__(self, region: dict[str, Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-        self.region = region
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        with torch.autocast("cpu", **self.region):
-            y = self.norm(y.float())
+    def forward(m, x):
+        y = m.first(x)
+        with torch.autocast("cpu", **region):
+            y = m.norm(y.float())
             y = y + y @ y.t() @ y
-        return self.last(self.norm(y))
+        return m.last(m.norm(y))
+
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    return Reads(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8), norm=norm)
 
 
-def gradients(model: nn.Module, run: Any, around: Any, backward: Any = None) -> list[Any]:
+def gradients(model, run, casts, backward=None):
     """The result and the gradients, by a backward pass outside of the block, or this one inside."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with around():
+    with casts():
         y = run(x)
         loss = y.float().square().sum()
         if backward:
@@ -279,43 +258,33 @@ def gradients(model: nn.Module, run: Any, around: Any, backward: Any = None) -> 
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def elsewhere(way: Any, model: Any, casts: Any) -> list[Any]:
+WAYS = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize(
+    ("autocast", "mode", "half", "compute"),
+    [
+        ({"enabled": False}, "mixed", "bfloat16", "emulated"),
+        ({"dtype": BF16}, "amp", "float16", "native"),
+    ],
+)
+def test_casts_elsewhere_are_those_of_eager(autocast, mode, half, compute, way) -> None:
     """With ops that run again, in a graph, or whose backward pass is in the block."""
-
-    def in_block(x: Tensor) -> Any:
-        with casts():
-            return model(x)
-
-    if way == "checkpoint":
-        return gradients(model, partial(checkpoint, model, use_reentrant=True), casts)
-    if way == "compiled around":
-        return gradients(model, torch.compile(model, backend="eager", fullgraph=True), casts)
-    if way == "compiled inside":
-        run = torch.compile(in_block, backend="aot_eager", fullgraph=True)
-        return gradients(model, run, nullcontext)
+    model, precision = guarded(autocast), Precision(mode, half, compute=compute)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    casts, whole = precision.cast, {"fullgraph": True}
+    expected = gradients(model, model, casts)
+    model.zero_grad()
+    runs = {
+        "checkpoint": partial(checkpoint, model, use_reentrant=True),
+        "compiled around": torch.compile(model, backend="eager", **whole),
+        "compiled inside": torch.compile(inside(precision, model), backend="aot_eager", **whole),
+    }
     if way == "checkpoint of a part":
         model.norm.forward = partial(checkpoint, model.norm.forward, use_reentrant=False)
-        return gradients(model, model, casts)
-    return gradients(model, model, casts, way)
-
-
-WAYS: list[Any] = ["checkpoint", "checkpoint of a part", "compiled around", "compiled inside"]
-WAYS += [Tensor.backward, torch.autograd.backward]
-OFF, IN_BF16 = {"enabled": False}, {"dtype": BF16}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("inside", "mode", "half", "compute"),
-    [(OFF, "mixed", "bfloat16", "emulated"), (IN_BF16, "amp", "float16", "native")],
-)
-def test_casts_elsewhere_are_those_of_eager(
-    inside: Any, mode: str, half: str, compute: str, way: Any
-) -> None:
-    precision = Precision(mode, half, compute=compute)
-    models = [prepared(Guarded(inside), precision) for _ in range(2)]
-    expected = gradients(models[0], models[0], precision.cast)
-    assert same_bits(elsewhere(way, models[1], precision.cast), expected)
+    around, backward = nullcontext if way == "compiled inside" else casts, callable(way) and way
+    assert same_bits(gradients(model, runs.get(way, model), around, backward), expected)
 
 
 def test_ops_that_torch_autocast_leaves_alone() -> None:

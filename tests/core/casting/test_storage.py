@@ -1,18 +1,17 @@
 """Which weights `mixed` stores in half: those that only half ops read, as a traced step shows."""
 
+import copy
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
-from vocabulary import differing, same_bits
+from vocabulary import differing, inside, same_bits, tensors
 
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
@@ -24,215 +23,176 @@ SQUARE, WORDS = torch.randn(4, 4), torch.tensor([[0, 3, 3], [1, 2, 6]])
 
 
 class Reads(nn.Module):
-    """Weights of these shapes, and a function of the module and its inputs that reads them."""
+    """Parts, of which a shape is a weight's, and a function of the module and its inputs."""
 
-    def __init__(self, read: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
+    def __init__(self, read, **parts) -> None:
         super().__init__()
         self.read = read
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 2))
+        for name, part in parts.items():
+            weight = isinstance(part, tuple)
+            setattr(self, name, nn.Parameter(torch.randn(part) / 2) if weight else part)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.read(self, *inputs)
-
-
-def addmm(inputs: int = 4, outputs: int = 4) -> nn.Module:
-    """Hugging Face's linear layer of GPT-2: a class of its own around addmm."""
-    read = lambda m, x: torch.addmm(m.bias, x, m.weight)  # noqa: E731
-    return Reads(read, weight=(inputs, outputs), bias=(outputs,))
+    def forward(self, *inputs, **named):
+        return self.read(self, *inputs, **named)
 
 
-def expert_slices(m: Any, x: Tensor) -> Tensor:
+def sliced(m, x):
     experts = zip(torch.arange(3), x.chunk(3), strict=True)
     hidden = [(n, F.relu(F.linear(rows, m.up[n]) + m.shift[n])) for n, rows in experts]
     return torch.cat([rows @ m.down[n] for n, rows in hidden])
 
 
-def standardized(m: Any, x: Tensor) -> Tensor:
+def standardized(m, x):
     mean, variance = (f((1, 2, 3), keepdim=True) for f in (m.weight.mean, m.weight.var))
     return F.conv2d(x, (m.weight - mean) / (variance + 1e-5).sqrt(), m.bias)
 
 
-def joined(m: Any, x: Tensor) -> Tensor:
-    return F.linear(x, torch.cat([m.q, m.k.t().contiguous(), m.v.clone()]))
-
-
-def twice(m: Any, x: Tensor) -> Tensor:
-    return F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias)
-
-
-def tied(m: Any, words: Tensor) -> Tensor:
+def tied(m, words):
     hidden = F.embedding(words, m.embedding)
     return F.linear(hidden, m.embedding) + F.linear(hidden, m.head)
 
 
-def looks_at_shapes(m: Any, x: Tensor) -> Tensor:
+def looks_at_shapes(m, x):
     x = x.to(m.weight) + torch.zeros_like(m.weight).sum() + m.weight.new_zeros(())
     return x.view_as(m.weight) @ m.weight.T.mT.data.requires_grad_()
 
 
-def multiplied(m: Any, x: Tensor) -> Tensor:
-    return x @ m.weight.clone().mul_(0.1)
-
-
-def added(m: Any, x: Tensor) -> Tensor:
-    weight = m.weight.clone()
-    weight += 0.1
-    return x @ weight
-
-
-def written(m: Any, x: Tensor) -> Tensor:
+def written(m, x):
     weight = torch.zeros(4, 4)
     weight[:] = m.weight
     return x @ weight
 
 
-def read_by_linear(read: Callable[..., Tensor]) -> nn.Module:
+READ = {
+    "addmm": lambda m, x: torch.addmm(m.bias, x, m.weight),
+    "joined": lambda m, x: F.linear(x, torch.cat([m.q, m.k.t().contiguous(), m.v.clone()])),
+    "twice": lambda m, x: F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias),
+    "multiplied": lambda m, x: x @ m.weight.clone().mul_(0.1),
+    "added": lambda m, x: x @ m.weight.clone().__iadd__(0.1),
+    "self": lambda m, x: m.own(x, x, x, need_weights=False)[0],
+    "of a lender": lambda m, x: F.linear(x, m.lender.weight),
+    "of a list": lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1],
+}
+
+
+def addmm(inputs=4, outputs=4):
+    """Hugging Face's linear layer of GPT-2: a class of its own around addmm."""
+    return Reads(READ["addmm"], weight=(inputs, outputs), bias=(outputs,))
+
+
+def read_by_linear(read):
     """By its class its weight would be half."""
     layer = nn.Linear(4, 4, bias=False)
-    layer.forward = partial(read, layer)  # type: ignore[method-assign]
+    layer.forward = partial(read, layer)
     return layer
 
 
-def holding(read: Callable[..., Any], **parts: Any) -> Any:
-    """A module with these parts, and a function of it and its inputs."""
-    model = Reads(read)
-    for name, part in parts.items():
-        setattr(model, name, part)
-    return model
-
-
-def self_attention() -> nn.Module:
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    return holding(lambda m, x: m.own(x, x, x, need_weights=False)[0], own=attention)
-
-
-def borrowing() -> nn.Module:
+def borrowing():
     """Uses the weight of a module that is never called."""
-    lender = Reads(addmm, weight=(3, 4))
-    return holding(lambda m, x: F.linear(x, m.lender.weight), lender=lender)
+    return Reads(READ["of a lender"], lender=Reads(None, weight=(3, 4)))
 
 
-def listed() -> nn.Module:
+def listed():
     """Weights in a list: one for a product, one for a scale."""
-    own = nn.ParameterList([torch.randn(4, 4), torch.randn(4)])
-    return holding(lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1], own=own)
+    return Reads(READ["of a list"], own=nn.ParameterList([torch.randn(4, 4), torch.randn(4)]))
 
 
-def of_two(w: Tensor) -> Tensor:
-    return torch.complex(*w.unbind(-1))
-
-
-def of_one(w: Tensor) -> Tensor:
-    return w[..., 0].to(torch.complex64)
-
-
-def complex_product(made_complex: Callable[[Tensor], Tensor]) -> nn.Module:
+def complex_product(made_complex):
     """A Fourier neural operator. No input of such a product is cast."""
 
-    def multiply(m: Any, x: Tensor) -> Tensor:
+    def multiply(m, x):
         frequencies = torch.fft.rfft(x.float().view(-1, 4, 1))
         return torch.einsum("bix,iox->box", frequencies, made_complex(m.w)).real.flatten(1)
 
     return nn.Sequential(nn.Linear(4, 4), Reads(multiply, w=(4, 4, 1, 2)))
 
 
-KERNEL: Any = {"weight": (2, 3, 3, 3), "bias": (2,)}
-EXPERTS: Any = {"up": (3, 8, 4), "shift": (3, 8), "down": (3, 8, 4)}
+LINEAR = "0.weight 0.bias"
 ATTENTION = "own.in_proj_weight own.in_proj_bias own.out_proj.weight own.out_proj.bias"
-CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+CASES = {
     "addmm": (lambda: addmm(4, 3), ROWS, "weight bias"),
-    "experts": (lambda: Reads(expert_slices, **EXPERTS), ROWS, "up down"),
+    "experts": (lambda: Reads(sliced, up=(3, 8, 4), shift=(3, 8), down=(3, 8, 4)), ROWS, "up down"),
     "conv": (lambda: nn.Conv2d(3, 2, 3), IMAGE, "weight bias"),
-    "standardized": (lambda: Reads(standardized, **KERNEL), IMAGE, "bias"),
+    "standardized": (lambda: Reads(standardized, weight=(2, 3, 3, 3), bias=(2,)), IMAGE, "bias"),
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ROWS, "bias"),
     "borrowing": (borrowing, ROWS, "lender.weight"),
     "listed": (listed, ROWS, "own.0"),
-    "joined": (lambda: Reads(joined, q=(4, 4), k=(4, 4), v=(4, 4)), ROWS, "q k v"),
-    "twice": (lambda: Reads(twice, weight=(4, 4), bias=(4,)), ROWS, "weight"),
+    "joined": (lambda: Reads(READ["joined"], q=(4, 4), k=(4, 4), v=(4, 4)), ROWS, "q k v"),
+    "twice": (lambda: Reads(READ["twice"], weight=(4, 4), bias=(4,)), ROWS, "weight"),
     "tied": (lambda: Reads(tied, embedding=(7, 4), head=(7, 4)), WORDS, "head"),
     "shapes": (lambda: Reads(looks_at_shapes, weight=(4, 4)), SQUARE, "weight"),
-    "multiplied": (lambda: read_by_linear(multiplied), SQUARE, ""),
-    "added": (lambda: read_by_linear(added), SQUARE, ""),
+    "multiplied": (lambda: read_by_linear(READ["multiplied"]), SQUARE, ""),
+    "added": (lambda: read_by_linear(READ["added"]), SQUARE, ""),
     "written": (lambda: read_by_linear(written), SQUARE, ""),
-    "attention": (self_attention, LINE, ATTENTION),
+    "attention": (lambda: Reads(READ["self"], own=nn.MultiheadAttention(4, 2)), LINE, ATTENTION),
     "lstm": (lambda: nn.LSTM(4, 3), LINE, "weight_ih_l0 weight_hh_l0 bias_ih_l0 bias_hh_l0"),
     "layer_norm": (lambda: nn.LayerNorm(4), ROWS, ""),
     "prelu": (lambda: nn.PReLU(), ROWS, "weight"),
-    "complex view": (lambda: complex_product(torch.view_as_complex), ROWS, "0.weight 0.bias"),
-    "complex of two": (lambda: complex_product(of_two), ROWS, "0.weight 0.bias"),
-    "complex of one": (lambda: complex_product(of_one), ROWS, "0.weight 0.bias"),
+    "complex view": (lambda: complex_product(torch.view_as_complex), ROWS, LINEAR),
+    "complex of 2": (
+        lambda: complex_product(lambda w: torch.complex(*w.unbind(-1))),
+        ROWS,
+        LINEAR,
+    ),
+    "complex of 1": (lambda: complex_product(lambda w: w[..., 0].cfloat()), ROWS, LINEAR),
     "statistics": (lambda: nn.BatchNorm1d(4), ROWS, ""),
 }
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def prepare(model, example=None, mode="mixed", **options):
+    precision = Precision(mode, **options)
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example)
+    return precision, optimizer
 
 
-def prepare(model: nn.Module, example: Any = None, **options: Any) -> Precision:
-    precision = Precision("mixed", **options)
-    precision.prepare(model, sgd(model), example)
-    return precision
+def in_half(model):
+    return " ".join(name for name, p in model.named_parameters() if p.dtype != FP32)
 
 
-def in_half(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.dtype != FP32}
-
-
-def gradients(model: nn.Module, precision: Precision, example: Any) -> list[Tensor]:
+def gradients(model, precision, example):
     torch.manual_seed(1)
-    with precision.cast():
-        out = model(example)
-    out = out[0] if isinstance(out, tuple) else out
-    (out.float().sin().sum() * 8).backward()
+    out = inside(precision, model)(example)
+    (tensors(out)[0].float().sin().sum() * 8).backward()
     return [p.grad.float() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
 @pytest.mark.parametrize("name", CASES)
-def test_half_is_what_only_half_ops_read(name: str, half: str, compute: str) -> None:
+def test_half_is_what_only_half_ops_read(name, half, compute) -> None:
     """And no number moves for it: the gradients are those of fp32 weights cast op by op."""
     make, example, expected = CASES[name]
     found = []
     for mode in ("amp", "mixed"):
         torch.manual_seed(0)
-        model, precision = make(), Precision(mode, half, compute=compute)
-        precision.prepare(model, sgd(model), example)
+        model = make()
+        precision, _ = prepare(model, example, mode, half=half, compute=compute)
         found.append(gradients(model, precision, example))
-    assert in_half(model) == set(expected.split())
+    assert in_half(model) == expected
     assert same_bits(*found)
 
 
 @pytest.mark.parametrize("op", ["batch_norm", "instance_norm"])
-def test_weights_beside_statistics_stay_fp32_in_any_list(op: str) -> None:
+def test_weights_beside_statistics_stay_fp32_in_any_list(op) -> None:
     read = lambda m, x: getattr(F, op)(x, torch.zeros(3), torch.ones(3), m.weight)  # noqa: E731
     model = Reads(read, weight=(3,))
-    precision = prepare(model, IMAGE, ops=OpLists.named().moved({op: "allow"}))
+    precision, _ = prepare(model, IMAGE, ops=OpLists.named().moved({op: "allow"}))
     assert [read.op for read in precision.uses(model).of(model.parameters())] == [op]
-    assert in_half(model) == set()
+    assert in_half(model) == ""
 
 
 def test_what_no_trace_reached_goes_by_its_class() -> None:
     untraced = nn.Sequential(nn.Linear(4, 4), addmm())
     prepare(untraced)
-    assert in_half(untraced) == {"0.weight", "0.bias"}
-    model = holding(lambda m, x: m.taken(x), taken=addmm(), left_out=untraced.float())
+    assert in_half(untraced) == LINEAR
+    model = Reads(lambda m, x: m.taken(x), taken=addmm(), left_out=untraced.float())
     prepare(model, ROWS)
-    left_out = {"left_out.0.weight", "left_out.0.bias"}
-    assert in_half(model) == {"taken.weight", "taken.bias"} | left_out
+    assert in_half(model) == "taken.weight taken.bias left_out.0.weight left_out.0.bias"
 
 
 def test_what_an_example_may_be() -> None:
-    class Takes(nn.Linear):
-        def forward(self, x: Tensor, y: Any = None) -> Tensor:
-            seen.append((x, y))
-            return super().forward(x)
-
-    seen: list[Any] = []
-    by_hand = lambda model: model(ROWS, y=LINE)  # noqa: E731
+    seen, by_hand = [], lambda model: model(ROWS, y=LINE)
     for example in (ROWS, (ROWS, LINE), {"y": LINE, "x": ROWS}, by_hand):
-        prepare(Takes(4, 4), example)
+        prepare(Reads(lambda _, x, y=None: seen.append((x, y)), w=(4,)), example)
     assert seen == [(ROWS, None)] + [(ROWS, LINE)] * 3
 
 
@@ -240,132 +200,118 @@ def test_examples_are_put_together_and_optimizers_share_a_trace() -> None:
     """As the losses of a GAN, each of which calls another part."""
     calls = []
 
-    def run(m: Any, x: Tensor, part: str) -> Tensor:
+    def run(m, x, part):
         calls.append(part)
-        return getattr(m, part)(x)  # type: ignore[no-any-return]
+        return getattr(m, part)(x)
 
-    model = holding(run, one=addmm(), two=addmm())
+    model = Reads(run, one=addmm(), two=addmm())
     precision = Precision("mixed")
     for name in ("one", "two"):
         precision.trace(model, (ROWS, name))
     for part in (model.one, model.two):
-        precision.prepare(model, sgd(part), (ROWS, "one"))
-    assert len(in_half(model)) == 4
+        precision.prepare(model, torch.optim.SGD(part.parameters()), (ROWS, "one"))
+    assert in_half(model) == "one.weight one.bias two.weight two.bias"
     assert calls == ["one", "two"]
 
 
-class TestPins:
-    def test_an_op_computes_under_the_pin_of_the_module_that_calls_it(self) -> None:
-        model = nn.Sequential(borrowing(), addmm(3, 4))
-        ops = OpLists(allow=frozenset({"linear", "addmm"}), modules={"0": "fp32"})
-        prepare(model, ROWS, ops=ops)
-        assert in_half(model) == {"1.weight", "1.bias"}
-
-    def test_a_reader_elsewhere_pinned_to_fp32_keeps_the_weight_in_fp32(self) -> None:
-        read = lambda m, x: m.reads(m.layer(x), m.layer.weight)  # noqa: E731
-        reader = Reads(lambda m, x, weight: F.linear(x, weight))
-        model = holding(read, layer=nn.Linear(4, 4, bias=False), reads=reader)
-        prepare(model, ROWS, ops=OpLists(frozenset({"linear"}), modules={"reads": "fp32"}))
-        assert in_half(model) == set()
-
-    def test_a_pin_of_its_own_module_comes_first(self) -> None:
-        """Also where it is only the storage that is pinned: `mul` follows its inputs."""
-        model = nn.Sequential(addmm(), nn.LayerNorm(4), listed())
-        pins = {"0": "fp32", "1": "half", "2": "half"}
-        prepare(model, ROWS, ops=replace(OpLists.named(), modules=pins))
-        assert in_half(model) == {"1.weight", "1.bias", "2.own.0", "2.own.1"}
+def test_an_op_computes_under_the_pin_of_its_caller_and_the_weights_own_pin_comes_first() -> None:
+    layer, reads = nn.Linear(4, 4, bias=False), Reads(lambda m, x, weight: F.linear(x, weight))
+    elsewhere = Reads(lambda m, x: m.reads(m.layer(x), m.layer.weight), layer=layer, reads=reads)
+    own, pins = nn.Sequential(addmm(), nn.LayerNorm(4), listed()), {"1": "half", "2": "half"}
+    for model, modules, expected in (
+        (nn.Sequential(borrowing(), addmm(3, 4)), {"0": "fp32"}, "1.weight 1.bias"),
+        (elsewhere, {"reads": "fp32"}, ""),
+        # Also where it is only the storage that is pinned: `mul` follows its inputs.
+        (own, {"0": "fp32"} | pins, "1.weight 1.bias 2.own.0 2.own.1"),
+    ):
+        prepare(model, ROWS, ops=replace(OpLists.named(), modules=modules))
+        assert in_half(model) == expected
 
 
-class TestNothingElseMoves:
-    def test_buffers_random_numbers_and_gradients(self) -> None:
-        def noisy(m: Any, x: Tensor) -> Tensor:
-            m.last = x * random.random() * np.random.rand()
-            m.register_buffer("more", x)
-            return m.layers(x)  # type: ignore[no-any-return]
+def test_a_trace_moves_no_buffers_random_numbers_or_gradients() -> None:
+    def noisy(m, x):
+        m.last = x * random.random() * np.random.rand()
+        m.register_buffer("more", x)
+        return m.layers(x)
 
-        def generators() -> list[Any]:
-            numpy: Any = np.random.get_state()[1]
-            return [torch.get_rng_state().tolist(), random.getstate(), numpy.tolist()]
+    def generators():
+        numpy = np.random.get_state()[1]
+        return [torch.get_rng_state().tolist(), random.getstate(), numpy.tolist()]
 
-        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-        model = holding(noisy, layers=layers)
-        model.register_buffer("last", None)
-        model.register_buffer("same", torch.zeros(1).expand(3))
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        drawn = generators()
-        Precision("mixed").trace(model, ROWS)
-        assert generators() == drawn
-        assert differing(model.state_dict(), before) == []
-        assert model.last is None
-        assert all(p.grad is None for p in model.parameters())
-        assert not any(module._forward_hooks for module in model.modules())
-
-    def test_a_model_that_fails_is_left_as_it_was(self) -> None:
-        class Fails(nn.BatchNorm1d):
-            def forward(self, x: Tensor) -> Tensor:
-                super().forward(x)
-                raise ValueError("inside")
-
-        model = Fails(4)
-        with pytest.raises(ValueError, match="inside"):
-            prepare(model, ROWS)
-        assert torch.equal(model.running_mean, torch.zeros(4))  # type: ignore[arg-type]
-        assert not model._forward_hooks
-        for mode in ("fp32", "amp"):  # They store fp32, and do not run the model.
-            Precision(mode).prepare(model, sgd(model), ROWS)
-
-    def test_a_compiled_model_is_traced_as_it_is_written(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), addmm())
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        Precision("mixed").prepare(compiled, sgd(model), ROWS)
-        assert len(in_half(model)) == 4
-
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-    def test_a_script_is_looked_into_by_nobody(self) -> None:
-        """It takes no hooks, and its ops are not seen: its weights go by their class."""
-        script = torch.jit.script(nn.BatchNorm1d(4))
-        model = nn.Sequential(addmm(), script)
-        precision = prepare(model, ROWS)
-        assert in_half(model) == {"0.weight", "0.bias"}
-        assert torch.equal(script.running_mean, torch.zeros(4))
-        assert "never called" not in describe(precision, model)
+    model = Reads(noisy, layers=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()))
+    model.register_buffer("last", None)
+    model.register_buffer("same", torch.zeros(1).expand(3))
+    before, drawn = copy.deepcopy(model.state_dict()), generators()
+    Precision("mixed").trace(model, ROWS)
+    assert generators() == drawn
+    assert differing(model.state_dict(), before) == []
+    assert model.last is None
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
 
 
-LAZY = (
-    r"^model: parameter '1\.weight' is lazy, it has no shape before the first forward pass; run the"
-)
+def test_a_model_that_fails_is_left_as_it_was() -> None:
+    def fails(m, x):
+        m.norm(x)
+        raise ValueError("inside")
+
+    model = Reads(fails, norm=nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="inside"):
+        prepare(model, ROWS)
+    assert torch.equal(model.norm.running_mean, torch.zeros(4))
+    assert not any(module._forward_hooks for module in model.modules())
+    for mode in ("fp32", "amp"):  # They store fp32, and do not run the model.
+        prepare(model, ROWS, mode)
 
 
-class TestLazyLayers:
-    @pytest.fixture
-    def model(self) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Dropout())
+def test_a_compiled_model_is_traced_as_it_is_written() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), addmm())
+    prepare(torch.compile(model, backend="aot_eager"), ROWS)
+    assert in_half(model) == "0.weight 0.bias 1.weight 1.bias"
 
-    @pytest.mark.parametrize("mode", ["mixed", "amp"])
-    def test_are_taken_once_the_model_ran_and_refused_before(self, model: Any, mode: str) -> None:
-        with pytest.raises(ConfigError, match=LAZY):
-            Precision(mode).prepare(model, sgd(model))
-        assert (model[0].weight.dtype, *model[0]._forward_pre_hooks) == (FP32,)
-        model(ROWS)
-        Precision(mode).prepare(model, sgd(model))
 
-    def test_are_taken_without_a_shape_in_fp32(self, model: Any) -> None:
-        _, optimizer = Precision("fp32").prepare(model, sgd(model))
-        model(ROWS).square().sum().backward()
-        before = model[1].weight.clone()
-        optimizer.step()
-        assert not torch.equal(model[1].weight, before)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_a_script_is_looked_into_by_nobody() -> None:
+    """It takes no hooks, and its ops are not seen: its weights go by their class."""
+    script = torch.jit.script(nn.BatchNorm1d(4))
+    model = nn.Sequential(addmm(), script)
+    precision, _ = prepare(model, ROWS)
+    assert in_half(model) == LINEAR
+    assert torch.equal(script.running_mean, torch.zeros(4))
+    assert "never called" not in describe(precision, model)
 
-    @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-    def test_get_their_shapes_from_an_example(self, model: Any, mode: str) -> None:
-        precision = Precision(mode)
-        model, optimizer = precision.prepare(model, sgd(model), ROWS)
-        assert model[1].weight.shape == (3, 4)
-        assert (model[2].running_mean.tolist(), model[2].num_batches_tracked) == ([0] * 3, 0)
-        assert all(module.training for module in model.modules())
-        linear = {"0.weight", "0.bias", "1.weight", "1.bias"}
-        assert in_half(model) == (linear if mode == "mixed" else set())
-        before = optimizer.master_of(model[1].weight).clone()
-        gradients(model, precision, ROWS)
-        optimizer.step()
-        assert not torch.equal(optimizer.master_of(model[1].weight), before)
+
+@pytest.fixture
+def lazy():
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Dropout())
+
+
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+def test_lazy_layers_are_taken_once_the_model_ran_and_refused_before(lazy, mode) -> None:
+    text = r"^model: parameter '1\.weight' is lazy, it has no shape before the first forward pass; "
+    with pytest.raises(ConfigError, match=text):
+        prepare(lazy, mode=mode)
+    assert (lazy[0].weight.dtype, *lazy[0]._forward_pre_hooks) == (FP32,)
+    lazy(ROWS)
+    prepare(lazy, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+def test_lazy_layers_get_their_shapes_from_an_example(lazy, mode) -> None:
+    precision, optimizer = prepare(lazy, ROWS, mode)
+    assert lazy[1].weight.shape == (3, 4)
+    assert (lazy[2].running_mean.tolist(), lazy[2].num_batches_tracked) == ([0] * 3, 0)
+    assert all(module.training for module in lazy.modules())
+    assert in_half(lazy) == ("0.weight 0.bias 1.weight 1.bias" if mode == "mixed" else "")
+    before = optimizer.master_of(lazy[1].weight).clone()
+    gradients(lazy, precision, ROWS)
+    optimizer.step()
+    assert not torch.equal(optimizer.master_of(lazy[1].weight), before)
+
+
+def test_lazy_layers_are_taken_without_a_shape_in_fp32(lazy) -> None:
+    precision, optimizer = prepare(lazy, mode="fp32")
+    gradients(lazy, precision, ROWS)
+    before = lazy[1].weight.clone()
+    optimizer.step()
+    assert not torch.equal(lazy[1].weight, before)

@@ -2,32 +2,26 @@
 
 import gc
 import sys
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from vocabulary import inside
 
 import mpframe
 from mpframe import Precision
 from mpframe.core.casting import torch_functions
 
-Replaced = dict[tuple[Any, str], Any]
 A = torch.rand(4, 4)
-PACKAGE = str(Path(mpframe.__file__).parent)
 
 
-def functions() -> Replaced:
+def functions():
     names = [(owner, name) for owner, name, _ in torch_functions._REPLACED]
     return {(owner, name): getattr(owner, name) for owner, name in names}
 
 
 @pytest.fixture(autouse=True)
-def before() -> Replaced:
-    """The functions as they are when no precision is there."""
+def before():
     for user in tuple(torch_functions._users):  # Those of other tests, which still live.
         torch_functions.stop_following(user)
     return functions()
@@ -35,23 +29,22 @@ def before() -> Replaced:
 
 class Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         return gradients[0] * 2
 
 
-def frames_of_mpframe() -> int:
+def frames_of_mpframe():
     """How many of its functions a custom function and a checkpoint run outside of any block."""
-    seen = 0
+    seen, x = [], A.clone().requires_grad_()
 
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal seen
-        seen += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+    def count(frame, event, _) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(mpframe.__path__[0]):
+            seen.append(frame.f_code.co_name)
 
-    x = A.clone().requires_grad_()
     sys.setprofile(count)
     try:
         y = torch.utils.checkpoint.checkpoint(torch.exp, Double.apply(x), use_reentrant=False)
@@ -61,12 +54,7 @@ def frames_of_mpframe() -> int:
     return seen
 
 
-def enter(precision: Precision) -> None:
-    with precision.cast():
-        pass
-
-
-def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
+def test_what_is_replaced_is_what_the_page_names(before) -> None:
     with Precision("amp").cast():
         now = functions()
         assert frames_of_mpframe()
@@ -76,7 +64,7 @@ def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
-def test_preparing_or_a_block_in_fp32_changes_nothing(mode: str, before: Replaced) -> None:
+def test_preparing_or_a_block_in_fp32_changes_nothing(mode, before) -> None:
     model, precision = torch.nn.Linear(4, 4), Precision(mode)
     precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with (precision if mode == "fp32" else Precision("fp32")).cast():
@@ -84,10 +72,10 @@ def test_preparing_or_a_block_in_fp32_changes_nothing(mode: str, before: Replace
         assert not frames_of_mpframe()
 
 
-def test_release_takes_it_back(before: Replaced) -> None:
+def test_release_takes_it_back(before) -> None:
     first, second = Precision("amp"), Precision("mixed")
     for precision in (first, second, first):
-        enter(precision)
+        inside(precision, torch.exp)(A)
     first.release()
     assert functions() != before  # The second needs it.
     for precision in (second, second, Precision("fp32")):
@@ -100,24 +88,23 @@ def test_release_takes_it_back(before: Replaced) -> None:
     assert functions() == before
 
 
-def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before: Replaced) -> None:
+def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before) -> None:
     """The graph keeps the casts that its backward pass needs."""
     precision, x = Precision("amp"), A.clone().requires_grad_()
-    with precision.cast():
-        y = Double.apply(x)
+    y = inside(precision, Double.apply)(x)
     del precision
     gc.collect()
     assert functions() != before
     y.sum().backward()
-    assert torch.equal(x.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, torch.full((4, 4), 2.0))
     del y
     gc.collect()
     assert functions() == before
 
 
-def test_a_backward_pass_under_torch_autocast_is_torchs(before: Replaced) -> None:
+def test_a_backward_pass_under_torch_autocast_is_torchs(before) -> None:
     precision, found = Precision("amp", "bfloat16"), []
-    enter(precision)
+    inside(precision, torch.exp)(A)
     for _ in range(2):
         x = A.clone().requires_grad_()
         y = x @ x
@@ -126,4 +113,4 @@ def test_a_backward_pass_under_torch_autocast_is_torchs(before: Replaced) -> Non
         found.append(x.grad)
         precision.release()
     assert functions() == before
-    assert torch.equal(*found)  # type: ignore[arg-type]
+    assert torch.equal(*found)

@@ -1,13 +1,12 @@
 """Torch's Python functions that hide many ops behind one name are opened for the casts."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from vocabulary import HALVES, CalledOps, Kernels, formats
+from torch import nn
+from vocabulary import HALVES, CalledOps, Kernels
 
 from mpframe import Precision
 from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
@@ -15,7 +14,7 @@ from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answ
 FP32, HALF = torch.float32, torch.float16
 ROWS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
-CALLS: dict[str, Callable[[Any], Tensor]] = {
+CALLS = {
     "batch_norm": lambda f: f(IMAGES, *STATISTICS, *STATISTICS, training=True),
     "embedding": lambda f: f(ROWS, WEIGHT, max_norm=0.5),
     "instance_norm": lambda f: f(IMAGES, *STATISTICS),
@@ -35,16 +34,15 @@ def test_those_that_stay_shut_call_the_op_of_their_own_name_and_no_other() -> No
         assert set(seen.names) - OTHERS == {name}
 
 
-def ran(call: Callable[[], Any], half: str = "float16") -> set[tuple[str, torch.dtype]]:
-    kernels = Kernels()
-    with kernels, Precision("amp", half, compute="native").cast():
+def ran(call, half="float16"):
+    with Kernels() as kernels, Precision("amp", half, compute="native").cast():
         call()
     return {(kernel.name, dtype) for kernel in kernels.computing() for dtype in kernel.given}
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
-def test_transformer(norm_first: bool, training: bool, half: str) -> None:
+def test_transformer(norm_first, training, half) -> None:
     x, dtype = torch.rand(2, 3, 8), HALVES[half]
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
@@ -56,9 +54,8 @@ def test_transformer(norm_first: bool, training: bool, half: str) -> None:
     assert {("addmm", dtype), ("bmm", dtype), ("_softmax", FP32)} <= with_weights
 
 
-@pytest.mark.parametrize(
-    ("call", "kernel"),
-    [
+def test_what_is_hidden_in_a_function() -> None:
+    for call, kernel in (
         (lambda x: 1 / x, "reciprocal"),
         (lambda x: 2**x, "pow"),
         (lambda x: x.__rpow__(2), "pow"),
@@ -67,28 +64,6 @@ def test_transformer(norm_first: bool, training: bool, half: str) -> None:
         (torch.norm, "linalg_vector_norm"),
         (lambda x: F.local_response_norm(x[None, None], 2), "pow"),
         (lambda x: F.gaussian_nll_loss(x, x, x.abs() + 1), "log"),
-    ],
-)
-def test_what_is_hidden_in_a_function(call: Any, kernel: str) -> None:
-    seen = ran(lambda: call(torch.rand(4, 4).half()))
-    assert (kernel, FP32) in seen
-    assert (kernel, HALF) not in seen
-
-
-def test_embedding_bag_follows_its_weight() -> None:
-    weight, rows = torch.rand(5, 3), torch.tensor([[0, 1], [2, 3]])
-    with Precision("amp").cast():
-        for mode in ("sum", "mean", "max"):
-            for given in (weight, weight.half()):
-                assert F.embedding_bag(rows, given, mode=mode).dtype == given.dtype
-
-
-@pytest.mark.parametrize(("half", "compute"), [("float16", "emulated"), ("bfloat16", "native")])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers(kind: str, half: str, compute: str) -> None:
-    layer = getattr(nn, kind)(4, 3, num_layers=2, bidirectional=True)
-    packed = nn.utils.rnn.pack_sequence([torch.rand(5, 4), torch.rand(2, 4)])
-    with Precision("amp", half, compute=compute).cast():
-        results = layer(torch.rand(5, 2, 4))[0], layer(packed)[0].data
-        cell = getattr(nn, f"{kind}Cell")(4, 3)(torch.rand(2, 4))
-    assert formats((results, cell)) == {HALVES[half]}
+    ):
+        seen = ran(partial(call, torch.rand(4, 4).half()))
+        assert {dtype for name, dtype in seen if name == kernel} == {FP32}
