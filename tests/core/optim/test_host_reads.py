@@ -166,26 +166,24 @@ class EveryThird(Callback):
             trainer.read_verdicts()
 
 
-def test_a_callback_that_is_due_reads_all_steps_before_it_at_once(reads) -> None:
-    """Steps are told one by one, in order, each with the count as it stood after it."""
-    watching, three = EveryThird(), ["update"] * 3
-    updates = events_of(fused(reads, callback=watching), reads, 8, without="backward")
-    assert watching.steps == list(range(1, 9))
-    assert updates == ["read", *three, "read", *three, "read", "update", "update", "read"]
-
-
 @pytest.mark.parametrize(
-    ("callback", "batches", "count"),
+    ("callback", "batches", "read_after"),
     [
-        (None, 110, 3),  # The first step, after 100 more, at the end: none goes on for ever.
-        (Autopsy(after=10, limit=50), 8, 8),  # It examines a step with the weights of that step.
+        (EveryThird(3), 8, [0, 3, 6, 8]),
+        (None, 110, [0, 101, 110]),  # None goes on for ever.
+        (Autopsy(after=10, limit=50), 8, [0, *range(2, 9)]),  # It looks at each step's weights.
     ],
-    ids=["100 steps", "autopsy"],
+    ids=["a callback", "100 steps", "an autopsy"],
 )
-def test_the_host_looks_after_100_steps_or_each_for_an_autopsy(
-    callback, batches, count, reads
+def test_all_steps_are_read_at_once_where_a_callback_is_due_or_after_100_steps_or_an_autopsy(
+    callback, batches, read_after, reads
 ) -> None:
-    assert events_of(fused(reads, callback=callback), reads, batches).count("read") == count
+    """Steps are told one by one, in order, each with the count as it stood after it."""
+    updates = events_of(fused(reads, callback=callback), reads, batches, without="backward")
+    read = [updates[:place].count("update") for place, e in enumerate(updates) if e == "read"]
+    assert read == read_after
+    if isinstance(callback, EveryThird):
+        assert callback.steps == list(range(1, 9))
 
 
 def states(trainer):

@@ -98,12 +98,11 @@ def test_a_weight_beyond_the_range_is_held_at_its_end_and_never_inf() -> None:
     model = nn.Linear(2, 2, bias=False)
     model.weight.data.copy_(torch.tensor([[1e5, -1e9], [65504.0, 1.0]]))
     model, optimizer = Precision("mixed").prepare(model, SGD(model.parameters(), lr=1.0))
-    assert model.weight.flatten().tolist() == [65504.0, -65504.0, 65504.0, 1.0]
-    model.weight.grad = torch.tensor([[0.0, 0.0], [-60000.0, 0.0]], dtype=HALF)
-    optimizer.step()
-    assert model.weight.flatten().tolist() == [65504.0, -65504.0, 65504.0, 1.0]
-    master = optimizer.master_of(model.weight).flatten().tolist()
-    assert master == [1e5, -1e9, 65504.0 + 60000.0, 1.0]
+    for third in (65504.0, 65504.0 + 60000.0):
+        assert model.weight.tolist() == [[65504.0, -65504.0], [65504.0, 1.0]]
+        assert optimizer.master_of(model.weight).tolist() == [[1e5, -1e9], [third, 1.0]]
+        model.weight.grad = torch.tensor([[0.0, 0.0], [-60000.0, 0.0]], dtype=HALF)
+        optimizer.step()
     assert saturation_warning(optimizer, model) == (
         "3 weights lie beyond the half range and are held at its end (weight); their masters "
         "go on: lower optimizer.lr, use dtype.half=bfloat16, or pin the module with "
@@ -118,8 +117,5 @@ def test_of_the_layers_beyond_it_those_with_most_weights_there_come_first(mode) 
         layer.weight.data[0, :count] = 1e5
     _, optimizer = Precision(mode).prepare(model, SGD(model.parameters()))
     said = saturation_warning(optimizer, model)
-    if mode == "mixed":
-        assert said.startswith("10 weights ")
-        assert "(3.weight, 2.weight, 1.weight, ...)" in said
-    else:
-        assert said is None
+    first = "10 weights lie beyond the half range and are held at its end (3.weight, 2.weight, 1."
+    assert said.startswith(first) if mode == "mixed" else said is None
