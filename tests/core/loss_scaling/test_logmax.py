@@ -104,12 +104,14 @@ def forgives_one_overflow(make, bad=torch.nan, std=(0.0, 0.5), after=(10, 30, 10
 
 def ignores_zero(make) -> None:
     """3: amax = 0 changes nothing, at the start or later."""
-    fresh, used = make(), make()
-    replay(used, log_normal(20, torch.tensor([-3.0]), 0.5))
-    for scaler in (fresh, used):
-        before = scaler.scale
-        scaler.update(torch.zeros(1))
-        assert torch.equal(scaler.scale, before.expand(1))
+    for zero_at in (0, 20):
+        plain, given = make(), make()
+        for step, amax in enumerate(log_normal(40, torch.tensor([-3.0]), 0.5)[:, 0]):
+            if step == zero_at:
+                given.update(torch.zeros(()))
+            for scaler in (plain, given):
+                scaler.update(amax)
+            assert given.scale == plain.scale
 
 
 def follows_a_jump(make) -> None:
