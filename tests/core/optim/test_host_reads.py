@@ -191,47 +191,37 @@ def states(trainer):
     return state["weights"], state.get("ema", {})
 
 
-in_all_modes = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("mode", "half", "scheduled"),
     [("fp32", "float16", False), ("mixed", "float16", True), ("amp", "bfloat16", False)],
 )
-
-
-@in_all_modes
-def test_steps_skipped_on_the_device_change_nothing_at_all(mode, half, scheduled, reads) -> None:
+def test_steps_skipped_on_the_device_change_nothing_at_all_also_in_a_run_saved_with_unread_ones(
+    mode, half, scheduled, reads
+) -> None:
     """The verdicts are read late: what is trained is what a reading after every step gives."""
-    trained = []
-    for third in (3, 1):
-        own = {"scheduled": scheduled, "average": True, "fused": True}
-        scaler = Backoff(2.0**8, growth_interval=2)
-        trainer = trainer_of(reads, mode, half, AdamW, scaler, callback=EveryThird(third), **own)
-        trainer.fit(Batches(10, {0, 3, 4, 9}))
+    own = {"scheduled": scheduled, "average": True, "fused": True}
+    late, each, first, resumed = (
+        trainer_of(reads, mode, half, AdamW, scaler, callback=EveryThird(third), **own)
+        for third in (3, 1, 99, 99)
+        for scaler in [Backoff(2.0**8, growth_interval=2)]
+    )
+    batches = Batches(10, {0, 3, 4, 9})
+    for trainer in (late, each):
+        trainer.fit(batches)
+    for batch in batches[:6]:
+        first.train_step(batch)
+    assert first.progress.pending > 0
+    resumed.load_state_dict(first.state_dict())
+    progress = resumed.progress
+    assert (progress.steps, progress.skipped, progress.pending) == (3, 3, 0)
+    for batch in batches[6:]:
+        resumed.train_step(batch)
+    assert all(value.isfinite().all() for value in tensors(states(late)))
+    for trainer in (late, each, resumed):
+        assert differing(states(late), states(trainer)) == []
         progress = trainer.progress
         assert (progress.steps, progress.skipped, progress.skipped_in_a_row) == (6, 4, 1)
         assert (progress.pending, ema_of(trainer).updates) == (0, 6)
-        trained.append(trainer)
-    assert differing(*map(states, trained)) == []
-    assert all(value.isfinite().all() for value in tensors(states(trained[0])))
-
-
-@in_all_modes
-def test_a_run_that_is_saved_with_unread_steps_goes_on_bit_for_bit(
-    mode, half, scheduled, reads
-) -> None:
-    batches, own = Batches(9, {2, 5}), {"scheduled": scheduled, "average": True, "fused": True}
-    whole, first, second = (
-        trainer_of(reads, mode, half, AdamW, Backoff(2.0**8), **own) for _ in range(3)
-    )
-    for trainer, given in ((whole, batches), (first, batches[:6])):
-        for batch in given:
-            trainer.train_step(batch)
-    assert first.progress.pending > 0
-    second.load_state_dict(first.state_dict())
-    assert (second.progress.steps, second.progress.skipped, second.progress.pending) == (4, 2, 0)
-    for batch in batches[6:]:
-        second.train_step(batch)
-    assert differing(states(whole), states(second)) == []
-    assert whole.progress == second.progress
 
 
 def test_the_last_step_is_the_planned_one_though_skipped_ones_do_not_count(reads) -> None:
