@@ -107,13 +107,11 @@ def test_everything_stays_on_a_device_whose_values_nobody_can_read(kind) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_users_default_dtype_does_not_matter(kind) -> None:
+def test_the_users_default_dtype_does_not_matter(kind, request) -> None:
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
-    try:
-        scaler = kind()
-        scaler.update(torch.tensor(1.0, dtype=torch.float32))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    scaler = kind()
+    scaler.update(torch.tensor(1.0, dtype=torch.float32))
     assert scaler.scale.dtype == torch.float32
 
 
