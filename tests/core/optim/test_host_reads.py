@@ -102,10 +102,6 @@ def trainer_of(
     )  # fmt: skip
 
 
-def fused(reads, **options):
-    return trainer_of(reads, scaler=Backoff(), fused=True, **options)
-
-
 def events_of(trainer, reads, count, without=None):
     """What is noted of a run over so many batches."""
     with reads:
@@ -179,7 +175,8 @@ def test_all_steps_are_read_at_once_where_a_callback_is_due_or_after_100_steps_o
     callback, batches, read_after, reads
 ) -> None:
     """Steps are told one by one, in order, each with the count as it stood after it."""
-    updates = events_of(fused(reads, callback=callback), reads, batches, without="backward")
+    trainer = trainer_of(reads, scaler=Backoff(), callback=callback, fused=True)
+    updates = events_of(trainer, reads, batches, without="backward")
     read = [updates[:place].count("update") for place, e in enumerate(updates) if e == "read"]
     assert read == read_after
     if isinstance(callback, EveryThird):
@@ -226,7 +223,8 @@ def test_steps_skipped_on_the_device_change_nothing_at_all_also_in_a_run_saved_w
 
 def test_the_last_step_is_the_planned_one_though_skipped_ones_do_not_count(reads) -> None:
     """Near `max_steps` the loop has to know which steps count."""
-    trainer = fused(reads, plan={"epochs": 3, "max_steps": 7})
+    plan = {"epochs": 3, "max_steps": 7}
+    trainer = trainer_of(reads, scaler=Backoff(), plan=plan, fused=True)
     trainer.fit(Batches(6, {1, 2}))
     assert (trainer.progress.steps, trainer.progress.skipped) == (7, 4)
 
