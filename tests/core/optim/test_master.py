@@ -169,7 +169,7 @@ def test_another_mode_goes_on_from_the_masters_or_from_what_fp32_weights_were_in
     then,
 ) -> None:
     """2^-20 is below what either half format holds beside 1, and 2^-40 below float16."""
-    model, first, _ = linear("bfloat16")
+    model, first, _ = linear("float16" if "after" in then else "bfloat16")
     exact = full(1 + 2.0**-20)
     exact[0] = 2.0**-40
     if "after" in then:
