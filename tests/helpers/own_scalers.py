@@ -1,4 +1,4 @@
-"""Loss scalers as users write them, and three that lack something."""
+"""Loss scalers as users write them, and one that lacks something."""
 
 from typing import Any
 
@@ -34,13 +34,6 @@ class Module(nn.Module):
 
     def update(self, amax: Tensor) -> None:
         self.scale = torch.where(amax < torch.inf, self.scale * 1.5, self.scale / 2)
-
-
-class Mute(Scaler):
-    """Has no update."""
-
-    def __init__(self) -> None:
-        super().__init__({"scale": torch.ones(())})
 
 
 class Number:

@@ -9,19 +9,15 @@ from hypothesis import strategies as st
 
 from mpframe.core.loss_scaling import Backoff
 
-AMAX = {".": torch.tensor(1.0), "0": torch.tensor(0.0), "x": torch.tensor(math.inf),
-        "n": torch.tensor(math.nan)}  # fmt: skip
-NO_CLAMPS = {"min_scale": 2.0**-126, "max_scale": 2.0**127}
+AMAX = {".": 1.0, "0": 0.0, "x": math.inf, "n": math.nan}
 LARGEST = torch.finfo(torch.float32).max
-repeatable = settings(max_examples=15, derandomize=True, deadline=None, database=None)
-seeds = st.integers(0, 2**32 - 1)
 
 
 def scales(scaler, steps):
     """The scale after each step, by the signs of `AMAX`."""
     seen = []
     for step in steps:
-        scaler.update(AMAX[step])
+        scaler.update(torch.tensor(AMAX[step]))
         seen.append(scaler.scale.item())
     return seen
 
@@ -54,27 +50,12 @@ def test_more_clean_steps_than_a_shorter_interval_grow_at_once() -> None:
     assert scales(resumed, "..") == [2.0**9, 2.0**9]
 
 
-def replay(scaler, seed, steps=40, streams=20):
-    """Random overflows, (steps, streams), each stream with its own share, and the scales."""
-    chance = torch.Generator().manual_seed(seed)
-    share = torch.rand(steps, streams, generator=chance) < torch.rand(streams, generator=chance)
-    rows = []
-    for overflow in share:
-        scaler.update(torch.where(overflow, AMAX["x"], AMAX["."]))
-        rows.append(scaler.scale)
-    return zip(share.unbind(1), torch.stack(rows).unbind(1), strict=True)
-
-
-@repeatable
-@given(seeds, st.integers(1, 10))
-def test_equals_the_kernel_of_grad_scaler(seed, interval) -> None:
-    for overflows, ours in replay(Backoff(growth_interval=interval, **NO_CLAMPS), seed):
-        scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-        theirs = []
-        for found_inf in overflows.float().unbind():
-            torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval)
-            theirs.append(scale.clone())
-        assert torch.equal(ours, torch.stack(theirs))
+def grad_scaler(overflows, interval, _):
+    """The kernel of `torch.amp.GradScaler`."""
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for overflow in overflows:
+        found_inf = torch.tensor(float(overflow))
+        yield torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval).item()
 
 
 def megatron(overflows, interval, hysteresis):
@@ -89,9 +70,18 @@ def megatron(overflows, interval, hysteresis):
         yield scale
 
 
-@repeatable
-@given(seeds, st.integers(1, 10), st.integers(1, 5))
-def test_hysteresis_equals_megatrons(seed, interval, hysteresis) -> None:
-    scaler = Backoff(growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**127)
-    for overflows, ours in replay(scaler, seed):
-        assert ours.tolist() == [*megatron(overflows.tolist(), interval, hysteresis)]
+@pytest.mark.parametrize(("rule", "floor", "most"), [(grad_scaler, 2.0**-126, 1), (megatron, 1, 5)])
+@settings(max_examples=15, derandomize=True, deadline=None, database=None)
+@given(st.data())
+def test_equals_the_rules_of_others(rule, floor, most, data) -> None:
+    """Over random overflows: 20 streams, each with its own share of them."""
+    chance = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    overflows = torch.rand(40, 20, generator=chance) < torch.rand(20, generator=chance)
+    interval, hysteresis = data.draw(st.integers(1, 10)), data.draw(st.integers(1, most))
+    scaler = Backoff(2**16, 2, 0.5, interval, hysteresis, min_scale=floor, max_scale=2.0**127)
+    ours = []
+    for overflow in overflows:
+        scaler.update(torch.where(overflow, math.inf, 1.0))
+        ours.append(scaler.scale)
+    theirs = [[*rule(stream, interval, hysteresis)] for stream in overflows.T.tolist()]
+    assert torch.stack(ours).T.tolist() == theirs

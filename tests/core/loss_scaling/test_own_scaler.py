@@ -29,19 +29,17 @@ def test_it_scales_and_resumes_bit_for_bit(
     start_run, tmp_path, dtype, name, more, expected
 ) -> None:
     options = [*SHORT, f"dtype={dtype}", f"{OWN}=own_scalers.{name}", *more]
-    done = start_run(tmp_path / "whole", *options)
+    done = start_run(whole := tmp_path / "whole", *options)
     assert (done.status, done.loss_scaling) == ("finished", name)
-    scales = scalars(tmp_path / "whole")["loss_scale/scale"]
-    assert [value for _, value in scales[:4]] == expected
-    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
+    assert [scale for _, scale in scalars(whole)["loss_scale/scale"][:4]] == expected
+    resumed = cut(whole, tmp_path / "resumed")
     start_run(resumed, *options, "resume=auto")
-    assert_same_run(tmp_path / "whole", resumed)
+    assert_same_run(whole, resumed)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([f"{OWN}=own_scalers.Mute"], "has no update; see docs/loss_scaling.md"),
         ([f"{OWN}=torch.nn.Identity"], "has no update and no scale; see docs/loss_scaling.md"),
         ([f"{OWN}=own_scalers.Number"],
          "its scale is a float; must be a 0-d float32 tensor; see docs/loss_scaling.md"),
@@ -49,9 +47,7 @@ def test_it_scales_and_resumes_bit_for_bit(
          "own_scalers.Drifting takes no such argument; nearest: every"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_before_the_folder_is_taken(
-    start_run, tmp_path, options, said
-) -> None:
+def test_errors_come_before_the_folder_is_taken(start_run, tmp_path, options, said) -> None:
     with pytest.raises(ConfigError) as refused:
         start_run(tmp_path, *SHORT, *options)
     assert str(refused.value) == f"{options[0]}: {said}"
@@ -68,6 +64,5 @@ def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
         trainer(own_scalers.Module()).load_state_dict(trainer(Backoff()).state_dict())
     assert str(refused.value).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
-        "state_dict for Module: Unexpected key(s) in state_dict: "
     )
     assert "\n" not in str(refused.value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_steps import FP32, HALF, INF, SGD, one, state_tensors
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from vocabulary import same_bits
 
@@ -63,55 +63,45 @@ def test_a_schedule_over_it_is_one_over_a_plain_optimizer(make) -> None:
                 assert own[name] == inner[name] == other[name]
 
 
-def test_hooks_see_the_steps_that_are_taken() -> None:
-    (model, wrapped), seen = prepared(), []
-    wrapped.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
-    wrapped.register_state_dict_pre_hook(lambda optimizer: seen.append(optimizer))
-    step(wrapped, model)
-    step(wrapped, model, INF)
-    wrapped.state_dict()
-    assert seen == [wrapped.optimizer] * 2
-    assert isinstance(wrapped, Optimizer)
-
-
 @pytest.mark.parametrize(
     ("mode", "half", "named"),
     [("fp32", "float16", False), ("amp", "bfloat16", True), ("mixed", "float16", True)],
 )
 def test_a_closure_is_called_once_before_the_step(mode, half, named) -> None:
     """Lightning and torch's users call `step(closure)`; the closure computes the gradients."""
-    runs = []
-    for given in (True, False):
-        (model, wrapped), losses = prepared(mode, half), []
+    (model, wrapped), (plain_model, plain) = prepared(mode, half), prepared(mode, half)
+    losses, inputs = [], torch.linspace(-1, 1, 8).view(2, 4)
 
-        def closure():
-            wrapped.zero_grad()  # noqa: B023
-            with Precision(mode, half).cast():
-                loss = model(torch.linspace(-1, 1, 8).view(2, 4)).float().pow(2).mean()  # noqa: B023
-            loss.backward()
-            return loss
+    def closure(model=model):
+        with Precision(mode, half).cast():
+            losses.append(model(inputs).float().pow(2).mean())
+        losses[-1].backward()
+        return losses[-1]
 
-        for _ in range(3):
-            if given:
-                result = wrapped.step(closure=closure) if named else wrapped.step(closure)
-                losses.append(result.loss)
-            else:
-                losses.append(closure().detach())
-                assert wrapped.step().loss is None
-        runs.append([*losses, *(p.detach() for p in model.parameters())])
-    assert same_bits(*runs)
+    for _ in range(3):
+        result = wrapped.step(closure=closure) if named else wrapped.step(closure)
+        closure(plain_model)
+        assert plain.step().loss is None
+        assert same_bits([result.loss], losses[-1:])
+    assert len(losses) == 6
+    assert same_bits(model.parameters(), plain_model.parameters())
 
 
 def test_a_step_whose_closure_overflows_is_skipped_and_others_are_scaled_and_clipped() -> None:
-    (model, wrapped), (plain_model, plain) = prepared(), prepared()
+    """Hooks see the steps that are taken."""
+    (model, wrapped), (plain_model, plain), seen = prepared(), prepared(), []
+    wrapped.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    wrapped.register_state_dict_pre_hook(lambda optimizer: seen.append(optimizer))
     result = wrapped.step(lambda: fill(model, INF))
-    assert (bool(result.skipped), result.loss) == (True, None)
+    assert (bool(result.skipped), result.loss, seen) == (True, None, [])
     assert same_bits(model.parameters(), plain_model.parameters())
     options = {"scaler": Static(4.0), "max_norm": 1.0}
     wrapped.step(closure=lambda: fill(model, 4.0), **options)
     fill(plain_model, 4.0)
     plain.step(**options)
     assert same_bits(model.parameters(), plain_model.parameters())
+    wrapped.state_dict()
+    assert seen == [wrapped.optimizer] * 2
 
 
 def pickled(pair):
@@ -122,7 +112,7 @@ def pickled(pair):
     ("half", "copied", "scheduled"),
     [("float16", copy.deepcopy, True), ("bfloat16", pickled, True), ("float16", pickled, False)],
 )
-def test_a_copy_goes_on_by_itself(half, copied, scheduled) -> None:
+def test_a_copy_goes_on_by_itself_and_has_its_masters(half, copied, scheduled) -> None:
     pair = prepared(half=half)
     if scheduled:  # It has put a function of its own in the place of `step`.
         lr_scheduler.StepLR(pair[1], 1)
@@ -136,19 +126,14 @@ def test_a_copy_goes_on_by_itself(half, copied, scheduled) -> None:
     both = ((model, optimizer), pair)
     assert same_bits(*(own.masters_by_name(of).values() for of, own in both))
     assert same_bits(*(state_tensors(own) for _, own in both))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_has_its_masters(copied) -> None:
-    """One for each weight, also for a second optimizer over the copied model."""
-    model, optimizer = copied(prepared())
-    _, second = Precision("mixed").prepare(model, SGD(model.parameters(), lr=0.1))
+    # It has one master for each weight, also for a second optimizer over the copied model.
+    _, second = Precision("mixed", half).prepare(model, SGD(model.parameters(), lr=0.1))
     weight = model[0].weight
     assert second.master_of(weight) is optimizer.master_of(weight)
     with pytest.raises(ConfigError, match="has its masters already"):
         MasterWeights(optimizer.optimizer)
     weight.data.clamp_(-0.1, 0.1)
-    step(optimizer, model, 0.0)
+    second.step(closure=lambda: fill(model, 0.0))
     assert weight.abs().max() <= 0.1
 
 

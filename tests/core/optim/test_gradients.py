@@ -3,16 +3,17 @@
 import pytest
 import small_steps as small
 import torch
-from small_steps import BFLOAT16, FP32, HALF, INF, NAN, AdamW, one, wrapped
+from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, AdamW, one, wrapped
+from torch import nn
 from vocabulary import same_bits
 
-from mpframe import Backoff, Static
+from mpframe import Backoff, MasterWeights, Static
 from mpframe.core.optim import gradients
 
 
-@pytest.fixture(autouse=True, params=["widened at once", "widened by buckets"])
+@pytest.fixture(autouse=True, params=[2**20, 0], ids=["widened at once", "widened by buckets"])
 def _widened(request, monkeypatch) -> None:
-    monkeypatch.setattr(gradients, "_FEW", 2**20 if request.param[-4:] == "once" else 0)
+    monkeypatch.setattr(gradients, "_FEW", request.param)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +47,15 @@ def test_the_optimizer_is_given_unscaled_gradients(scale, half, bound, accumulat
     assert result.scale.item() == scale
 
 
-def test_a_gradient_is_fp32_before_it_is_unscaled() -> None:
+def test_a_half_gradient_is_fp32_before_it_is_unscaled_and_before_its_norm() -> None:
     """2^-14 / 2^14 = 2^-28 is 0 in float16."""
-    weight, optimizer = one(torch.zeros(1, dtype=HALF))
-    weight.grad = torch.full((1,), 2.0**-14, dtype=HALF)
-    optimizer.step(Static(2.0**14))
-    assert optimizer.master_of(weight).item() == -(2.0**-28)
-
-
-def test_a_half_gradient_near_the_limit_does_not_overflow_the_norm() -> None:
     weight, optimizer = one(torch.zeros(100, dtype=HALF))
-    weight.grad = torch.full((100,), 60000.0, dtype=HALF)
-    result = optimizer.step()
-    assert not result.skipped
-    assert result.grad_norm.item() == pytest.approx(6e5)
+    for value, scale in ((2.0**-14, 2.0**14), (60000.0, 1.0)):
+        before = optimizer.master_of(weight).clone()
+        weight.grad = torch.full_like(weight, value)
+        result = optimizer.step(Static(scale))
+        assert result.grad_norm.item() == pytest.approx(10 * value / scale)
+        assert torch.equal(optimizer.master_of(weight), before - value / scale)
 
 
 def test_sparse_half_duplicates_are_summed_in_fp32() -> None:
@@ -100,16 +96,18 @@ def test_a_dropped_micro_batch_does_not_count(dtype, values) -> None:
     assert scaler.scale.item() == 2.0  # an overflow is an overflow, although the step goes on
 
 
-def test_a_window_of_bad_ones_is_skipped() -> None:
+def test_a_window_of_bad_ones_is_skipped_and_zero_grad_forgets_one() -> None:
     weight, optimizer = one(torch.ones(1))
-    for _ in range(2):
-        weight.grad = torch.full((1,), INF)
-        optimizer.accumulate()
-    assert optimizer.step().skipped
-    assert weight.item() == 1.0
+    for value, forgotten, left in ((INF, False, 1.0), (0.5, True, 1.0), (0.5, False, 0.5)):
+        for _ in range(2):
+            weight.grad = torch.full((1,), value)
+            optimizer.accumulate()
+        if forgotten:
+            optimizer.zero_grad()
+        result = optimizer.step()
+        assert (bool(result.skipped), weight.item()) == (value == INF, left)
     weight.grad = torch.full((1,), 0.5)
     assert optimizer.step().dropped is None  # the window is closed
-    assert weight.item() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -132,10 +130,10 @@ def test_the_scaler_sees_the_largest_micro_batch(values, seen, amax) -> None:
 def test_small_terms_are_not_lost() -> None:
     """2048 + 1 = 2048 in float16. Gradients left at the step are the last micro-batch."""
     weight, optimizer = one(torch.zeros(1, dtype=HALF))
-    for value in (2048.0, 1.0, 1.0):
-        if weight.grad is not None:
-            optimizer.accumulate()
+    for value in (2048.0, 1.0):
         weight.grad = torch.full((1,), value, dtype=HALF)
+        optimizer.accumulate()
+    weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert optimizer.master_of(weight).item() == pytest.approx(-2050 / 3)
 
@@ -150,10 +148,22 @@ def test_sparse_micro_batches(last, expected) -> None:
     assert optimizer.master_of(weight).flatten().tolist() == [expected, 0.0, 0.0]
 
 
-def test_zero_grad_forgets_the_window() -> None:
-    weight, optimizer = one(torch.zeros(1))
-    weight.grad = torch.ones(1)
-    optimizer.accumulate()
-    optimizer.zero_grad()
-    assert optimizer.step().dropped is None
-    assert weight.item() == 0.0
+@pytest.mark.parametrize("size", [2**22, 1])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, BFLOAT16])
+def test_a_window_is_the_mean_of_its_good_micro_batches(dtype, size, monkeypatch) -> None:
+    """The gradients lie in another order in each micro-batch, and one weight misses the first."""
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", size)
+    weights = [nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(2)]
+    optimizer = MasterWeights(SGD(weights, lr=1.0))
+    torch.manual_seed(0)
+    first, bad, last = (torch.randint(-8, 8, (3, 5)).to(dtype) for _ in range(3))
+    bad[2, 4], last = NAN, last[:1].expand(3, 5)
+    for value, count in ((first, 1), (bad.t().contiguous().t(), 3), (last, 2)):
+        weights[0].grad = value
+        weights[1].grad = None if value is first else value
+        optimizer.accumulate(1.0, count)
+    assert optimizer.step().dropped == 1
+    wide = torch.promote_types(dtype, FP32)  # A sum of whole numbers is exact in it.
+    first, last = first.to(wide), last.to(wide)
+    expected = [-(first + 2 * last) / 3, -(2 * last) / 3]
+    assert same_bits([optimizer.master_of(weight) for weight in weights], expected)

@@ -14,22 +14,24 @@ from mpframe.core.optim import masters as core_masters
 LARGE, HALF = core_masters._SUMMED, torch.float16
 
 
-def sgd(params, lr=0.5, **options):
-    return torch.optim.SGD(params, lr=lr, **options)
-
-
-def linear(half="float16", size=4, **options):
+def linear(half="float16", size=4, fused=False):
     """A linear layer, its optimizer, and a copy of the master of its weight."""
     torch.manual_seed(0)
     model = nn.Linear(size, size)
-    model, optimizer = Precision("mixed", half).prepare(model, sgd(model.parameters(), **options))
+    plain = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    model, optimizer = Precision("mixed", half).prepare(model, plain)
     return model, optimizer, optimizer.master_of(model.weight).detach().clone()
 
 
-def step(optimizer, *weights, value=0.25) -> None:
+def again(model, mode="mixed"):
+    """Another optimizer over the same model."""
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    return Precision(mode, "float16").prepare(model, plain)[1]
+
+
+def step(optimizer, weight, value=0.25) -> None:
     """One step on a gradient of `value` everywhere: SGD at lr 0.5 moves by half of it."""
-    for weight in weights:
-        weight.grad = torch.full_like(weight, value)
+    weight.grad = torch.full_like(weight, value)
     optimizer.step()
 
 
@@ -37,28 +39,19 @@ def full(value, dtype=torch.float32):
     return torch.full((4, 4), value, dtype=dtype)
 
 
-def load(model) -> None:
-    model.load_state_dict({name: torch.ones_like(t) for name, t in model.state_dict().items()})
-
-
 def new_data(model) -> None:
     model.weight.data = torch.ones_like(model.weight.data)
 
 
-def max_norm(model) -> None:
-    rows = torch.arange(len(model.weight))
-    nn.functional.embedding(rows, model.weight, max_norm=0.5)
-
-
 WRITES = {
-    "load_state_dict": load,
+    "load_state_dict": lambda m: m.load_state_dict(nn.Linear(*m.weight.shape).state_dict()),
     "copy_": lambda model: model.weight.detach().copy_(torch.ones_like(model.weight)),
     "data =": new_data,
     "data.clamp_": lambda model: model.weight.data.clamp_(-0.1, 0.1),
     "data.neg_": lambda model: model.weight.data.neg_(),
     "data rows": lambda model: model.weight.data[:2].copy_(model.weight.data[:2].flip(0)),
     "init": lambda model: nn.init.constant_(model.weight, 3.0),
-    "max_norm": max_norm,
+    "max_norm": lambda m: nn.functional.embedding(torch.arange(4), m.weight, max_norm=0.5),
 }
 
 
@@ -71,10 +64,7 @@ WRITES = {
     ],
 )
 def test_a_write_is_adopted(name, size, half, looks, monkeypatch) -> None:
-    """Small and large ones, of whole and odd rows, are where the next update starts.
-
-    On an accelerator no values are looked at: the version counter and the address tell of most.
-    """
+    """Also without a look at values, as on an accelerator: counter and address tell of most."""
     if not looks:
         monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
     model, optimizer, _ = linear(half, size)
@@ -86,9 +76,8 @@ def test_a_write_is_adopted(name, size, half, looks, monkeypatch) -> None:
     step(optimizer, model.weight, value=0.0)
     assert same_bits([model.weight], [written])
     step(optimizer, model.weight)
-    master = optimizer.master_of(model.weight)
+    master, changed = optimizer.master_of(model.weight), written != before
     assert torch.equal(model.weight, master.to(written.dtype))
-    changed = written != before
     assert torch.equal(master[changed], written.float()[changed] - 0.125)
 
 
@@ -105,8 +94,18 @@ def test_new_data_at_the_old_address_is_adopted(looks, monkeypatch) -> None:
         assert model.weight.unique().tolist() == [value]
 
 
-def test_elements_that_nobody_wrote_keep_their_fp32_digits() -> None:
+@pytest.mark.parametrize("way", ["copy_", "data"])
+def test_elements_that_nobody_wrote_keep_their_fp32_digits(way) -> None:
+    """Also after an exchange that is undone, as of averaged weights for a validation."""
     model, optimizer, master = linear()
+    kept = model.weight.detach().clone() if way == "copy_" else model.weight.data
+    for values in (torch.zeros_like(kept), kept):
+        if way == "data":
+            model.weight.data = values
+        else:
+            model.weight.detach().copy_(values)
+    step(optimizer, model.weight)
+    master -= 0.125
     assert not torch.equal(master, model.weight.float())
     model.weight.detach()[0].fill_(2.0)
     master[0] = 2.0
@@ -115,23 +114,8 @@ def test_elements_that_nobody_wrote_keep_their_fp32_digits() -> None:
     assert same_bits([optimizer.master_of(model.weight)], [master])
 
 
-@pytest.mark.parametrize("way", ["copy_", "data"])
-def test_an_exchange_that_is_undone_changes_nothing(way) -> None:
-    """As of averaged weights for a validation."""
-    model, optimizer, master = linear()
-    kept = model.weight.detach().clone() if way == "copy_" else model.weight.data
-    for values in (torch.zeros_like(kept), kept):
-        if way == "data":
-            model.weight.data = values
-        else:
-            model.weight.detach().copy_(values)
-    assert same_bits([optimizer.master_of(model.weight)], [master])
-    step(optimizer, model.weight)
-    assert same_bits([optimizer.master_of(model.weight)], [master - 0.125])
-
-
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_skipped_step_leaves_the_write_for_the_next(fused) -> None:
+def test_a_skipped_step_leaves_the_write_for_the_next_and_it_is_in_what_is_saved(fused) -> None:
     model, optimizer, _ = linear(fused=fused)
     step(optimizer, model.weight)
     model.weight.data.fill_(1.0)
@@ -139,12 +123,8 @@ def test_a_skipped_step_leaves_the_write_for_the_next(fused) -> None:
     assert torch.equal(model.weight, full(1.0, HALF))
     step(optimizer, model.weight)
     assert torch.equal(optimizer.master_of(model.weight), full(0.875))
-
-
-def test_a_write_is_in_what_is_saved() -> None:
-    model, optimizer, _ = linear()
     model.weight.data.fill_(1.0)
-    assert same_bits([optimizer.state_dict()["masters"][0]], [full(1.0)])
+    assert torch.equal(optimizer.state_dict()["masters"][0], full(1.0))
     model.weight.data.fill_(2.0)
     assert torch.equal(optimizer.masters_by_name(model)["weight"], full(2.0))
 
@@ -168,7 +148,7 @@ def test_weights_may_have_any_layout(odd) -> None:
     values = torch.zeros(0 if odd == "empty" else 8 * LARGE + 1, dtype=HALF)
     values = values[:-1].view(64, -1).t() if odd == "transposed" else values[1:].view(-1, 2)
     weight = nn.Parameter(values)
-    optimizer = MasterWeights(sgd([weight]))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=0.5))
     weight.data.fill_(1.0)
     step(optimizer, weight)
     assert torch.equal(weight, torch.full_like(weight, 0.875))
@@ -176,7 +156,7 @@ def test_weights_may_have_any_layout(odd) -> None:
 
 def test_a_scale_is_taken_out_of_shared_steps_too() -> None:
     model, first, start = linear()
-    second = Precision("mixed").prepare(model, sgd(model.parameters()))[1]
+    second = again(model)
     assert first.master_of(model.weight) is second.master_of(model.weight)
     for optimizer in (first, second):
         model.weight.grad = torch.full_like(model.weight, 2.0)
@@ -184,26 +164,21 @@ def test_a_scale_is_taken_out_of_shared_steps_too() -> None:
     assert same_bits([first.master_of(model.weight)], [start - 0.125 - 0.125])
 
 
-def test_a_weight_that_was_fp32_in_between_starts_from_that() -> None:
-    model, first, _ = linear()
-    model.float()
-    nn.init.constant_(model.weight, 1 + 2.0**-20)
-    again = Precision("mixed").prepare(model, sgd(model.parameters()))[1]
-    assert torch.equal(again.master_of(model.weight), full(1 + 2.0**-20))
-    assert first.master_of(model.weight) is again.master_of(model.weight)
-
-
-@pytest.mark.parametrize("then", ["fp32", "amp", "mixed"])
-def test_another_mode_goes_on_from_the_masters(then) -> None:
+@pytest.mark.parametrize("then", ["fp32", "amp", "mixed", "mixed after fp32"])
+def test_another_mode_goes_on_from_the_masters_or_from_what_fp32_weights_were_in_between(
+    then,
+) -> None:
     """2^-20 is below what either half format holds beside 1, and 2^-40 below float16."""
-    model, first, _ = linear("bfloat16")
+    model, first, _ = linear("float16" if "after" in then else "bfloat16")
     exact = full(1 + 2.0**-20)
     exact[0] = 2.0**-40
-    first.load_masters(model, {"weight": exact, "bias": torch.ones(4)})
-    again = Precision(then, "float16").prepare(model, sgd(model.parameters()))[1]
-    assert same_bits([again.master_of(model.weight)], [exact])
+    if "after" in then:
+        model.float().weight.detach().copy_(exact)
+    else:
+        first.load_masters(model, {"weight": exact, "bias": torch.ones(4)})
+    masters = [own.master_of(model.weight) for own in (again(model, then.split()[0]), first)]
+    assert same_bits(masters, [exact, exact])
     assert same_bits([model.weight], [exact.to(model.weight.dtype)])
-    assert same_bits([first.master_of(model.weight)], [exact])
 
 
 def test_a_master_lives_as_long_as_its_weight() -> None:
@@ -220,28 +195,27 @@ def frozen(**options):
     """A model with a frozen layer that no optimizer has yet, and its fp32 value."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    before = model[0].weight.detach().clone()
-    _, optimizer = Precision("mixed").prepare(model, sgd(model[1].parameters()), **options)
-    return model, optimizer, before
+    before, plain = model[0].weight.detach().clone(), torch.optim.SGD(model[1].parameters(), lr=0.5)
+    return model, Precision("mixed").prepare(model, plain, **options)[1], before
 
 
 def test_a_frozen_weight_is_stepped_from_its_fp32_value_in_a_group_added_to_the_wrapped() -> None:
     model, optimizer, before = frozen()
-    model[0].requires_grad_(True)
-    optimizer.optimizer.add_param_group({"params": list(model[0].parameters())})
-    assert optimizer.param_groups[1]["params"][0] is model[0].weight
-    model[0].weight.grad = torch.full_like(model[0].weight, 2.0)
+    weight = model[0].weight.requires_grad_(True)
+    optimizer.optimizer.add_param_group({"params": [weight]})
+    assert optimizer.param_groups[1]["params"][0] is weight
+    weight.grad = torch.full_like(weight, 2.0)
     optimizer.step(Static(8.0))
-    assert same_bits([optimizer.master_of(model[0].weight)], [before - 0.125])
-    assert same_bits([model[0].weight], [(before - 0.125).half()])
+    expected = before - 0.125
+    assert same_bits([optimizer.master_of(weight), weight], [expected, expected.half()])
 
 
 def test_its_fp32_value_is_saved() -> None:
     (model, optimizer, before), (other, loading, _) = frozen(), frozen()
-    assert same_bits([optimizer.masters_by_name(model)["0.weight"]], [before])
-    loading.load_masters(other, optimizer.masters_by_name(model))
-    assert same_bits([loading.masters_by_name(other)["0.weight"]], [before])
-    assert same_bits([other[0].weight], [before.half()])
+    saved = optimizer.masters_by_name(model)
+    loading.load_masters(other, saved)
+    loaded = [loading.masters_by_name(other)["0.weight"], other[0].weight]
+    assert same_bits([saved["0.weight"], *loaded], [before, before, before.half()])
 
 
 def test_it_can_be_given_up_but_where_an_optimizer_has_it() -> None:
@@ -250,6 +224,6 @@ def test_it_can_be_given_up_but_where_an_optimizer_has_it() -> None:
     optimizer.add_param_group({"params": [model[0].weight]})
     assert same_bits([optimizer.master_of(model[0].weight)], [before.half().float()])
     model = nn.Linear(4, 4).requires_grad_(False)
-    before = model.weight.detach().clone()
-    _, optimizer = Precision("mixed").prepare(model, sgd([model.weight]), keep_frozen=False)
+    before, plain = model.weight.detach().clone(), torch.optim.SGD([model.weight], lr=0.5)
+    _, optimizer = Precision("mixed").prepare(model, plain, keep_frozen=False)
     assert same_bits([optimizer.master_of(model.weight)], [before])
