@@ -61,16 +61,12 @@ def test_noise_is_no_decline(count: int) -> None:
     assert sum(much_worse(min(run), run) for run in runs) <= 22
 
 
-def evaluation(value: float, higher: bool | None = True) -> Evaluation:
-    return Evaluation(1.0 - value, {"accuracy": value}, {"accuracy": higher}, "accuracy")
-
-
 def told(callback: Any, values: list[float], higher: bool | None = True) -> Any:
     trainer: Any = SimpleNamespace(progress=Progress(), stop_reason=None)
     trainer.stop = lambda reason: vars(trainer).update(stop_reason=reason)
-    for number, value in enumerate(values, start=1):
-        trainer.progress.steps = number
-        callback.on_evaluate(trainer, evaluation(value, higher))
+    for trainer.progress.steps, value in enumerate(values, start=1):
+        done = Evaluation(1.0 - value, {"accuracy": value}, {"accuracy": higher}, "accuracy")
+        callback.on_evaluate(trainer, done)
         if trainer.stop_reason is not None:
             break
     return trainer
@@ -84,8 +80,8 @@ def test_the_line_says_both_values_and_the_step_after_a_resume_too() -> None:
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     told(second, values[-1:])
-    line = "the last val_accuracy, 0.1, is much worse than the best, 0.73 (step 8)"
-    assert second.worsening == line
+    said = "the last val_accuracy, 0.1, is much worse than the best, 0.73 (step 8)"
+    assert second.worsening == said
     told(without, [0.1, 0.2], higher=None)  # A metric without a direction has no best.
     assert (without.best.value, without.worsening) == (None, None)
 
