@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures import Patch
 from in_process import composed, train
-from prepared import prepared
+from prepared import Batches, prepared
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -130,15 +130,10 @@ def test_a_half_loss_is_taken_to_fp32_and_checked_outside_the_casts() -> None:
     assert seen.names == ["linear"]
 
 
-class Data(list[Any]):
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return iter(self[start:])
-
-
 @pytest.mark.parametrize(("mode", "counts"), [("mixed", None), ("fp32", [2, 7]), ("amp", [2, 7])])
 def test_an_evaluation_weighs_batches_by_their_count(mode: str, counts: list[int] | None) -> None:
     """By the objective's own, e.g. of tokens; else by the samples of the batch."""
-    plain, batches = supervised(nn.MSELoss()), Data(pairs(5, 3))
+    plain, batches = supervised(nn.MSELoss()), Batches(pairs(5, 3))
 
     def counting(model: nn.Module, batch: Any) -> StepOutput:
         count = None if counts is None else counts[len(batch[0]) == 3]
@@ -162,7 +157,7 @@ def test_a_compiled_model_is_one_graph_under_the_casts(monkeypatch: Patch) -> No
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep, fullgraph=True))
-    losses, data = [], Data(dicts(4))
+    losses, data = [], Batches(dicts(4))
     for plan in (Plan(), Plan(compile=True)):
         rest: Any = {"plan": plan, "evaluator": Evaluator()}
         trainer = trainer_of(Classifier(), model_loss, "mixed", **rest)
