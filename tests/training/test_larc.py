@@ -1,5 +1,6 @@
 """LARC, LARS and penalties: their formulas by hand, on masters, whatever the loss is scaled by."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -78,8 +79,7 @@ def test_it_is_the_formula_with_its_bounds_on_masters(
             own.grad = by_hand(own, p.grad.float() / scaler.scale, lr, mode, **settings)
         plain.step()
         assert not wrapped.step(scaler).skipped
-        for own, p in zip(expected, model.parameters(), strict=True):
-            assert torch.equal(wrapped.master_of(p), own)
+        assert all(map(torch.equal, map(wrapped.master_of, model.parameters()), expected))
 
 
 def test_rows_of_a_sparse_gradient_count_and_a_factor_beyond_half_is_held_at_its_end() -> None:
@@ -127,7 +127,7 @@ def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_l
     bound, free = (dict(one.model.named_parameters()) for one in (run, plain))
     assert [name for name in bound if not torch.equal(bound[name], free[name])] == ["2.weight"]
     rates.teardown(run, None)
-    run.load_weights({name: weight.clone() for name, weight in plain.weights().items()})
+    run.load_weights(copy.deepcopy(plain.weights()))
     for one in (run, plain):
         one.train_step(batch(1))
     assert all(torch.equal(bound[name], free[name]) for name in bound)
@@ -165,7 +165,7 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
     hooked(penalty(2.0**-20, "*.bias"), run)
-    before = {name: value.clone() for name, value in run.weights().items()}
+    before = copy.deepcopy(run.weights())
     given: dict[Tensor, Tensor] = {}
 
     def note(own: Any, *_: object) -> None:
