@@ -55,14 +55,11 @@ def test_no_page_tells_to_open_a_server_to_others() -> None:
 
 @pytest.mark.parametrize("name", ["../escape", "/etc/escape", "a\\..\\b"])
 def test_a_run_name_stays_within_runs(name: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    said = r"^run_name=.*stay within runs/; for another place set hydra\.run\.dir$"
+    with pytest.raises(ConfigError, match=said):
         list(jobs([f"run_name='{name}'"]))
-    assert str(refused.value).startswith("run_name=")
-    assert str(refused.value).endswith("stay within runs/; for another place set hydra.run.dir")
     assert prepare(["run_name=a/b..c"]) == ["run_name=a/b..c"]  # A name may have folders.
 
-
-# A secret of the environment
 
 SECRET = "hunter2-correct-horse"
 NASTY = 'it\'s a "quoted", {braced}: *long*\none ' + "word after word " * 9
@@ -102,18 +99,15 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
     return found
 
 
-REFERENCES = ["model.token=${oc.env:PLAIN_NAME}", "model.handed_on=${model.token}"]
+REFERENCES = [
+    "model.token=${oc.env:PLAIN_NAME}", "model.handed_on=${model.token}",
+    "run_name=${oc.env:MY_TOKEN}", "model.fails=true",
+]  # fmt: skip
 FILLED_IN = [f"model.token={SECRET}", f"run_name={SECRET}"]  # as a shell does it
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [([*REFERENCES, "run_name=${oc.env:MY_TOKEN}", "model.fails=true"], 1), (FILLED_IN, 0)],
-    ids=["a run that fails", "filled in by a shell"],
-)
-def test_no_secret_reaches_any_byte_of_a_runs_folder(
-    words: list[str], code: int, folder: Path
-) -> None:
+@pytest.mark.parametrize(("words", "code"), [(REFERENCES, 1), (FILLED_IN, 0)])
+def test_no_secret_reaches_any_byte_of_a_folder(words: list[str], code: int, folder: Path) -> None:
     assert command(*SHORT, "hydra.run.dir=run", *words) == code
     names = " ".join(path.name for path in (folder / "run").rglob("*"))
     wanted = ["summary.json", "train.log", "config_resolved.yaml", "overrides.yaml"]
@@ -172,29 +166,20 @@ def test_what_a_file_takes_from_the_environment_is_told_nowhere(
     assert "***" in said.out + said.err or "${oc.env:PLAIN_NAME}" in said.out
 
 
-@pytest.mark.parametrize(
-    "word", ["hydra.run.dir=x/${oc.env:MY_TOKEN}", "run_name=${oc.env:MY_TOKEN}"]
-)
-def test_no_folder_is_named_after_a_secret(word: str, folder: Path, capsys: Shown) -> None:
-    assert command(word) == 1
+@pytest.mark.parametrize("place", ["hydra.run.dir=x/", "run_name="])
+def test_no_folder_is_named_after_a_secret(place: str, folder: Path, capsys: Shown) -> None:
+    assert command(place + "${oc.env:MY_TOKEN}") == 1
     said = "holds a secret of the environment, and everybody sees a folder's name; choose another"
     line = capsys.readouterr().err
     assert re.fullmatch(rf"mpframe: hydra\.run\.dir=.*\*\*\*.*: {said}\n", line)
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["own.py"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ([f"run_name={SECRET}"], 0, "run_name=***:"),
-        ([f"model.token={SECRET}"], 1, "mpframe: model.token"),
-        ([f"seed={SECRET}"], 1, "mpframe: seed=***: must be"),
-    ],
-)
-def test_a_command_tells_no_secret(words: list[str], code: int, said: str, capsys: Shown) -> None:
+@pytest.mark.parametrize(("option", "code"), [("run_name", 0), ("model.token", 1), ("seed", 1)])
+def test_a_command_tells_no_secret(option: str, code: int, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor(["model=mlp", "dtype=fp32", *words])
+        doctor(["model=mlp", "dtype=fp32", f"{option}={SECRET}"])
     told = "".join(capsys.readouterr())
-    assert ended.value.code == code
-    assert SECRET not in told
-    assert said in told
+    assert (ended.value.code, SECRET in told) == (code, False)
+    said = {"run_name": "run_name=***:", "seed": "mpframe: seed=***: must be"}
+    assert said.get(option, "mpframe: model.token") in told

@@ -56,6 +56,13 @@ FAULTS = {
     "loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each": "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch",
     "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
 }  # fmt: skip
+SOUND = [
+    "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
+    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
+    "dtype=mixed model.fault=lazy",
+    "dataset.loss=half",
+    "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",
+]
 
 
 def words_of(options: str) -> list[str]:
@@ -90,15 +97,6 @@ def test_a_fault_is_one_line(options: str, tmp_path: Path) -> None:
 def test_the_documents_tell_how_many_there_are() -> None:
     text = " ".join((ROOT / "docs" / "security.md").read_text().split())
     assert f"{len(FAULTS)} faults in users' code" in text
-
-
-SOUND = [
-    "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
-    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
-    "dtype=mixed model.fault=lazy",
-    "dataset.loss=half",
-    "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",
-]
 
 
 @pytest.mark.parametrize("options", SOUND)
@@ -145,9 +143,7 @@ def test_the_doctor_says_the_same(fault: str, said: str, capsys: Shown) -> None:
     assert re.match(f"mpframe: {said}", line)
 
 
-def test_the_traceback_is_in_the_log_and_shown_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_traceback_is_in_the_log_and_shown_on_demand(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(UserCodeError, match=r"^after step 0: model: Net raised KeyError"):

@@ -59,9 +59,7 @@ GONE = (
     ({"a": {"losses": [1.0]}, "gone": {"x": 1}, "lost": {}}, [GONE]),
     ({}, ["warning: the checkpoint holds no state of callbacks.a, which begins without"]),
 ])  # fmt: skip
-def test_a_state_without_a_callback_and_the_reverse_are_said(
-    saved: dict[str, Any], said: list[str], caplog: Log
-) -> None:
+def test_states_of_no_callback_and_the_reverse_are_said(saved: Any, said: Any, caplog: Log) -> None:
     own = Losses("a")
     restore({"a": own, "none": Callback()}, saved)
     assert (own.losses, caplog.messages) == (saved.get("a", {}).get("losses", []), said)
@@ -70,9 +68,7 @@ def test_a_state_without_a_callback_and_the_reverse_are_said(
             restore({"a": own}, {"a": state})
 
 
-def test_every_callback_is_torn_down_backward_and_the_first_error_told(
-    tmp_path: Path, caplog: Log
-) -> None:
+def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, caplog: Log) -> None:
     said: list[str] = []
     a, b, run = Told("a", said), Told("b", said), context(tmp_path / "run")
     with set_up(trainer_with({"a": a, "b": b}), run):

@@ -96,9 +96,7 @@ def test_the_line_says_both_values_and_the_step_after_a_resume_too() -> None:
     ([0.3, 0.2, 0.1, 0.2], {"patience": 1}, False, 4),
     ([0.1, 0.2, 0.1], {"patience": 1, "monitor": "loss"}, None, 3),
 ])  # fmt: skip
-def test_more_is_better_or_less_if_the_metric_says_so_and_of_the_loss(
-    values: list[float], options: dict[str, Any], higher: bool | None, stops: int | None
-) -> None:
+def test_more_is_better_or_less_as_said(values: Any, options: Any, higher: Any, stops: Any) -> None:
     trainer = told(EarlyStopping(**options), values, higher)
     assert (trainer.stop_reason and trainer.progress.steps) == stops
 

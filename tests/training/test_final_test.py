@@ -60,9 +60,7 @@ def rows_of_the_test(folder: Path) -> list[dict[str, str]]:
     return [row for row in rows if row["test_loss"]]
 
 
-def test_the_best_weights_are_tested_and_evaluate_curves_and_table_say_the_same(
-    tested: tuple[Path, Any],
-) -> None:
+def test_the_best_weights_are_tested_and_all_places_say_the_same(tested: tuple[Path, Any]) -> None:
     folder, (row,) = tested[0], rows_of_the_test(tested[0])
     summary, (best,), last = Summary.read(folder), best_in(folder, 1), checkpoint.newest(folder)
     assert best != last
@@ -113,9 +111,7 @@ def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
     monkeypatch.setattr(Trainer, "evaluate", planned)
 
 
-def test_best_weights_that_are_gone_are_not_said_to_be_tested(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
+def test_best_weights_gone_are_not_claimed(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     """Others are left, which would be taken for the best ones."""
     written = checkpoint.save
 

@@ -59,9 +59,7 @@ def by_hand(weight: Tensor, gradient: Tensor, lr: float, mode: str, **own: float
     ("amp", "float16", "clip", "AdamW", {"eta": 10.0}),
     ("amp", "bfloat16", "scale", "SGD", {"eta": 1e-3}),
 ])  # fmt: skip
-def test_it_is_the_formula_with_its_bounds_on_masters(
-    dtype: str, half: str, mode: str, name: str, settings: dict[str, float]
-) -> None:
+def test_the_formula_by_hand(dtype: str, half: str, mode: str, name: str, settings: Any) -> None:
     """Bounds each make some factor: of eta, of 1, and the least update of a bias of 0."""
     precision, scaler, model = Precision(dtype, half), Static(2.0**10), net()
     groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}]

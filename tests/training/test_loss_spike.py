@@ -36,9 +36,7 @@ def after(losses: list[float]) -> LossSpikes:
     ([0.0] * LEAST, 1e9, False),  # nor around zero.
     ([-1.0] * LEAST, 1e9, False),
 ])  # fmt: skip
-def test_a_spike_is_above_the_factor_times_the_median(
-    losses: list[float], loss: float, spike: bool
-) -> None:
+def test_a_spike_is_over_factor_times_median(losses: list[float], loss: float, spike: bool) -> None:
     assert bool(after(losses).judge(torch.tensor(loss))) == spike
 
 
@@ -102,9 +100,7 @@ def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
 
 
 @pytest.mark.parametrize(("policy", "ending"), [("warn", "steps"), ("skip", "; skipped")])
-def test_a_spike_is_told_and_is_a_step_as_any_where_a_run_only_warns(
-    policy: str, ending: str, caplog: Log
-) -> None:
+def test_a_spike_is_told_and_a_step_if_a_run_warns(policy: str, ending: str, caplog: Log) -> None:
     trainer, unwatched = (warmed_up("fp32", "float16", own) for own in (policy, "off"))
     for one in (trainer, unwatched):
         assert bool(one.train_step(SPIKE).skipped) == (one is trainer and policy == "skip")

@@ -134,9 +134,7 @@ def test_all_or_nothing_or_each_on_its_own(mode: str, half: str, number: int, sk
 
 
 @pytest.mark.parametrize(("skip", "skipped"), [("all", ["body", "head"]), ("each", ["head"])])
-def test_a_bad_micro_batch_and_bad_means_of_all_ranks_are_left_out_by_all_or_by_their_part(
-    skip: str, skipped: list[str]
-) -> None:
+def test_a_bad_micro_batch_or_mean_of_all_ranks_is_left_out(skip: str, skipped: list[str]) -> None:
     """An inf on any rank is one in the mean. The amax is that of all parts, for the scaler."""
     (model, optimizer, precision), (twin, other, _) = (joint(skip=skip) for _ in range(2))
     for number in range(3):
@@ -164,9 +162,7 @@ def test_a_bad_micro_batch_and_bad_means_of_all_ranks_are_left_out_by_all_or_by_
 
 
 @pytest.mark.parametrize(("mode", "half", "number"), BAD[:2])
-def test_one_part_of_one_loss_is_skipped_and_buffers_undone(
-    mode: str, half: str, number: int
-) -> None:
+def test_one_part_of_one_loss_skips_with_buffers_undone(mode: str, half: str, number: int) -> None:
     """The other part steps; the statistics are those of a batch that was not wholly good."""
     bad = PARTS[number]
     model, optimizer, precision = joint(mode, half, "each")
@@ -262,9 +258,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("skip", ["each", "all"])
 @pytest.mark.parametrize(("mode", "half", "number"), BAD)
-def test_one_loss_overflows_and_the_other_goes_on_or_nobody_moves(
-    mode: str, half: str, number: int, skip: str
-) -> None:
+def test_one_loss_overflows_alone_or_for_all(mode: str, half: str, number: int, skip: str) -> None:
     bad, good = list(OBJECTIVES)[number], list(OBJECTIVES)[1 - number]
     scalers = {name: Backoff(growth_interval=1) for name in OBJECTIVES}
     trainer = gan_trainer(mode, half, skip, scalers, breaking(bad))

@@ -143,20 +143,18 @@ ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
     ("optimizer.groups.default={ndim:1}", "optimizer.groups.default: is the group of all other"),
     (f"optimizer.groups.g={{ndim:1,mode:2}} {SHARED}", f"optimizer.groups.g.mode=2: is the same for all parameters; a group may set {ALL}"),
     ("optimizer.groups.g={nesterov:abc} optimizer=sgd", "optimizer.groups.g.nesterov=abc: must be true or false"),
-    ("optimizer=muon_adamw optimizer.scalers=each", "optimizer.scalers=each: there is one loss"),
+    ("optimizer=muon_adamw model=mlp optimizer.scalers=each", "optimizer.scalers=each: there is one loss"),
     ("optimizer=muon_adamw optimizer.parts.rest.lr=-1", "optimizer.parts.rest.lr=-1: must be a number or null > 0"),
-    ("trainer.channels_last=true", "trainer.channels_last=true: the model has no 2-d convolution (no weight with four dimensions), so nothing would change; use trainer.channels_last=false"),
-    ("optimizer=gan model=cnn", "optimizer.parts: none of discriminator, generator takes"),
+    ("model=mlp trainer.channels_last=true", "trainer.channels_last=true: the model has no 2-d convolution (no weight with four dimensions), so nothing would change; use trainer.channels_last=false"),
+    ("optimizer=gan", "optimizer.parts: none of discriminator, generator takes"),
     ("experiment=digits_gan optimizer=adamw", "optimizer.parts=none: the losses are discriminator, generator; give each an optimizer"),
     ("experiment=digits_gan callbacks.loss_spikes.policy=skip", "callbacks.loss_spikes.policy=skip: judges one loss, and the dataset has 2"),
     ("numerics=on trainer.compile=true", "numerics.every=100: a compiled model has no modules to watch; use trainer.compile=false or numerics=off"),
     ("trainer.recompute=[net.*] trainer.compile=true", "trainer.recompute=['net.*']: a compiler chooses itself what it computes again; use trainer.compile=false or trainer.recompute=[]"),
 ])  # fmt: skip
-def test_a_group_that_cannot_be_made_and_options_that_do_not_fit_are_refused(
-    words: str, line: str
-) -> None:
+def test_what_cannot_be_made_and_what_does_not_fit_is_refused(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        trainer_of(*words.split(), small="experiment" not in words)
+        trainer_of(*words.split(), small="groups" in words)
     assert str(refused.value).startswith(line)
 
 

@@ -36,9 +36,7 @@ def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path
     assert written(tmp_path, 8.0, kept=2) == b"\xff\xfe\n1\n3\n"
 
 
-def test_a_long_record_is_written_before_it_is_flushed_and_a_bad_one_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_path: Path) -> None:
     record, file = AmaxRecord(tmp_path), tmp_path / "record.txt"
     for _ in range(1000):
         record.add(torch.tensor(2.0))
@@ -56,9 +54,7 @@ def test_a_long_record_is_written_before_it_is_flushed_and_a_bad_one_is_refused(
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_a_scale_skips_where_the_product_leaves_the_range_and_backoff_is_told_of_it(
-    half: torch.dtype,
-) -> None:
+def test_a_scale_skips_products_beyond_the_range_and_backoff_is_told(half: torch.dtype) -> None:
     limit = torch.finfo(half).max
     amax = np.array([limit / 8.0, limit / 4.0, limit / 2.0, math.inf, math.nan, 0.0])
     done = replay(amax, Static(4.0), half)
