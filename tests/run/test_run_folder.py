@@ -22,10 +22,8 @@ from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.run.folder import unwritable_in_one_line
 from mpframe.tracking.summary import Summary
 
-OPTIONS = [
-    "model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=2",
-    "trainer.keep_last=9",
-]  # fmt: skip
+OPTIONS = ["model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=2"]
+OPTIONS += ["trainer.keep_last=9"]
 FAILS = ["resume=auto", "model._target_=noisy.nothing"]
 
 finished = trained(*OPTIONS, "trainer.max_steps=4", "seed=1")

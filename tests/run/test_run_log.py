@@ -88,11 +88,9 @@ def test_quiet_is_barless_on_a_terminal(tmp_path: Path, capsys: Shown, monkeypat
 @pytest.mark.parametrize("kept", [1, 0])
 def test_a_run_ending_much_worse_says_what_it_keeps(tmp_path: Path, caplog: Log, kept: int) -> None:
     """A learning rate that grows to 1e4 at the end."""
-    grows = [
-        "scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR",
-        "+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4",
-        "dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}",
-    ]  # fmt: skip
+    grows = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"]
+    grows += ["+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"]
+    grows += ["dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}"]
     summary = train(tmp_path, *SMALL, *grows)
     assert [text for text in caplog.messages if "much worse" in text] == [
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
@@ -106,10 +104,8 @@ def test_a_run_ending_much_worse_says_what_it_keeps(tmp_path: Path, caplog: Log,
 
 @pytest.mark.parametrize("dtype", ["mixed", "fp32"])  # In fp32 they are small, and no zeros.
 def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> None:
-    options = [
-        "objective=own", "objective._target_=planted.faint", "loss_scaling=static",
-        "loss_scaling.scale=1", "trainer.verbosity=verbose", "trainer.log_every=5",
-    ]  # fmt: skip
+    options = ["objective=own", "objective._target_=planted.faint", "loss_scaling=static"]
+    options += ["loss_scaling.scale=1", "trainer.verbosity=verbose", "trainer.log_every=5"]
     _, logged = run(tmp_path, *options, f"dtype={dtype}")
     said = "warning: all gradients of step 5 are 0, and nothing is learnt; mpframe doctor with the"
     found = [line.startswith(said) for line in logged if "all gradients" in line]

@@ -99,10 +99,8 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
     return found
 
 
-REFERENCES = [
-    "model.token=${oc.env:PLAIN_NAME}", "model.handed_on=${model.token}",
-    "run_name=${oc.env:MY_TOKEN}", "model.fails=true",
-]  # fmt: skip
+REFERENCES = ["model.token=${oc.env:PLAIN_NAME}", "model.handed_on=${model.token}"]
+REFERENCES += ["run_name=${oc.env:MY_TOKEN}", "model.fails=true"]
 FILLED_IN = [f"model.token={SECRET}", f"run_name={SECRET}"]  # as a shell does it
 
 

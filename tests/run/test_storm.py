@@ -18,11 +18,10 @@ from sameness import assert_same_run
 
 from mpframe import checkpoint
 
-OPTIONS = [
-    "model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed", "loss_scaling=LogMax",
-    "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "trainer.eval_every=4",
-    "trainer.max_steps=14", "trainer.log_every=1", "trainer.keep_best=1",
-]  # fmt: skip
+OPTIONS = ["model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed"]
+OPTIONS += ["loss_scaling=LogMax", "trainer.ema_decay=0.9", "trainer.checkpoint_every=3"]
+OPTIONS += ["trainer.eval_every=4", "trainer.max_steps=14", "trainer.log_every=1"]
+OPTIONS += ["trainer.keep_best=1"]
 SLOW = 300  # seconds, on a machine that is busy
 STRIKES = {"SIGKILL": 30, "SIGTERM": 10}
 

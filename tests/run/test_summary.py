@@ -86,10 +86,8 @@ def test_a_run_that_ended_in_skips_or_a_closure_at_nan_is_diverged(tmp_path: Pat
 
 def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     """Whether the best value lies before the checkpoint that the run goes on from, or behind it."""
-    options = [
-        *SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40",
-        "trainer.eval_every=4", "trainer.checkpoint_every=6",
-    ]  # fmt: skip
+    options = [*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"]
+    options += ["trainer.eval_every=4", "trainer.checkpoint_every=6"]
     whole = train(tmp_path / "whole", *options)
     rows = csv.DictReader((tmp_path / "whole" / "metrics.csv").read_text().splitlines())
     seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}

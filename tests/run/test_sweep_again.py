@@ -140,13 +140,11 @@ def net(scale: float, **options: Any) -> nn.Module:
 
 
 def test_a_diverged_job_is_a_result_but_a_failed_one_reruns(tmp_path: Path, capsys: Shown) -> None:
-    words = [
-        "-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp",
-        "model.hidden=4", "model._target_=test_sweep_again.net",
-        "+model.scale=${loss_scaling.scale}", "trainer.max_consecutive_skips=2",
-        "callbacks.autopsy=null", "trainer.max_steps=4", "callbacks.progress_bar=null",
-        "hydra.sweep.dir=out",
-    ]  # fmt: skip
+    words = ["-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp"]
+    words += ["model.hidden=4", "model._target_=test_sweep_again.net"]
+    words += ["+model.scale=${loss_scaling.scale}", "trainer.max_consecutive_skips=2"]
+    words += ["callbacks.autopsy=null", "trainer.max_steps=4", "callbacks.progress_bar=null"]
+    words += ["hydra.sweep.dir=out"]
     assert command(*words) == 1
     said = capsys.readouterr().err
     assert "mpframe: job 1: model: test_sweep_again.net refused its options: not yet" in said

@@ -56,13 +56,10 @@ FAULTS = {
     "loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each": "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch",
     "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
 }  # fmt: skip
-SOUND = [
-    "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
-    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
-    "dtype=mixed model.fault=lazy",
-    "dataset.loss=half",
-    "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",
-]
+SOUND = ["dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both"]
+SOUND += ["dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both"]
+SOUND += ["dtype=mixed model.fault=lazy", "dataset.loss=half"]
+SOUND += ["dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20"]
 
 
 def words_of(options: str) -> list[str]:

@@ -33,11 +33,9 @@ from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
-OPTIONS = [
-    "model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1",
-    "trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3",
-    "trainer.log_every=4", "dataset.batch_size=128", "seed=3",
-]  # fmt: skip
+OPTIONS = ["model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1"]
+OPTIONS += ["trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3"]
+OPTIONS += ["trainer.log_every=4", "dataset.batch_size=128", "seed=3"]
 MLP = [*OPTIONS[1:], "model=mlp", "model.hidden=8"]
 
 

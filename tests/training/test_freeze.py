@@ -102,13 +102,11 @@ def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(kind: str,
 
 
 def test_a_run_resumes_bit_for_bit_before_and_after(tmp_path: Path) -> None:
-    options = [
-        *("model.width=4", "dtype=mixed", "callbacks=freeze", "dataset.batch_size=512"),
-        *("callbacks.freeze.steps={stage1.*:4}", "callbacks.freeze.epochs={stage2.norm*:1}"),
-        *("callbacks.freeze.eval_mode=true", "+optimizer.fused=true", "trainer.ema_decay=0.9"),
-        *("trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"),
-        *("trainer.log_every=1", "trainer.eval_every=3"),
-    ]
+    options = ["model.width=4", "dtype=mixed", "callbacks=freeze", "dataset.batch_size=512"]
+    options += ["callbacks.freeze.steps={stage1.*:4}", "callbacks.freeze.epochs={stage2.norm*:1}"]
+    options += ["callbacks.freeze.eval_mode=true", "+optimizer.fused=true", "trainer.log_every=1"]
+    options += ["trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"]
+    options += ["trainer.eval_every=3", "trainer.ema_decay=0.9"]
     train(tmp_path / "whole", *options)
     for at in (2, 5):
         resumed = cut(tmp_path / "whole", tmp_path / f"from {at}", at)

@@ -43,11 +43,9 @@ def body_and_head() -> nn.Module:
 
 
 def batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(count)
-    ]
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 8, 6, generator=draw)
+    return list(zip(inputs, torch.randint(0, 3, (count, 8), generator=draw), strict=True))
 
 
 def plain_parts(model: nn.Module) -> dict[str, Optimizer]:
@@ -201,10 +199,9 @@ def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str, fused: bool) -> None:
     """Fused optimizers skip on the device: schedules need their verdict before the next step."""
     trainer = gan_trainer(skip=skip, scaler=Static(2.0**8), fused=fused)
     model: Any = copy.deepcopy(trainer.model)
-    judge, maker = (
-        Adam(getattr(model, name).parameters(), lr=1e-2, fused=fused) for name in OBJECTIVES
-    )
-    rates, softplus = [ExponentialLR(own, 0.9) for own in (judge, maker)], nn.functional.softplus
+    adam, softplus = partial(Adam, lr=1e-2, fused=fused), nn.functional.softplus
+    judge, maker = (adam(getattr(model, name).parameters()) for name in OBJECTIVES)
+    rates = [ExponentialLR(own, 0.9) for own in (judge, maker)]
     torch.manual_seed(5)
     for batch in images(6):
         trainer.train_step(batch)
@@ -301,12 +298,9 @@ def test_every_scaler_can_start_from_a_probe(skip: str, shared: bool) -> None:
     ("mode", "half", "skip"), [("mixed", "float16", "each"), ("amp", "bfloat16", "all")]
 )
 def test_a_gan_resumes_bit_for_bit(mode: str, half: str, skip: str) -> None:
-    whole, resumed = (
-        gan_trainer(
-            mode, half, skip, {"discriminator": Backoff(), "generator": LogMax()}, plan=plan
-        )
-        for plan in [Plan(accumulate=2, clip_norm=1.0)] * 2
-    )
+    own: Any = {"plan": Plan(accumulate=2, clip_norm=1.0)}
+    own["scaler"] = {"discriminator": Backoff(), "generator": LogMax()}
+    whole, resumed = (gan_trainer(mode, half, skip, **copy.deepcopy(own)) for _ in range(2))
     for number in range(4):
         if number == 2:
             resumed.load_state_dict(copy.deepcopy(whole.state_dict()))

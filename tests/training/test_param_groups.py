@@ -44,19 +44,16 @@ built = partial(trainer_of, small=False)
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.rand(16, 1, 8, 8, generator=draw), torch.randint(0, 10, (16,), generator=draw))
-        for _ in range(count)
-    ]
+    images = torch.rand(count, 16, 1, 8, 8, generator=draw)
+    return list(zip(images, torch.randint(0, 10, (count, 16), generator=draw), strict=True))
 
 
 def copied(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in trainer.weights().items()}
+    return copy.deepcopy(trainer.weights())
 
 
 def moved(trainer: Trainer, before: dict[str, Tensor]) -> set[str]:
-    now = trainer.weights()
-    names = [name for name, _ in trainer.model.named_parameters()]
+    now, names = trainer.weights(), dict(trainer.model.named_parameters())
     return {name for name in names if not torch.equal(now[name], before[name])}
 
 

@@ -22,14 +22,10 @@ from mpframe.training.callbacks import schedules
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
 TORCH = "torch.optim.lr_scheduler"
-PLATEAU = [
-    f"scheduler._target_={TORCH}.ReduceLROnPlateau", "scheduler.patience=0",
-    "scheduler.factor=0.5", "scheduler.threshold=0.9",
-]  # fmt: skip
-PLATEAU_RUN = [
-    *SMALL, *PLATEAU, "trainer.eval_every=2", "trainer.max_steps=16", "trainer.checkpoint_every=4",
-    "trainer.keep_last=100",
-]  # fmt: skip
+PLATEAU = [f"scheduler._target_={TORCH}.ReduceLROnPlateau", "scheduler.patience=0"]
+PLATEAU += ["scheduler.factor=0.5", "scheduler.threshold=0.9"]
+PLATEAU_RUN = [*SMALL, *PLATEAU, "trainer.eval_every=2", "trainer.max_steps=16"]
+PLATEAU_RUN += ["trainer.checkpoint_every=4", "trainer.keep_last=100"]
 
 
 plateau = trained(*PLATEAU_RUN)
