@@ -29,11 +29,8 @@ IMPORTS = re.compile(r"^\s*(from|import) (tarfile|shelve|dill|joblib|cloudpickle
 SERVERS = re.compile(r"tensorboard\.program|http\.server|socketserver")
 
 
-def test_no_reader_of_the_package_unpickles_or_unpacks_and_none_serves() -> None:
-    """Nothing is ever extracted, so no archive can leave its folder.
-
-    Nothing is unpickled but CIFAR-10's published files, by an unpickler that calls nothing else.
-    """
+def test_no_reader_unpickles_or_unpacks_none_serves_and_no_page_tells_to() -> None:
+    """Save for CIFAR-10's published files, by an unpickler that calls nothing else."""
     for path in sorted((ROOT / "mpframe").rglob("*.py")):
         text = path.read_text()
         assert "Unpickler" not in text or path.name == "cifar.py", path
@@ -45,9 +42,6 @@ def test_no_reader_of_the_package_unpickles_or_unpacks_and_none_serves() -> None
                 assert not CALLS.fullmatch(called), f"{path}: {called}"
                 if called == "torch.load":
                     assert "weights_only=True" in ast.unparse(node), path
-
-
-def test_no_page_tells_to_open_a_server_to_others() -> None:
     for place, kind in ((".", "*.md"), ("docs", "**/*.md"), ("mpframe", "**/*.py")):
         for path in (ROOT / place).glob(kind):
             assert not re.search(r"--bind_all|--host[ =]|0\.0\.0\.0", path.read_text()), path
@@ -119,7 +113,6 @@ def test_no_secret_reaches_any_byte_of_a_folder(words: list[str], code: int, fol
 
 
 def test_a_run_with_a_secret_on_its_command_line_resumes(folder: Path, capsys: Shown) -> None:
-    """As a shell fills it in."""
     note = NASTY.replace("'", "\\'")
     words = ["model.token=1", f"model.handed_on='{note}'", "resume=auto", "scheduler=none"]
     for steps in (2, 4):

@@ -41,7 +41,6 @@ def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
@@ -61,7 +60,6 @@ def written(folder: Path) -> dict[str, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """The sweep, in a process that kills itself in the second job."""
     os.environ["STOP"] = "SIGKILL"
     os.chdir(folder)
     sys.exit(command(*OPTIONS))

@@ -63,7 +63,6 @@ SOUND += ["dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeo
 
 
 def words_of(options: str) -> list[str]:
-    """The words of a run with the faults that are asked for."""
     given = dict(word.split("=", 1) for word in (WORDS + options).split())
     return [f"{name}={value}" for name, value in given.items()]
 

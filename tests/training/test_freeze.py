@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures import Log
 from in_process import train
+from refusal import refused
 from sameness import assert_same_run, cut
 from test_param_groups import batches, built, copied, moved
 from torch import Tensor
@@ -151,9 +152,7 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(caplog: Log) -> Non
     ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
 ])  # fmt: skip
 def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        started(cnn(), **options)
-    assert str(refused.value).startswith(line)
+    assert refused(ConfigError, started, cnn(), **options).startswith(line)
 
 
 def test_of_several_optimizers_each_keeps_something_to_train() -> None:

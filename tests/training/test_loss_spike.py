@@ -59,7 +59,9 @@ def batch(seed: int, size: float = 1.0) -> tuple[Tensor, Tensor]:
 SPIKE = batch(99, 40.0)
 
 
-def made(mode: str = "fp32", half: str = "float16", policy: str = "skip") -> Trainer:
+def warmed_up(
+    mode: str = "fp32", half: str = "float16", policy: str = "skip", steps: int = 12
+) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     own: Any = {"optimizer": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
@@ -67,12 +69,7 @@ def made(mode: str = "fp32", half: str = "float16", policy: str = "skip") -> Tra
     ema = Ema({p: trainer.optimizer.master_of(p) for p in trainer.model.parameters()}, 0.9)
     averages = AverageWeights(ema, trainer.model)
     trainer.algorithms = {"ema": averages, "spikes": LossSpikes(policy, 10.0)}
-    return trainer
-
-
-def warmed_up(*options: str) -> Trainer:
-    trainer = made(*options)
-    for seed in range(12):
+    for seed in range(steps):
         trainer.train_step(batch(seed))
     return trainer
 
@@ -115,7 +112,7 @@ def test_a_spike_is_told_and_a_step_if_a_run_warns(policy: str, ending: str, cap
 
 
 def test_a_resumed_run_goes_on_judging_and_a_loss_that_stays_high_ends_at_the_guard() -> None:
-    before, trainer, guard = warmed_up(), made(), SkipGuard(60)
+    before, trainer, guard = warmed_up(), warmed_up(steps=0), SkipGuard(60)
     trainer.load_state_dict(copy.deepcopy(before.state_dict()))
     assert differing(before.state_dict(), trainer.state_dict()) == []
     for _ in range(59):

@@ -222,7 +222,6 @@ def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str, fused: bool) -> None:
 
 
 def take_gradients(part: Any, loss: Tensor) -> None:
-    """The gradients of a loss, in the parameters of its own part and nowhere else."""
     parameters = list(part.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fixtures import Log
 from omegaconf import OmegaConf
+from refusal import refused
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -130,9 +131,7 @@ def test_each_is_its_formula_at_every_step(make: Make, arguments: Any, by_hand: 
     (pieces, {"boundaries": [2, 1], "factors": [1, 1]}, "boundaries=[2, 1]: must rise"),
 ])  # fmt: skip
 def test_what_a_schedule_does_not_take_is_one_line(make: Make, arguments: Any, line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        rates(make, 1, **arguments)
-    assert str(refused.value) == f"scheduler.{line}"
+    assert refused(ConfigError, rates, make, 1, **arguments) == f"scheduler.{line}"
 
 
 class LikeTimm:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures import Log, Patch
 from in_process import composed, scalars, train
+from refusal import refused
 from sameness import assert_same_run, cut, trained
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR
@@ -146,6 +147,4 @@ UNFIT = "scheduler.T_max: ValueError raised while resolving interpolation: {}; s
     ([COSINE, "scheduler.T_max=${plan:total_steps,x}"], UNFIT.format("a share of the plan is a number from 0 to 1, not x")),
 ], ids=["stepless", "worse", "outrun", "unknown", "above one", "no number"])  # fmt: skip
 def test_a_schedule_that_a_run_cannot_follow_is_refused(words: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        built(*words)
-    assert str(refused.value) == line
+    assert refused(ConfigError, built, *words) == line
