@@ -95,6 +95,9 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
 
 REFERENCES = ["model.token=${oc.env:PLAIN_NAME}", "model.handed_on=${model.token}"]
 REFERENCES += ["run_name=${oc.env:MY_TOKEN}", "model.fails=true"]
+TAKEN = [("seed: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"])]
+TAKEN += [("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"])]
+TAKEN += [("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp", "init_from=nowhere"])]
 FILLED_IN = [f"model.token={SECRET}", f"run_name={SECRET}"]  # as a shell does it
 
 
@@ -136,14 +139,7 @@ def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
     assert SECRET not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("seed: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
-        ("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"]),
-        ("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp", "init_from=nowhere"]),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), TAKEN)
 def test_what_a_file_takes_from_the_environment_is_told_nowhere(
     line: str, words: list[str], folder: Path, capsys: Shown, monkeypatch: Patch
 ) -> None:

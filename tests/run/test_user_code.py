@@ -60,6 +60,9 @@ SOUND = ["dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=bot
 SOUND += ["dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both"]
 SOUND += ["dtype=mixed model.fault=lazy", "dataset.loss=half"]
 SOUND += ["dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20"]
+DOCTOR = [("dataset.loss=each", "dataset: the loss each_loss gave")]
+ENDED = r"the command was ended by SystemExit \(0\) at erring\.py:\d+; let"
+DOCTOR += [("model.fault=exit_mode", ENDED)]
 
 
 def words_of(options: str) -> list[str]:
@@ -121,16 +124,7 @@ def test_a_module_that_ends_the_program_is_named(tmp_path: Path, monkeypatch: Pa
         start(tmp_path / "run", "model._target_=exiting.Net")
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("dataset.loss=each", "dataset: the loss each_loss gave"),
-        (
-            "model.fault=exit_mode",
-            r"the command was ended by SystemExit \(0\) at erring\.py:\d+; let",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), DOCTOR)
 def test_the_doctor_says_the_same(fault: str, said: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as caught:
         doctor_command.main(words_of(fault))

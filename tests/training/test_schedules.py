@@ -85,11 +85,6 @@ def poly_by_hand(t: int, begin: int = 10) -> float:
     return (t + 1) / 11 if t < 10 else 0.1 + 0.9 * min(1.0, (50 - t) / (50 - begin)) ** 2
 
 
-def staircase_by_hand(t: int) -> float:
-    """Half after each 10 steps from step 5 on, and never below a fifth."""
-    return max(0.2, 1 / 2 ** (0 if t < 5 else (t - 5) // 10))
-
-
 def noam_by_hand(t: int) -> float:
     return 3 * 16**-0.5 * min((t + 1) ** -0.5, (t + 1) * 8**-1.5)
 
@@ -109,7 +104,7 @@ PIECES = {"boundaries": [2, 3.5], "factors": [0.1, 3.0], "unit": 10}
     (poly, {"total_steps": 40}, lambda t: max(0.0, 1 - t / 40)),  # beyond its end
     (schedules.exponential, {"factor": 0.9, "every": 0.5, "unit": 20}, lambda t: 0.9 ** (t / 10)),
     (schedules.exponential, {"factor": 0.5, "begin": 7}, lambda t: 0.5 ** max(0, t - 7)),
-    (schedules.exponential, STAIRS, staircase_by_hand),
+    (schedules.exponential, STAIRS, lambda t: max(0.2, 0.5 ** (max(0, t - 5) // 10))),
     (schedules.exponential, PARTS, lambda t: 0.5 ** (t // 7)),
     (schedules.transformer, NOAM, noam_by_hand),
     (schedules.transformer, {**NOAM, "max_factor": 0.2}, lambda t: min(0.2, noam_by_hand(t))),
