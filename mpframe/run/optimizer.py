@@ -1,6 +1,5 @@
 """Optimizers and learning-rate schedules."""
 
-import inspect
 import logging
 import os
 import sys
@@ -21,7 +20,7 @@ from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.run.parts import find_monitored
-from mpframe.run.target import find_target, make, make_a, require_methods
+from mpframe.run.target import find_target, make, make_a, parameters_of, require_methods
 from mpframe.training.callbacks.schedules import PlannedSchedule, Schedule
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.selection import Selection, divide_parameters, group_parameters
@@ -115,7 +114,7 @@ def build_schedule(
         return None
     node = fill_in(config.scheduler, plan)
     target = find_target("scheduler", node["_target_"])
-    if "total_steps" in inspect.signature(target).parameters:
+    if "total_steps" in (parameters_of("scheduler", node["_target_"]) or {}):
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         _set_direction(node, *find_monitored(metrics, config.trainer.monitor))

@@ -69,6 +69,14 @@ def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
     return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
 
 
+def parameters_of(section: str, target: str) -> Mapping[str, inspect.Parameter] | None:
+    """Return what a target takes, or None for a C function, which does not tell."""
+    try:
+        return inspect.signature(find_target(section, target)).parameters
+    except ValueError:
+        return None
+
+
 def _check_arguments(
     section: str, node: Mapping[str, Any], *, nested: bool = False
 ) -> dict[str, Any]:
@@ -76,10 +84,9 @@ def _check_arguments(
 
     A nested node may have other names, because some classes take more than their signature says.
     """
-    try:
-        parameters = inspect.signature(find_target(section, node["_target_"])).parameters
-    except ValueError:
-        return dict(node)  # A C function does not tell its parameters.
+    parameters = parameters_of(section, node["_target_"])
+    if parameters is None:
+        return dict(node)
     checked = dict(node)
     for name in (name for name in node if not str(name).startswith("_")):
         path = f"{section}.{name}"

@@ -1,5 +1,6 @@
-"""A trainer of a model, prepared in a mode."""
+"""A trainer of a model, prepared in a mode, and what it may be given in place of a loader."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,13 @@ from torch.optim import SGD
 
 from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
+
+
+class Batches(list[Any]):
+    """Batches in place of a loader."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return iter(self[start:])
 
 
 def prepared(

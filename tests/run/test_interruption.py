@@ -1,6 +1,5 @@
 """A run that is asked to stop: where it stops, what it leaves, and that it goes on exactly."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from fixtures import Log, Patch, Shown
 from in_process import scalars, train
-from processes import exit_code, start, training, wait_until
+from processes import exit_code, forked, start, training, wait_until
 from sameness import assert_same_run, trained
 
 from mpframe import checkpoint
@@ -21,11 +20,9 @@ from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
 
-OPTIONS = [
-    "model._target_=noisy.NoisyNet", "dataset.augment=crop", "trainer.epochs=2",
-    "trainer.max_steps=14", "trainer.eval_every=4", "trainer.log_every=1",
-    "trainer.ema_decay=0.9", "optimizer.lr=0.01",
-]  # fmt: skip
+OPTIONS = ["model._target_=noisy.NoisyNet", "dataset.augment=crop", "trainer.epochs=2"]
+OPTIONS += ["trainer.max_steps=14", "trainer.eval_every=4", "trainer.log_every=1"]
+OPTIONS += ["trainer.ema_decay=0.9", "optimizer.lr=0.01"]
 SHORT = ["model=mlp", "model.hidden=8", "trainer.max_steps=3"]
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
@@ -61,9 +58,7 @@ def interrupted(
 whole = trained(*OPTIONS)
 
 
-def test_a_signal_to_the_run_and_its_workers_stops_it_between_two_steps(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_signal_to_run_and_workers_stops_it_between_steps(whole: Path, tmp_path: Path) -> None:
     """A terminal signals all of them."""
     process = start(tmp_path, *OPTIONS, "dataset.workers=2")
     assert wait_until(lambda: training(tmp_path), process)
@@ -81,9 +76,7 @@ def test_a_signal_to_the_run_and_its_workers_stops_it_between_two_steps(
 
 
 @pytest.mark.parametrize("log_every", [1, 3])  # With 3, step 8 is not logged but by its validation.
-def test_a_validation_is_abandoned_and_made_again(
-    whole: Path, tmp_path: Path, log_every: int
-) -> None:
+def test_a_validation_is_abandoned_and_remade(whole: Path, tmp_path: Path, log_every: int) -> None:
     options = [*OPTIONS, f"trainer.log_every={log_every}"]
     # Three batches a validation: the fifth is in the middle of the second one, at step 8.
     interrupted(tmp_path, *options, call=5, of="on_prediction_step")
@@ -100,9 +93,7 @@ def test_a_validation_is_abandoned_and_made_again(
         assert rows == same
 
 
-def test_further_signals_do_not_tear_the_checkpoint(
-    whole: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_more_signals_tear_no_checkpoint(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save", again)
@@ -111,9 +102,7 @@ def test_further_signals_do_not_tear_the_checkpoint(
     assert_same_run(whole, tmp_path)
 
 
-def test_before_there_is_anything_to_save_a_signal_stops_at_once(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_with_nothing_to_save_a_signal_stops_at_once(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("mpframe.run.run.build_loaders", at_call(1, send, build_loaders))
     with pytest.raises(RunInterrupted):
         train(tmp_path, *SHORT)
@@ -153,10 +142,8 @@ def test_only_the_warning_of_a_time_limit_requeues(
 def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
     tmp_path: Path, monkeypatch: Patch, scontrol: Path
 ) -> None:
-    (tmp_path / "signalled.py").write_text(
-        "import os\ntry:\n    os.kill(os.getpid(), 10)\nexcept Exception as error:\n"
-        "    raise ImportError('optional part is missing') from error\n"
-    )
+    text = "import os\ntry:\n    os.kill(os.getpid(), 10)\nexcept Exception as error:\n"
+    (tmp_path / "signalled.py").write_text(f"{text}    raise ImportError('missing') from error\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ["model._target_=signalled.net", "resume=auto", "trainer.requeue=true"]
     with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
@@ -165,34 +152,28 @@ def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
     assert scontrol.read_text() == "requeue 77\n"
 
 
-def _hold(folder: Path, taken: Any, release: Any) -> None:
+def _hold(folder: Path) -> None:
     with run_lock(folder):
-        taken.set()
-        release.wait(60)
+        (folder / "held").touch()
+        time.sleep(60)
 
 
 def test_a_second_process_on_a_run_folder_is_refused(tmp_path: Path) -> None:
-    forking = multiprocessing.get_context("fork")
-    taken, release = forking.Event(), forking.Event()
-    holder = forking.Process(target=_hold, args=(tmp_path, taken, release))
-    holder.start()
-    assert taken.wait(60)
+    holder = forked(_hold, tmp_path)
+    assert wait_until((tmp_path / "held").exists, holder)
     said = rf"^hydra\.run\.dir=\S+: process {holder.pid} on \S+ is training in this folder; wait"
     with pytest.raises(ConfigError, match=said):
         train(tmp_path, *SHORT, "resume=auto")
     assert not (tmp_path / "config_resolved.yaml").exists()
-    release.set()
-    assert exit_code(holder) == 0
+    holder.kill()
 
 
-def test_a_killed_run_leaves_its_folder_free_at_once_and_goes_on_exactly(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_frees_its_folder_and_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
     """Its workers, who live on for some seconds, do not hold the lock."""
     options = [*OPTIONS, "trainer.checkpoint_every=3"]
     process = start(tmp_path, *options, "dataset.workers=2")
     assert wait_until(lambda: checkpoint.all_in(tmp_path), process)
-    os.kill(process.pid or 0, signal.SIGKILL)
+    process.kill()
     exit_code(process)
     with run_lock(tmp_path):
         pass

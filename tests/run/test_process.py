@@ -14,17 +14,9 @@ from mpframe.run import process
 from mpframe.training import memory
 
 
-@pytest.mark.parametrize(
-    ("libc", "answer", "told"),
-    [
-        ("glibc", 1, [(-1, -1), (-4, 0)]),  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
-        ("glibc", 0, [(-1, -1), (-4, 0)]),
-        ("", 1, []),
-    ],
-)
-def test_only_glibc_is_told_to_keep_memory(
-    libc: str, answer: int, told: list[tuple[int, int]], monkeypatch: Patch
-) -> None:
+@pytest.mark.parametrize(("libc", "answer"), [("glibc", 1), ("glibc", 0), ("", 1)])
+def test_only_glibc_is_told_to_keep_memory(libc: str, answer: int, monkeypatch: Patch) -> None:
+    told = [(-1, -1), (-4, 0)] if libc else []  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
     library = Mock(**{"mallopt.return_value": answer})
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
     monkeypatch.setattr(memory, "_c_library", lambda: library)
@@ -63,19 +55,10 @@ def test_more_threads_than_free_cores_are_told(
     assert load is not None or process.advice_on_threads(9, {}) is not None
 
 
-@pytest.mark.parametrize(
-    ("device", "kept", "said"),
-    [
-        ("cpu", 1, ["warning: too many"]),
-        ("cuda:7", 0, []),
-        ("nonsense", 0, []),  # The run refuses it, and says why.
-    ],
-)
-def test_a_run_on_a_cpu_is_prepared(
-    device: str, kept: int, said: list[str], monkeypatch: Patch, caplog: Log
-) -> None:
-    calls: list[None] = []
-    monkeypatch.setattr(process, "keep_freed_memory", lambda: calls.append(None))
+@pytest.mark.parametrize(("device", "kept"), [("cpu", 1), ("cuda:7", 0), ("nonsense", 0)])
+def test_a_run_on_cpu_is_prepared(device: str, kept: int, monkeypatch: Patch, caplog: Log) -> None:
+    """Nonsense is refused, with its reason, by the run."""
+    monkeypatch.setattr(process, "keep_freed_memory", keep := Mock())
     monkeypatch.setattr(process, "advice_on_threads", lambda threads, environment: "too many")
     process.prepare_process(check_config(composed(f"device={device}")))
-    assert (len(calls), caplog.messages) == (kept, said)
+    assert (keep.call_count, caplog.messages) == (kept, ["warning: too many"] * kept)

@@ -24,7 +24,7 @@ from mpframe.training.callbacks import console
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=1", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
-VALIDATION = re.compile(
+VALIDATION = (
     rf"epoch ([\d.]+), step (\d+)/22: train loss {NUMBER}, val loss {NUMBER}, "
     rf"accuracy 0\.\d{{4}} \(best(?: 0\.\d{{4}} at step \d+)?\), lr {NUMBER}, scale 65536, "
     r"0 skipped(?:, \d\d:\d\d left)?"
@@ -33,14 +33,11 @@ PLACES = [("0.5", "11"), ("1", "22")]
 
 
 def places(lines: list[str]) -> list[tuple[str, ...]]:
-    return [match.groups() for line in lines if (match := VALIDATION.fullmatch(line))]
+    return [match.groups() for line in lines if (match := re.fullmatch(VALIDATION, line))]
 
 
 def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
-    """A run with a log of its own, and the log's messages.
-
-    The root logger is as Hydra leaves it, but writes to stderr, where the bar is, so that both mix.
-    """
+    """A run and its log's messages; the root logger writes to stderr, where the bar is, too."""
     root = logging.getLogger()
     folder.mkdir(parents=True, exist_ok=True)
     own = composed(*SMALL, *overrides)
@@ -53,10 +50,7 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
 
 
 @pytest.mark.parametrize("verbosity", ["quiet", "normal", "verbose"])
-def test_what_the_console_shows_and_the_log_holds(
-    tmp_path: Path, capsys: Shown, verbosity: str
-) -> None:
-    """No terminal: no bar."""
+def test_what_a_console_shows_and_a_log_has(tmp_path: Path, capsys: Shown, verbosity: str) -> None:
     summary, logged = run(tmp_path, f"trainer.verbosity={verbosity}")
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1].startswith("finished: ")
@@ -64,17 +58,14 @@ def test_what_the_console_shows_and_the_log_holds(
     assert places(logged) == PLACES
     steps = [line for line in logged if re.match(r"epoch [\d.]+, step \d+/22: loss ", line)]
     if verbosity == "quiet":
-        assert len(shown) == 1
+        assert len(shown) == 1  # No terminal: no bar.
     else:
-        assert places(shown) == PLACES
-        assert set(steps) <= set(shown)
+        assert (places(shown), set(steps) <= set(shown)) == (PLACES, True)
     assert len(steps) == (2 if verbosity == "verbose" else 0)
     assert logging.getLogger("mpframe").level == logging.NOTSET
 
 
-def test_a_line_stands_above_the_bar_and_not_in_it(
-    tmp_path: Path, capsys: Shown, monkeypatch: Patch
-) -> None:
+def test_a_line_is_above_a_bar_not_in_it(tmp_path: Path, capsys: Shown, monkeypatch: Patch) -> None:
     """The bar, drawn at every step here, shows the last validation and the best one."""
     at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
     monkeypatch.setattr(console, "tqdm", type("Bar", (tqdm,), {"__init__": at_once}))
@@ -87,9 +78,7 @@ def test_a_line_stands_above_the_bar_and_not_in_it(
     assert [line[:8] for line in left if "val loss" in line] == ["epoch 0.", "epoch 1,"]
 
 
-def test_quiet_is_without_a_bar_even_on_a_terminal(
-    tmp_path: Path, capsys: Shown, monkeypatch: Patch
-) -> None:
+def test_quiet_is_barless_on_a_terminal(tmp_path: Path, capsys: Shown, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for verbosity in ("quiet", "normal"):
         run(tmp_path / verbosity, "trainer.max_steps=2", f"trainer.verbosity={verbosity}")
@@ -97,33 +86,26 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
 
 
 @pytest.mark.parametrize("kept", [1, 0])
-def test_a_run_that_ends_much_worse_says_so_and_whether_it_keeps_the_best(
-    tmp_path: Path, caplog: Log, kept: int
-) -> None:
+def test_a_run_ending_much_worse_says_what_it_keeps(tmp_path: Path, caplog: Log, kept: int) -> None:
     """A learning rate that grows to 1e4 at the end."""
-    grows = [
-        "scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR",
-        "+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4",
-        "dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}",
-    ]  # fmt: skip
+    grows = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"]
+    grows += ["+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"]
+    grows += ["dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}"]
     summary = train(tmp_path, *SMALL, *grows)
-    (line,) = (text for text in caplog.messages if "much worse" in text)
-    assert line == (
+    assert [text for text in caplog.messages if "much worse" in text] == [
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
         f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept"
         f"{'' if kept else ' with trainer.keep_best=1'}, callbacks=early_stopping ends the run in "
         "time, and a lower optimizer.lr may prevent it"
-    )
+    ]
     steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
     assert (summary.best_step in steps) is bool(kept)
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "fp32"])  # In fp32 they are small, and no zeros.
 def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> None:
-    options = [
-        "objective=own", "objective._target_=planted.faint", "loss_scaling=static",
-        "loss_scaling.scale=1", "trainer.verbosity=verbose", "trainer.log_every=5",
-    ]  # fmt: skip
+    options = ["objective=own", "objective._target_=planted.faint", "loss_scaling=static"]
+    options += ["loss_scaling.scale=1", "trainer.verbosity=verbose", "trainer.log_every=5"]
     _, logged = run(tmp_path, *options, f"dtype={dtype}")
     said = "warning: all gradients of step 5 are 0, and nothing is learnt; mpframe doctor with the"
     found = [line.startswith(said) for line in logged if "all gradients" in line]

@@ -18,11 +18,10 @@ from sameness import assert_same_run
 
 from mpframe import checkpoint
 
-OPTIONS = [
-    "model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed", "loss_scaling=LogMax",
-    "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "trainer.eval_every=4",
-    "trainer.max_steps=14", "trainer.log_every=1", "trainer.keep_best=1",
-]  # fmt: skip
+OPTIONS = ["model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed"]
+OPTIONS += ["loss_scaling=LogMax", "trainer.ema_decay=0.9", "trainer.checkpoint_every=3"]
+OPTIONS += ["trainer.eval_every=4", "trainer.max_steps=14", "trainer.log_every=1"]
+OPTIONS += ["trainer.keep_best=1"]
 SLOW = 300  # seconds, on a machine that is busy
 STRIKES = {"SIGKILL": 30, "SIGTERM": 10}
 
@@ -31,8 +30,7 @@ class Storm:
     """An undisturbed run, and others that are struck at moments of a seed and must equal it."""
 
     def __init__(self, folder: Path, options: list[str], seed: int) -> None:
-        self.folder, self.options = folder, options
-        self.random = random.Random(seed)
+        self.folder, self.options, self.random = folder, options, random.Random(seed)
         self.whole = folder / "whole"
         process = start(self.whole, *options)
         assert wait_until(lambda: (self.whole / ".lock").exists(), process, SLOW)
@@ -45,8 +43,7 @@ class Storm:
 
     def strike(self, number: int, name: str, *options: str, early: bool = False) -> None:
         """Signal a run at a random moment, early: before its first step; let it go on; compare."""
-        struck = self.folder / f"{name}-{number}"
-        expected = {"SIGKILL": -9, "SIGTERM": 143}[name]
+        struck, expected = self.folder / f"{name}-{number}", {"SIGKILL": -9, "SIGTERM": 143}[name]
         # Every third time in a save, wherever in it that may be.
         while self._signalled(struck, name, number % 3 == 0, early, *options) != expected:
             shutil.rmtree(struck)  # It was over before its moment came.
@@ -78,10 +75,9 @@ def test_a_short_storm(tmp_path: Path) -> None:
 
 def test_the_page_tells_the_size_of_the_storm() -> None:
     page = " ".join((ROOT / "docs" / "checkpoints.md").read_text().split())
-    assert f"by SIGKILL at {STRIKES['SIGKILL']} random moments" in page
-    assert (
-        f"by SIGTERM at {STRIKES['SIGTERM']}. All {sum(STRIKES.values())} resumed runs eq" in page
-    )
+    kills, terms = STRIKES.values()
+    assert f"by SIGKILL at {kills} random moments" in page
+    assert f"by SIGTERM at {terms}. All {kills + terms} resumed runs eq" in page
 
 
 @pytest.mark.storm

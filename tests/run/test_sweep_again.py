@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures import Patch, Shown
@@ -15,11 +16,13 @@ from in_process import command
 from omegaconf import OmegaConf
 from processes import exit_code, forked
 from sameness import assert_same_run
+from torch import nn
 
 from mpframe.config.command_line import prepare
 from mpframe.config.sweep import holds_this_run
 from mpframe.core.errors import ConfigError
 from mpframe.tracking.summary import Summary
+from mpframe.workloads.images import mlp
 
 PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
@@ -30,8 +33,6 @@ OPTIONS = [
 ]  # fmt: skip
 NAMES = ["seed=1", "seed=2"]
 
-LOCKS = (".turn", ".lock")
-
 
 @pytest.fixture(autouse=True)
 def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -40,7 +41,6 @@ def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
@@ -55,20 +55,17 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def written(folder: Path) -> dict[str, int]:
     """When the files of a folder were written, in nanoseconds; locks aside."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in LOCKS)
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in (".turn", ".lock"))
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 
 
 def _sweep(folder: Path) -> None:
-    """The sweep, in a process that kills itself in the second job."""
     os.environ["STOP"] = "SIGKILL"
     os.chdir(folder)
     sys.exit(command(*OPTIONS))
 
 
-def test_a_killed_sweep_goes_on_by_the_same_command_or_a_longer_one(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_sweep_goes_on_by_the_same_command_or_longer(whole: Path, tmp_path: Path) -> None:
     """In another order, too; the table has all jobs of the folder."""
     assert exit_code(forked(_sweep, tmp_path), within=300) == -9
     folder = tmp_path / "out sweep"
@@ -105,9 +102,7 @@ def test_a_stopped_sweep_says_how_it_goes_on(
     assert prepare(words) == prepare([*(o for o in OPTIONS if o != PLACE), PLACE])
 
 
-def test_a_folder_with_other_options_is_refused_and_left_alone(
-    whole: Path, tmp_path: Path, capsys: Shown
-) -> None:
+def test_a_folder_with_other_options_is_refused(whole: Path, tmp_path: Path, capsys: Shown) -> None:
     shutil.copytree(whole, tmp_path / "out sweep")
     before = written(tmp_path)
     assert command(*OPTIONS, "model.hidden=5", "model.depth=1") == 1
@@ -119,55 +114,38 @@ def test_a_folder_with_other_options_is_refused_and_left_alone(
     assert written(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "same"),
-    [
-        ("trainer.log_every", 3, True),
-        ("trainer.eval_every", 3, False),  # The last validation may be another.
-        ("callbacks.mine", {"_target_": "x"}, False),
-    ],
-)
-def test_options_that_only_watch_may_differ(
-    whole: Path, path: str, value: object, same: bool
-) -> None:
+def test_options_that_only_watch_may_differ(whole: Path) -> None:
+    """With another pace of validations the last one may be another."""
     job = whole / NAMES[0]
-    options = OmegaConf.load(job / "config_resolved.yaml")
-    OmegaConf.update(options, path, value, force_add=True)
-    text = OmegaConf.to_yaml(options)
-    if same:
-        assert holds_this_run(job, text, "none")
-    else:
+    for path in ("trainer.log_every", "trainer.eval_every", "callbacks.mine"):
+        options = OmegaConf.load(job / "config_resolved.yaml")
+        value = {"_target_": "x"} if path == "callbacks.mine" else 3
+        OmegaConf.update(options, path, value, force_add=True)
+        text = OmegaConf.to_yaml(options)
+        assert not holds_this_run(job.parent, text, "none")
+        if path == "trainer.log_every":
+            assert holds_this_run(job, text, "none")
+            continue
         assert not holds_this_run(job, text, "auto")
         with pytest.raises(ConfigError, match=f"its seed=1 is a run with other options, {path}"):
             holds_this_run(job, text, "none")
-    assert not holds_this_run(job.parent, text, "none")
 
 
-MENDING = """
-from pathlib import Path
-from mpframe.workloads.images import mlp
-
-def net(scale, **options):
+def net(scale: float, **options: Any) -> nn.Module:
     if scale == 2.0 and not Path("mended").exists():
         raise ValueError("not yet")
     return mlp(**options)
-"""
 
 
-def test_a_job_that_diverged_is_a_result_and_one_that_failed_is_run_again(
-    tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
-    words = [
-        "-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp",
-        "model.hidden=4", "model._target_=mending.net", "+model.scale=${loss_scaling.scale}",
-        "trainer.max_consecutive_skips=2", "callbacks.autopsy=null", "trainer.max_steps=4",
-        "callbacks.progress_bar=null", "hydra.sweep.dir=out",
-    ]  # fmt: skip
-    (tmp_path / "mending.py").write_text(MENDING)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_diverged_job_is_a_result_but_a_failed_one_reruns(tmp_path: Path, capsys: Shown) -> None:
+    words = ["-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp"]
+    words += ["model.hidden=4", "model._target_=test_sweep_again.net"]
+    words += ["+model.scale=${loss_scaling.scale}", "trainer.max_consecutive_skips=2"]
+    words += ["callbacks.autopsy=null", "trainer.max_steps=4", "callbacks.progress_bar=null"]
+    words += ["hydra.sweep.dir=out"]
     assert command(*words) == 1
     said = capsys.readouterr().err
-    assert "mpframe: job 1: model: mending.net refused its options: not yet" in said
+    assert "mpframe: job 1: model: test_sweep_again.net refused its options: not yet" in said
     assert "Traceback" not in said
     assert [row["status"] for row in rows(tmp_path / "out")] == ["diverged", "failed"]
     folder = tmp_path / "out" / "loss_scaling.scale=1e+30"

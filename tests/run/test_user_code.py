@@ -56,10 +56,16 @@ FAULTS = {
     "loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each": "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch",
     "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
 }  # fmt: skip
+SOUND = ["dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both"]
+SOUND += ["dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both"]
+SOUND += ["dtype=mixed model.fault=lazy", "dataset.loss=half"]
+SOUND += ["dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20"]
+DOCTOR = [("dataset.loss=each", "dataset: the loss each_loss gave")]
+ENDED = r"the command was ended by SystemExit \(0\) at erring\.py:\d+; let"
+DOCTOR += [("model.fault=exit_mode", ENDED)]
 
 
 def words_of(options: str) -> list[str]:
-    """The words of a run with the faults that are asked for."""
     given = dict(word.split("=", 1) for word in (WORDS + options).split())
     return [f"{name}={value}" for name, value in given.items()]
 
@@ -92,15 +98,6 @@ def test_the_documents_tell_how_many_there_are() -> None:
     assert f"{len(FAULTS)} faults in users' code" in text
 
 
-SOUND = [
-    "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
-    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
-    "dtype=mixed model.fault=lazy",
-    "dataset.loss=half",
-    "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",
-]
-
-
 @pytest.mark.parametrize("options", SOUND)
 def test_what_is_no_fault_trains(options: str, tmp_path: Path) -> None:
     summary = start(tmp_path, options)
@@ -127,16 +124,7 @@ def test_a_module_that_ends_the_program_is_named(tmp_path: Path, monkeypatch: Pa
         start(tmp_path / "run", "model._target_=exiting.Net")
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("dataset.loss=each", "dataset: the loss each_loss gave"),
-        (
-            "model.fault=exit_mode",
-            r"the command was ended by SystemExit \(0\) at erring\.py:\d+; let",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), DOCTOR)
 def test_the_doctor_says_the_same(fault: str, said: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as caught:
         doctor_command.main(words_of(fault))
@@ -145,9 +133,7 @@ def test_the_doctor_says_the_same(fault: str, said: str, capsys: Shown) -> None:
     assert re.match(f"mpframe: {said}", line)
 
 
-def test_the_traceback_is_in_the_log_and_shown_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_traceback_is_in_the_log_and_shown_on_demand(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(UserCodeError, match=r"^after step 0: model: Net raised KeyError"):

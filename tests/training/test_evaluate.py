@@ -1,6 +1,7 @@
 """mpframe evaluate: the run's numbers bit for bit; a stored configuration is data."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import yaml
 from fixtures import Patch, Shown
 from in_process import train
+from refusal import refused
+from sameness import trained as made_by
 
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate, main
@@ -21,11 +24,7 @@ SMALL = ["trainer.max_steps=4", "trainer.eval_every=2", "trainer.log_every=100"]
 CNN = [*SMALL, "model.width=8", "trainer.ema_decay=0.9", "dtype=mixed"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    train(folder, *CNN, "trainer.checkpoint_every=2", "trainer.keep_last=9")
-    return folder
+trained = made_by(*CNN, "trainer.checkpoint_every=2", "trainer.keep_last=9")
 
 
 @pytest.fixture
@@ -71,16 +70,13 @@ def test_the_result_is_printed_and_written_beside_others(run_copy: Path, capsys:
     assert json.loads(other.read_text())["val_loss"] != written["val_loss"]
 
 
-def test_options_may_be_changed(trained: Path) -> None:
+def test_options_may_change_and_batches_have_their_own_size(trained: Path, tmp_path: Path) -> None:
+    """Validated in batches of 7, tested and evaluated too; training does not see it."""
     assert evaluate(trained, ["dtype=amp", "dtype.half=bfloat16"]).precision == "amp(bfloat16)"
     # A choice that names the stored class again keeps the stored options (here width 8).
-    done = evaluate(trained, ["model=cnn", "model.dropout=0.5"])
-    assert done.evaluation.loss == Summary.read(trained).test_loss
-
-
-def test_an_evaluation_has_a_batch_size_of_its_own(trained: Path, tmp_path: Path) -> None:
-    """Validated in batches of 7, tested and evaluated too; training does not see it."""
-    ours, theirs = train(tmp_path, *CNN, "dataset.eval_batch_size=7"), Summary.read(trained)
+    done, theirs = evaluate(trained, ["model=cnn", "model.dropout=0.5"]), Summary.read(trained)
+    assert done.evaluation.loss == theirs.test_loss
+    ours = train(tmp_path, *CNN, "dataset.eval_batch_size=7")
     assert (ours.train_loss, ours.val_metric) == (theirs.train_loss, theirs.val_metric)
     # A float16 logit may round the other way where a sum is taken in another order.
     assert ours.val_loss == pytest.approx(theirs.val_loss, rel=2.0**-10)
@@ -88,25 +84,24 @@ def test_an_evaluation_has_a_batch_size_of_its_own(trained: Path, tmp_path: Path
     assert (done.batch_size, done.evaluation.loss) == (7, ours.test_loss)
 
 
-# What a stored configuration may not do
-
-
 def stored_in(run: Path) -> dict[Any, Any]:
     tree: dict[Any, Any] = yaml.safe_load((checkpoint.newest(run) / "config.yaml").read_text())
     return tree
 
 
-def test_a_class_of_the_users_is_made_once_it_is_named_again(trained: Path) -> None:
+def test_a_users_class_is_made_once_it_is_named_again_and_no_optimizer(trained: Path) -> None:
     own: dict[str, Any] = {"_target_": "own.Top"}
     for node, again in (({"metrics": {"top": own}}, "+metrics.top"), ({"model": own}, "model")):
         text, target = yaml.safe_dump(stored_in(trained) | node), f"{again}._target_=own.Top"
-        with pytest.raises(CheckpointError) as refused:
-            config_of(text, trained, [])
-        assert str(refused.value) == (
+        assert refused(CheckpointError, config_of, text, trained, []) == (
             f"{trained}: {target.lstrip('+')} is not mpframe's own, and a stored configuration "
             f"runs nothing; if you trust it, add {target}"
         )
         assert vars(config_of(text, trained, [target])).items() >= node.items()
+    # Of an optimizer, which an evaluation needs not, none is looked at.
+    hostile = {key: {"_target_": "os.system"} for key in ("optimizer", "scheduler")}
+    text = yaml.safe_dump(stored_in(trained) | hostile)
+    assert config_of(text, trained, []).optimizer["_target_"] == "torch.optim.SGD"
 
 
 TOUCH = {"_target_": "os.system", "path": "touch attacked"}
@@ -120,23 +115,31 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
     ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),
     ("model", {"config": {**BERT, "attn_implementation": "a/b"}}, "config._target_ is refused"),
     ("model", {"other": BERT}, "model.other._target_ is refused"),
-    (
-        "model",
-        {"config": {**BERT, "vocab_size": BERT}},
-        "config.vocab_size._target_ is ref",
-    ),
+    ("model", {"config": {**BERT, "vocab_size": BERT}}, "config.vocab_size._target_ is ref"),
     ("model", {"_partial_": True}, "model._partial_ is refused"),
     ("dataset", {"root": "\\${oc.env:HOME}"}, "dataset.root refers to what is not in the file"),
     ("", {3: 4}, "3 is refused"),
     ("", {"model": "os.system"}, "model._target_=None is not mpframe's own"),
     ("", {"trainer": [1]}, "trainer=\\[1\\]: must be a mapping"),
+    ("file", "a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
+    ("file", "model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
+    ("file", "", "not a stored configuration; use a checkpoint of a run"),
+    ("file", "- 1\n", "not a stored configuration"),
+    ("file", "[" * 60_000, "at most 16 levels"),
+    ("file", "a: " + "x" * 2**16, "at most 65536 letters"),
+    ("file", "at: 2026-11-21\n", "at is a date; refused"),
 ])  # fmt: skip
-def test_a_hostile_stored_config_is_refused(trained: Path, part: str, own: Any, text: str) -> None:
+def test_a_hostile_stored_config_or_file_is_refused(
+    trained: Path, part: str, own: Any, text: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     tree = stored_in(trained)
-    (tree[part] if part else tree).update(own)
-    with pytest.raises(MpframeError, match=text) as refused:
-        config_of(yaml.safe_dump(tree), trained, [])
-    assert "\n" not in str(refused.value)
+    if part != "file":
+        (tree[part] if part else tree).update(own)
+    error = CheckpointError if part == "file" else MpframeError
+    given = own if part == "file" else yaml.safe_dump(tree)
+    assert re.search(text, refused(error, config_of, given, trained, []))
+    assert not (tmp_path / "attacked").exists()
 
 
 def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch: Patch) -> None:
@@ -146,29 +149,6 @@ def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch
     with pytest.raises(MpframeError, match="not mpframe's own"):
         evaluate(run_copy, [], split="val")
     assert not (run_copy / "attacked").exists()
-
-
-@pytest.mark.parametrize(("raw", "text"), [
-    ("a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
-    ("model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
-    ("", "not a stored configuration; use a checkpoint of a run"),
-    ("- 1\n", "not a stored configuration"),
-    ("[" * 60_000, "at most 16 levels"),
-    ("a: " + "x" * 2**16, "at most 65536 letters"),
-    ("at: 2026-11-21\n", "at is a date; refused"),
-])  # fmt: skip
-def test_a_hostile_file_is_refused(tmp_path: Path, monkeypatch: Patch, raw: str, text: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=text) as refused:
-        config_of(raw, tmp_path, [])
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "attacked").exists()
-
-
-def test_a_hostile_optimizer_is_not_looked_at(trained: Path) -> None:
-    hostile = {key: {"_target_": "os.system"} for key in ("optimizer", "scheduler")}
-    text = yaml.safe_dump(stored_in(trained) | hostile)
-    assert config_of(text, trained, []).optimizer["_target_"] == "torch.optim.SGD"
 
 
 @pytest.mark.parametrize(("words", "text"), [

@@ -2,7 +2,6 @@
 
 import csv
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -28,34 +27,30 @@ from mpframe.core.errors import (
 )
 from mpframe.data.images import digits
 from mpframe.data.task import Task
-from mpframe.run.parts import build_loaders, build_task
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
-OPTIONS = [
-    "model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1",
-    "trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3",
-    "trainer.log_every=4", "dataset.batch_size=128", "seed=3",
-]  # fmt: skip
+OPTIONS = ["model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1"]
+OPTIONS += ["trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3"]
+OPTIONS += ["trainer.log_every=4", "dataset.batch_size=128", "seed=3"]
 MLP = [*OPTIONS[1:], "model=mlp", "model.hidden=8"]
 
 
-def run_of(folder: Path, *options: str) -> Run:
-    folder.mkdir(parents=True, exist_ok=True)
+def trained(folder: Path, *options: str) -> Run:
     own = composed("callbacks.progress_bar=null", *options)
-    return Run(check_config(own), own, folder)
+    run = Run(check_config(own), own, folder)
+    run.train()
+    return run
 
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A run whose best checkpoint is not its last, made once; and the trainer that it had."""
     folder = tmp_path_factory.mktemp("tested")
-    run = run_of(folder, *OPTIONS)
-    run.train()
-    return folder, run.trainer
+    return folder, trained(folder, *OPTIONS).trainer
 
 
 def rows_of_the_test(folder: Path) -> list[dict[str, str]]:
@@ -63,8 +58,8 @@ def rows_of_the_test(folder: Path) -> list[dict[str, str]]:
     return [row for row in rows if row["test_loss"]]
 
 
-def test_the_best_weights_are_tested_and_evaluate_says_the_same(tested: tuple[Path, Any]) -> None:
-    folder, _ = tested
+def test_the_best_weights_are_tested_and_all_places_say_the_same(tested: tuple[Path, Any]) -> None:
+    folder, (row,) = tested[0], rows_of_the_test(tested[0])
     summary, (best,), last = Summary.read(folder), best_in(folder, 1), checkpoint.newest(folder)
     assert best != last
     assert summary.tested == "best"
@@ -74,6 +69,12 @@ def test_the_best_weights_are_tested_and_evaluate_says_the_same(tested: tuple[Pa
         assert done.evaluation.loss == summary.test_loss
         assert done.evaluation.metrics == summary.test_metrics
     assert evaluate(last, [], split="test").evaluation.loss != summary.test_loss
+    # The event file keeps 32 bits of each number, metrics.csv nine digits.
+    curve = [(6, pytest.approx(summary.test_metric, rel=2.0**-24))]
+    assert scalars(folder)["metric/accuracy/test"] == curve
+    assert float(row["test_accuracy"]) == pytest.approx(summary.test_metric, rel=1e-8)
+    filled = {name for name, cell in row.items() if cell}
+    assert filled == {"step", "epoch", "test_loss", "test_accuracy"}
 
 
 def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) -> None:
@@ -88,24 +89,13 @@ def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) 
 def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """A memory that grows, and one that is not persistent: the best has less of both."""
     model = "model._target_=noisy.Remembering"
-    run = run_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
-    run.train()
+    run = trained(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
     summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
     assert best != checkpoint.newest(tmp_path)
     assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss
     saved = checkpoint.load(tmp_path)["trainer"]
     assert not differing(saved, run.trainer.state_dict())  # type: ignore[union-attr]
     assert set(saved["extra_state"]) == {"means", "sum", "count"}
-
-
-def test_the_test_is_told_in_curves_and_table(tested: tuple[Path, Any]) -> None:
-    summary, (row,) = Summary.read(tested[0]), rows_of_the_test(tested[0])
-    # The event file keeps 32 bits of each number, metrics.csv nine digits.
-    curve = [(6, pytest.approx(summary.test_metric, rel=2.0**-24))]
-    assert scalars(tested[0])["metric/accuracy/test"] == curve
-    assert float(row["test_accuracy"]) == pytest.approx(summary.test_metric, rel=1e-8)
-    filled = {name for name, cell in row.items() if cell}
-    assert filled == {"step", "epoch", "test_loss", "test_accuracy"}
 
 
 def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
@@ -119,9 +109,7 @@ def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
     monkeypatch.setattr(Trainer, "evaluate", planned)
 
 
-def test_best_weights_that_are_gone_are_not_said_to_be_tested(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
+def test_best_weights_gone_are_not_claimed(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     """Others are left, which would be taken for the best ones."""
     written = checkpoint.save
 
@@ -155,7 +143,7 @@ def test_best_weights_are_saved_after_a_skipped_step(tmp_path: Path, monkeypatch
     assert (summary.tested, summary.best_step, summary.searched) == ("best", 2, 0.75)
 
 
-def test_a_run_interrupted_in_its_test_makes_it_when_resumed(
+def test_a_run_interrupted_in_its_test_makes_it_when_resumed_and_anew_where_it_goes_on(
     tested: tuple[Path, Any], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     made = Trainer.test
@@ -173,13 +161,9 @@ def test_a_run_interrupted_in_its_test_makes_it_when_resumed(
     resumed, whole = train(tmp_path, *OPTIONS, "resume=auto"), Summary.read(tested[0])
     assert (resumed.test_loss, resumed.test_metrics) == (whole.test_loss, whole.test_metrics)
     assert scalars(tmp_path)["loss/test"] == scalars(tested[0])["loss/test"]
-
-
-def test_a_run_that_goes_on_is_tested_anew(tested: tuple[Path, Any], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tested[0], tmp_path / "run"))
-    train(folder, *OPTIONS, "resume=auto", "trainer.max_steps=8")
-    assert [step for step, _ in scalars(folder)["loss/test"]] == [8]
-    assert [row["step"] for row in rows_of_the_test(folder)] == ["8"]
+    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=8")
+    assert [step for step, _ in scalars(tmp_path)["loss/test"]] == [8]
+    assert [row["step"] for row in rows_of_the_test(tmp_path)] == ["8"]
 
 
 def test_runs_that_trained_nothing_or_diverged_are_not_tested(tmp_path: Path) -> None:
@@ -191,35 +175,22 @@ def test_runs_that_trained_nothing_or_diverged_are_not_tested(tmp_path: Path) ->
     assert (summary.status, summary.test_loss, summary.tested) == ("diverged", None, None)
 
 
-FACTS = ["model.in_features=64", "model.classes=10", "trainer.max_steps=2"]  # of no shipped dataset
+def digits_with(test: str = "no") -> Task:
+    nan = TensorDataset(torch.full((3, 1, 8, 8), torch.nan), torch.zeros(3).long())
+    parts: dict[str, Any] = {"no": None, "an empty": [], "a bad": nan}
+    return replace(digits(), test=parts[test])
 
 
-def without() -> Task:
-    return replace(digits(), test=None)
-
-
-def empty() -> Task:
-    return replace(digits(), test=[])  # type: ignore[arg-type]
-
-
-def nan() -> Task:
-    bad = TensorDataset(torch.full((3, 1, 8, 8), torch.nan), torch.zeros(3).long())
-    return replace(digits(), test=bad)
-
-
-def test_a_dataset_without_a_test_part(tmp_path: Path) -> None:
-    own = "dataset._target_=test_final_test.without"
-    summary = train(tmp_path, *MLP, own, *FACTS)
+def test_a_dataset_may_lack_a_test_part_but_an_empty_or_bad_one_is_refused(tmp_path: Path) -> None:
+    own = "dataset._target_=test_final_test.digits_with"
+    options = [*MLP, own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]
+    summary = train(tmp_path / "run", *options)
     assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
-    done = evaluate(tmp_path, [own])
+    done = evaluate(tmp_path / "run", [own])
     assert (done.split, done.evaluation.loss) == ("val", summary.val_loss)
     with pytest.raises(ConfigError, match=r"^split=test: the dataset has no test part; use split"):
-        evaluate(tmp_path, [own], split="test")
-
-
-def test_a_test_part_that_is_empty_or_bad_is_refused(tmp_path: Path) -> None:
-    config = run_of(tmp_path, *MLP, *FACTS, "dataset._target_=test_final_test.empty").config
+        evaluate(tmp_path / "run", [own], split="test")
     with pytest.raises(DataError, match=r"^dataset: list has no samples; give at least one$"):
-        build_loaders(config, build_task(config))
+        train(tmp_path / "empty", *options, "dataset.test=an empty")
     with pytest.raises(DataError, match=r"^after step \d: dataset: test sample 0 holds NaN or inf"):
-        train(tmp_path, *MLP, *FACTS, "dataset._target_=test_final_test.nan")
+        train(tmp_path / "bad", *options, "dataset.test=a bad")

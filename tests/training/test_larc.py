@@ -1,5 +1,6 @@
 """LARC, LARS and penalties: their formulas by hand, on masters, whatever the loss is scaled by."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from fixtures import Patch
 from omegaconf import OmegaConf
 from prepared import prepared
+from refusal import refused
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 
@@ -25,12 +27,6 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),
     "fused SGD": partial(SGD, lr=0.05, momentum=0.9, fused=True),
     "AdamW": partial(AdamW, lr=0.05, weight_decay=1e-2),
-}
-# Bounds that each make some parameter's factor: of eta, of 1, and the least update of a bias of 0.
-SETTINGS: dict[str, dict[str, float]] = {
-    "as OpenSeq2Seq": {"eta": 1e-3},
-    "large eta": {"eta": 10.0},
-    "large bounds": {"eta": 1e-3, "min_update": 0.02, "epsilon": 0.5},
 }
 
 
@@ -58,19 +54,18 @@ def by_hand(weight: Tensor, gradient: Tensor, lr: float, mode: str, **own: float
 
 
 @pytest.mark.parametrize(("dtype", "half", "mode", "name", "settings"), [
-    ("fp32", "float16", "clip", "SGD", "as OpenSeq2Seq"),
-    ("mixed", "float16", "scale", "AdamW", "large eta"),
-    ("mixed", "bfloat16", "clip", "fused SGD", "large bounds"),
-    ("amp", "float16", "clip", "AdamW", "large eta"),
-    ("amp", "bfloat16", "scale", "SGD", "as OpenSeq2Seq"),
+    ("fp32", "float16", "clip", "SGD", {"eta": 1e-3}),  # as OpenSeq2Seq
+    ("mixed", "float16", "scale", "AdamW", {"eta": 10.0}),
+    ("mixed", "bfloat16", "clip", "fused SGD", {"eta": 1e-3, "min_update": 0.02, "epsilon": 0.5}),
+    ("amp", "float16", "clip", "AdamW", {"eta": 10.0}),
+    ("amp", "bfloat16", "scale", "SGD", {"eta": 1e-3}),
 ])  # fmt: skip
-def test_it_is_the_formula_with_its_bounds_on_masters(
-    dtype: str, half: str, mode: str, name: str, settings: str
-) -> None:
+def test_the_formula_by_hand(dtype: str, half: str, mode: str, name: str, settings: Any) -> None:
+    """Bounds each make some factor: of eta, of 1, and the least update of a bias of 0."""
     precision, scaler, model = Precision(dtype, half), Static(2.0**10), net()
     groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}]
     wrapped = precision.prepare(model, OPTIMIZERS[name](groups))[1]
-    wrapped.register_step_pre_hook(LARC(mode=mode, **SETTINGS[settings]))
+    wrapped.register_step_pre_hook(LARC(mode=mode, **settings))
     expected = [wrapped.master_of(p).detach().clone() for p in model.parameters()]
     plain = OPTIMIZERS[name]([{"params": expected[:2], "lr": 0.3}, {"params": expected[2:]}])
     for step in range(4):
@@ -80,14 +75,13 @@ def test_it_is_the_formula_with_its_bounds_on_masters(
         (loss * scaler.scale).backward()
         for own, p, lr in zip(expected, model.parameters(), [0.3, 0.3, 0.05, 0.05], strict=True):
             assert p.grad is not None
-            own.grad = by_hand(own, p.grad.float() / scaler.scale, lr, mode, **SETTINGS[settings])
+            own.grad = by_hand(own, p.grad.float() / scaler.scale, lr, mode, **settings)
         plain.step()
         assert not wrapped.step(scaler).skipped
-        for own, p in zip(expected, model.parameters(), strict=True):
-            assert torch.equal(wrapped.master_of(p), own)
+        assert all(map(torch.equal, map(wrapped.master_of, model.parameters()), expected))
 
 
-def test_rows_of_a_sparse_gradient_count() -> None:
+def test_rows_of_a_sparse_gradient_count_and_a_factor_beyond_half_is_held_at_its_end() -> None:
     dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
     sparse.load_state_dict(dense.state_dict())
     for table in (dense, sparse):
@@ -98,10 +92,7 @@ def test_rows_of_a_sparse_gradient_count() -> None:
     # The norm of two rows, or of the same rows among zeros: sums of another order.
     assert torch.allclose(dense.weight, sparse.weight, rtol=0, atol=4 * 2.0**-24)
     assert torch.equal(dense.weight[0], sparse.weight[0])
-
-
-def test_a_factor_beyond_half_is_held_at_its_end() -> None:
-    """Without masters the gradient is half: 70000 would become inf and reach the weight."""
+    # Without masters the gradient is half: 70000 would become inf and reach the weight.
     weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
     wrapped = MasterWeights(SGD([weight], lr=2.0**-10), keep_masters=False)
     wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
@@ -127,16 +118,15 @@ def hooked(hook: StepHook, run: Trainer) -> dict[int, Any]:
 
 def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_longer() -> None:
     run, plain = trainer(), trainer()
-    for one in (run, plain):
-        one.model[0].weight.requires_grad_(False)  # type: ignore[index]
     rates = LARC(eta=1e-3, without=["*.bias"])
     hooked(rates, run)
-    run.train_step(batch(0))
-    plain.train_step(batch(0))
+    for one in (run, plain):
+        one.model[0].weight.requires_grad_(False)  # type: ignore[index]
+        one.train_step(batch(0))
     bound, free = (dict(one.model.named_parameters()) for one in (run, plain))
     assert [name for name in bound if not torch.equal(bound[name], free[name])] == ["2.weight"]
     rates.teardown(run, None)
-    run.load_weights({name: weight.clone() for name, weight in plain.weights().items()})
+    run.load_weights(copy.deepcopy(plain.weights()))
     for one in (run, plain):
         one.train_step(batch(1))
     assert all(torch.equal(bound[name], free[name]) for name in bound)
@@ -154,8 +144,8 @@ def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
         assert all(0 < rate < 0.05 for rate in values.values())
 
 
-def penalty(strength: float, without: Any = ()) -> Penalty:
-    tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / "penalty.yaml"))
+def penalty(strength: float, *without: str) -> Penalty:
+    tree: Any = OmegaConf.load(CONF / "callbacks" / "penalty.yaml")
     node = {**tree["penalty"], "strength": strength, "without": list(without)}
     return make("callbacks.penalty", node)  # type: ignore[no-any-return]
 
@@ -173,8 +163,8 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
     monkeypatch.setattr(gradients, "_FEW", few)
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
-    hooked(penalty(2.0**-20, ["*.bias"]), run)
-    before = {name: value.clone() for name, value in run.weights().items()}
+    hooked(penalty(2.0**-20, "*.bias"), run)
+    before = copy.deepcopy(run.weights())
     given: dict[Tensor, Tensor] = {}
 
     def note(own: Any, *_: object) -> None:
@@ -208,6 +198,4 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
      "callbacks.penalty.strength=nan: must be a finite number > 0"),
 ])  # fmt: skip
 def test_it_refuses_what_it_cannot_stand_beside(make: Any, plan: Any, line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        hooked(make(), trainer(**plan))
-    assert str(refused.value) == line
+    assert refused(ConfigError, lambda: hooked(make(), trainer(**plan))) == line

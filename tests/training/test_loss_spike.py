@@ -10,15 +10,13 @@ import torch
 from fixtures import Log
 from prepared import prepared
 from torch import Tensor, nn
-from vocabulary import differing
+from vocabulary import differing, same_bits
 
 from mpframe import Backoff, Trainer
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.loss_spike import LEAST, WINDOW, LossSpikes
-
-Batch = tuple[Tensor, Tensor]
 
 
 def after(losses: list[float]) -> LossSpikes:
@@ -38,9 +36,7 @@ def after(losses: list[float]) -> LossSpikes:
     ([0.0] * LEAST, 1e9, False),  # nor around zero.
     ([-1.0] * LEAST, 1e9, False),
 ])  # fmt: skip
-def test_a_spike_is_above_the_factor_times_the_median(
-    losses: list[float], loss: float, spike: bool
-) -> None:
+def test_a_spike_is_over_factor_times_median(losses: list[float], loss: float, spike: bool) -> None:
     assert bool(after(losses).judge(torch.tensor(loss))) == spike
 
 
@@ -55,7 +51,7 @@ def test_the_median_is_of_the_last_fifty_and_another_state_is_refused() -> None:
             spikes.load_state_dict({"spikes": state})
 
 
-def batch(seed: int, size: float = 1.0) -> Batch:
+def batch(seed: int, size: float = 1.0) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
     return inputs, size * inputs[:, :1]
 
@@ -63,20 +59,17 @@ def batch(seed: int, size: float = 1.0) -> Batch:
 SPIKE = batch(99, 40.0)
 
 
-def made(mode: str = "fp32", half: str = "float16", policy: str = "skip") -> Trainer:
+def warmed_up(
+    mode: str = "fp32", half: str = "float16", policy: str = "skip", steps: int = 12
+) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     own: Any = {"optimizer": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
     trainer = prepared(model, nn.MSELoss(), mode, half, scaler=Backoff(init_scale=16.0), **own)
     ema = Ema({p: trainer.optimizer.master_of(p) for p in trainer.model.parameters()}, 0.9)
-    spikes = LossSpikes(policy, 10.0)
-    trainer.algorithms = {"ema": AverageWeights(ema, trainer.model), "spikes": spikes}
-    return trainer
-
-
-def warmed_up(*options: str) -> Trainer:
-    trainer = made(*options)
-    for seed in range(12):
+    averages = AverageWeights(ema, trainer.model)
+    trainer.algorithms = {"ema": averages, "spikes": LossSpikes(policy, 10.0)}
+    for seed in range(steps):
         trainer.train_step(batch(seed))
     return trainer
 
@@ -91,8 +84,7 @@ def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
     mode: str, half: str, policy: str, window: int
 ) -> None:
     trainer = warmed_up(mode, half, policy)
-    before = copy.deepcopy(trainer.state_dict())
-    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    before, weights = copy.deepcopy((trainer.state_dict(), list(trainer.model.parameters())))
     if policy == "stop":
         with pytest.raises(DivergedError, match=r"^callbacks\.loss_spikes\.policy=stop: step 13"):
             trainer.train_step(*[SPIKE] * window)
@@ -101,23 +93,18 @@ def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
     changed = differing(before, trainer.state_dict())
     counts = {"/progress/skipped", "/progress/skipped_in_a_row"}
     assert {path for path in changed if "/scaler/" not in path} == counts
-    for now, then in zip(trainer.model.parameters(), weights, strict=True):
-        assert torch.equal(now, then)
-
-
-def test_a_spike_of_which_a_run_only_warns_is_a_step_as_any() -> None:
-    trainer, unwatched = (warmed_up("fp32", "float16", policy) for policy in ("warn", "off"))
-    for one in (trainer, unwatched):
-        assert not bool(one.train_step(SPIKE).skipped)
-    first, second = trainer.state_dict(), unwatched.state_dict()
-    assert differing(first | {"spikes": None}, second | {"spikes": None}) == []
+    assert same_bits(trainer.model.parameters(), weights)
 
 
 @pytest.mark.parametrize(("policy", "ending"), [("warn", "steps"), ("skip", "; skipped")])
-def test_a_spike_is_told(policy: str, ending: str, caplog: Log) -> None:
-    trainer = warmed_up("fp32", "float16", policy)
-    trainer.train_step(SPIKE)
-    trainer.train_step(batch(3))
+def test_a_spike_is_told_and_a_step_if_a_run_warns(policy: str, ending: str, caplog: Log) -> None:
+    trainer, unwatched = (warmed_up("fp32", "float16", own) for own in (policy, "off"))
+    for one in (trainer, unwatched):
+        assert bool(one.train_step(SPIKE).skipped) == (one is trainer and policy == "skip")
+        one.train_step(batch(3))
+    if policy == "warn":
+        states = [one.state_dict() | {"spikes": None} for one in (trainer, unwatched)]
+        assert differing(*states) == []
     (message,) = caplog.messages
     assert message.startswith("warning: step 13: loss ")
     assert "is a spike, more than 10 times the median" in message
@@ -125,7 +112,7 @@ def test_a_spike_is_told(policy: str, ending: str, caplog: Log) -> None:
 
 
 def test_a_resumed_run_goes_on_judging_and_a_loss_that_stays_high_ends_at_the_guard() -> None:
-    before, trainer, guard = warmed_up(), made(), SkipGuard(60)
+    before, trainer, guard = warmed_up(), warmed_up(steps=0), SkipGuard(60)
     trainer.load_state_dict(copy.deepcopy(before.state_dict()))
     assert differing(before.state_dict(), trainer.state_dict()) == []
     for _ in range(59):

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,11 @@ import pytest
 import torch
 from fixtures import Patch
 from in_process import composed, train
-from prepared import prepared
+from prepared import Batches, prepared
+from refusal import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 from vocabulary import HALVES, CalledOps
 
 from mpframe import Backoff, Precision
@@ -22,6 +24,7 @@ from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError
 from mpframe.core.objective import Objective, StepOutput, compute, supervised
+from mpframe.data import Task
 from mpframe.run.parts import build_task, to_device
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
@@ -32,6 +35,7 @@ from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 
+PAGE = (CONF.parent / "docs" / "objectives.md").read_text()
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 
 
@@ -62,9 +66,8 @@ def dicts(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": draw(17, (8, 6)), "labels": draw(3, (8,))} for _ in range(count)]
 
 
-trainer_of = partial(
-    prepared, optimizer=partial(torch.optim.AdamW, lr=1e-2), scaler=Backoff(2.0**8)
-)
+adamw = partial(torch.optim.AdamW, lr=1e-2)
+trainer_of = partial(prepared, optimizer=adamw, scaler=Backoff(2.0**8))
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
@@ -78,21 +81,14 @@ def test_a_model_that_returns_its_loss_trains_in_all_modes(mode: str, half: str)
     assert trainer.progress.skipped == 0
 
 
-class Ends(nn.Module):
-    """Two outputs and a loss, as a model that finds the ends of an answer gives."""
+def test_outputs_without_logits_and_targets_that_the_model_does_not_see() -> None:
+    linear, targets = nn.Linear(4, 2), {"text": ["a", "b"]}
+    arguments = {"x": torch.randn(2, 3, 4), "place": torch.tensor([0, 2])}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, place: Tensor) -> dict[str, Tensor]:
-        start, end = self.ends(x).unbind(-1)
+    def model(x: Tensor, place: Tensor) -> dict[str, Tensor]:
+        start, end = linear(x).unbind(-1)
         return {"loss": F.cross_entropy(start, place), "start": start, "end": end}
 
-
-def test_outputs_without_logits_and_targets_that_the_model_does_not_see() -> None:
-    model, targets = Ends(), {"text": ["a", "b"]}
-    arguments = {"x": torch.randn(2, 3, 4), "place": torch.tensor([0, 2])}
     with Precision("mixed").cast():
         output = model_loss(model, (arguments, targets))
         expected = model(**arguments)
@@ -126,29 +122,18 @@ def test_a_supervised_loss_is_in_fp32_outside_the_casts(mode: str, half: str) ->
     assert formats == [own, torch.float32, torch.float32]
 
 
-def test_a_half_loss_is_taken_to_fp32() -> None:
-    def objective(model: nn.Module, batch: Any) -> StepOutput:
-        return StepOutput(model(batch[0]).sum())
-
-    output = compute(objective, nn.Linear(4, 2).half(), (torch.randn(3, 4).half(),))
+def test_a_half_loss_is_taken_to_fp32_and_checked_outside_the_casts() -> None:
+    seen, half = CalledOps(), torch.float16
+    model, batch = nn.Linear(4, 1, dtype=half), torch.ones(4, dtype=half)
+    output = compute(lambda model, batch: StepOutput(model(batch)), model, batch, seen)
     assert (output.loss.dtype, output.loss.requires_grad) == (torch.float32, True)
-
-
-def test_a_loss_is_checked_outside_the_casts() -> None:
-    seen = CalledOps()
-    compute(lambda model, batch: StepOutput(model(batch)), nn.Linear(4, 1), torch.ones(4), seen)
     assert seen.names == ["linear"]
-
-
-class Data(list[Any]):
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return iter(self[start:])
 
 
 @pytest.mark.parametrize(("mode", "counts"), [("mixed", None), ("fp32", [2, 7]), ("amp", [2, 7])])
 def test_an_evaluation_weighs_batches_by_their_count(mode: str, counts: list[int] | None) -> None:
     """By the objective's own, e.g. of tokens; else by the samples of the batch."""
-    plain, batches = supervised(nn.MSELoss()), Data(pairs(5, 3))
+    plain, batches = supervised(nn.MSELoss()), Batches(pairs(5, 3))
 
     def counting(model: nn.Module, batch: Any) -> StepOutput:
         count = None if counts is None else counts[len(batch[0]) == 3]
@@ -172,7 +157,7 @@ def test_a_compiled_model_is_one_graph_under_the_casts(monkeypatch: Patch) -> No
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep, fullgraph=True))
-    losses, data = [], Data(dicts(4))
+    losses, data = [], Batches(dicts(4))
     for plan in (Plan(), Plan(compile=True)):
         rest: Any = {"plan": plan, "evaluator": Evaluator()}
         trainer = trainer_of(Classifier(), model_loss, "mixed", **rest)
@@ -186,21 +171,12 @@ def test_a_compiled_model_is_one_graph_under_the_casts(monkeypatch: Patch) -> No
         broken.train_step((torch.ones(2, 3), torch.ones(2, 2)))
 
 
-class Head(nn.Module):
-    def __init__(self, outputs: int = 1) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 def test_the_logarithm_is_learned_and_the_number_is_measured() -> None:
     torch.manual_seed(0)
     targets = torch.tensor([1.0, 50_000.0, 7e7])
-    trainer = prepared(Head(), LogRegression(mean=2.0, std=0.5), "mixed")
+    trainer = prepared(nn.Linear(2, 1), LogRegression(mean=2.0, std=0.5), "mixed")
     with trainer.precision.cast():
-        output = trainer.objective(trainer.model, {"x": torch.ones(3, 2), "target": targets})
+        output = trainer.objective(trainer.model, {"input": torch.ones(3, 2), "target": targets})
         logs = trainer.model(torch.ones(3, 2)).float().flatten()
     assert torch.equal(output.loss, F.mse_loss(logs, (targets.log() - 2.0) / 0.5))
     assert torch.equal(output.outputs, (2.0 + 0.5 * logs).exp())
@@ -222,43 +198,42 @@ def test_dice_and_cross_entropy_by_hand() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)  # a few roundings of float64
 
 
-def given(objective: Any, batch: Any, model: nn.Module | None = None) -> Callable[[], object]:
-    return lambda: compute(objective, model or nn.Linear(4, 2), batch)
-
-
-def several() -> object:
-    one = trainer_of(nn.Linear(4, 2), model_loss)
-    return MultiObjectiveTrainer(one.model, one.optimizer, {"one": nn.MSELoss()}, one.precision)
-
-
-ONES, BATCH = torch.ones(2, 4), {"x": torch.ones(3, 2), "target": torch.ones(3)}
-LOG = LogRegression(0.0, 1.0)
-
-
-@pytest.mark.parametrize(("call", "line"), [
-    (several, r"objective\.one=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
-    (lambda: trainer_of(nn.Linear(4, 2), 3), r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
-    (given(supervised(nn.MSELoss()), {"x": ONES}), r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
-    (given(model_loss, {"input": ONES}), r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
-    (given(model_loss, {"x": ONES}), r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
-    (given(LOG, (ONES, ONES), Head()), "objective: log_regression takes dicts with a target"),
-    (given(LOG, BATCH, Head(2)), ".*takes one output for each target"),
-    (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
-    (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
-    (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(call: Callable[[], object], line: str) -> None:
-    with pytest.raises(MpframeError, match=f"^{line}"):
-        call()
-
-
-# The group `objective`
-
-PAGE = (CONF.parent / "docs" / "objectives.md").read_text()
+def given(objective: Any, batch: Any) -> Callable[[], object]:
+    return lambda: compute(objective, nn.Linear(4, 2), batch)
 
 
 def objective_of(*overrides: str) -> Any:
     return build_task(check_config(composed(*overrides))).objective
+
+
+def chosen(words: str) -> Callable[[], object]:
+    return lambda: objective_of(*words.split())
+
+
+ONES, LOG = torch.ones(2, 4), LogRegression(0.0, 1.0)
+
+
+@pytest.mark.parametrize(("call", "line"), [
+    (lambda: trainer_of(nn.Linear(4, 2), {"one": nn.MSELoss()}, cls=MultiObjectiveTrainer), r"objective\.one=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
+    (lambda: trainer_of(nn.Linear(4, 2), 3), r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
+    (given(supervised(nn.MSELoss()), {"x": ONES}), r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
+    (given(model_loss, {"input": ONES}), r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
+    (given(model_loss, {"x": ONES}), r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
+    (given(LOG, (ONES, ONES)), "objective: log_regression takes dicts with a target"),
+    (given(LOG, {"input": ONES, "target": torch.ones(2)}), ".*takes one output for each target"),
+    (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
+    (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
+    (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
+    (chosen("objective=cross_entropy objective.label_smoothing=2"), r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
+    (chosen("objective=cross_entropy objective.weight=[1,-1]"), r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
+    (chosen("objective=cross_entropy +objective.smoothing=0.1"), r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
+    (chosen("objective._target_=torch.nn.L1Loss"), r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
+    (chosen("objective._target_=builtins.dict"), r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
+    (chosen("objective._target_=mpframe.training.objectives.model_loss objective.strength=1"), r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
+    (chosen("objective._target_=nowhere.mine"), r"objective\._target_=nowhere\.mine: "),
+])  # fmt: skip
+def test_what_does_not_fit_or_is_no_objective_is_one_line(call: Any, line: str) -> None:
+    assert re.match(line, refused(MpframeError, call))
 
 
 def test_the_shipped_objectives_take_their_options() -> None:
@@ -278,21 +253,6 @@ def test_the_shipped_objectives_take_their_options() -> None:
     assert weighted.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("objective=cross_entropy objective.label_smoothing=2", r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
-    ("objective=cross_entropy objective.weight=[1,-1]", r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
-    ("objective=cross_entropy +objective.smoothing=0.1", r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
-    ("objective._target_=torch.nn.L1Loss", r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
-    ("objective._target_=builtins.dict", r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-    ("objective._target_=mpframe.training.objectives.model_loss objective.strength=1", r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
-    ("objective._target_=nowhere.mine", r"objective\._target_=nowhere\.mine: "),
-])  # fmt: skip
-def test_what_is_no_objective_is_one_line(words: str, line: str) -> None:
-    with pytest.raises(MpframeError, match=f"^{line}") as caught:
-        objective_of(*words.split())
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("name", "words"), [
     ("supervised", "dataset._target_=my_pkg.points model=mlp model.in_features=8 model.classes=2"),
     ("model_loss", "objective=model_loss dataset._target_=my_pkg.sentences model._target_=my_pkg.Classifier"),
@@ -310,13 +270,13 @@ def test_examples_of_the_page(name: str, words: str, tmp_path: Path, monkeypatch
     assert Summary.read(tmp_path / "run").val_loss == summary.val_loss
 
 
-def test_a_task_may_leave_the_objective_to_the_options(tmp_path: Path, monkeypatch: Patch) -> None:
-    text = "from torch.utils.data import Dataset\nfrom mpframe.data import Task\n"
-    text += "def task():\n    return Task(Dataset(), Dataset())\n"
-    (tmp_path / "no_loss.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ["dataset._target_=no_loss.task", "model._target_=torch.nn.Linear"]
-    words += ["+model.in_features=1", "+model.out_features=1"]
+def without_objective() -> Task:
+    return Task(Dataset(), Dataset())
+
+
+def test_a_task_may_leave_the_objective_to_the_options() -> None:
+    words = ["dataset._target_=test_objectives.without_objective"]
+    words += ["model._target_=torch.nn.Linear", "+model.in_features=1", "+model.out_features=1"]
     assert objective_of(*words, "objective=model_loss") is model_loss
     config = check_config(composed(*words))
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):

@@ -30,11 +30,9 @@ def test_ported_suites_pass_on_every_path(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_another_way(path: str, monkeypatch: Patch) -> None:
     PATHS[path](monkeypatch)
-    model, precision = (
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        Precision("mixed", "bfloat16"),
-    )
-    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    own = torch.optim.AdamW(model.parameters())
+    model, optimizer = Precision("mixed", "bfloat16").prepare(model, own)
     weights = list(model.parameters())
     assert len(optimizer._buckets) == (len(weights) if path == "buckets" else 1)
     assert isinstance(master_for(weights[0]), SplitMaster) == (path == "split")

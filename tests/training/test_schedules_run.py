@@ -8,7 +8,8 @@ import pytest
 import torch
 from fixtures import Log, Patch
 from in_process import composed, scalars, train
-from sameness import assert_same_run, cut
+from refusal import refused
+from sameness import assert_same_run, cut, trained
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR
 
@@ -22,21 +23,13 @@ from mpframe.training.callbacks import schedules
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
 TORCH = "torch.optim.lr_scheduler"
-PLATEAU = [
-    f"scheduler._target_={TORCH}.ReduceLROnPlateau", "scheduler.patience=0",
-    "scheduler.factor=0.5", "scheduler.threshold=0.9",
-]  # fmt: skip
-PLATEAU_RUN = [
-    *SMALL, *PLATEAU, "trainer.eval_every=2", "trainer.max_steps=16", "trainer.checkpoint_every=4",
-    "trainer.keep_last=100",
-]  # fmt: skip
+PLATEAU = [f"scheduler._target_={TORCH}.ReduceLROnPlateau", "scheduler.patience=0"]
+PLATEAU += ["scheduler.factor=0.5", "scheduler.threshold=0.9"]
+PLATEAU_RUN = [*SMALL, *PLATEAU, "trainer.eval_every=2", "trainer.max_steps=16"]
+PLATEAU_RUN += ["trainer.checkpoint_every=4", "trainer.keep_last=100"]
 
 
-@pytest.fixture(scope="module")
-def plateau(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plateau")
-    train(folder, *PLATEAU_RUN)
-    return folder
+plateau = trained(*PLATEAU_RUN)
 
 
 def test_plateau_follows_the_validations_and_resumes(plateau: Path, tmp_path: Path) -> None:
@@ -68,23 +61,13 @@ def test_another_pace_of_validations_is_said(plateau: Path, tmp_path: Path, capl
     assert "trainer.eval_every=3 (was 2)" in line
 
 
-# Sized to the plan
-
 PLAN = {"total_steps": 22, "epochs": 2, "steps_per_epoch": 11}
 
 
 def test_numbers_are_filled_in() -> None:
-    written = [
-        "${plan:total_steps,0.1}",
-        "${plan:epochs}",
-        {"each": ["${plan:steps_per_epoch}", 3]},
-    ]
-    assert fill_in([*written, "of ${plan:epochs}"], PLAN) == [
-        2,
-        2,
-        {"each": [11, 3]},
-        "of ${plan:epochs}",
-    ]
+    written = ["${plan:total_steps,0.1}", "${plan:epochs}", {"each": ["${plan:steps_per_epoch}"]}]
+    expected = [2, 2, {"each": [11]}, 3, "of ${plan:epochs}"]
+    assert fill_in([*written, 3, "of ${plan:epochs}"], PLAN) == expected
 
 
 def built(*words: str, optimizer: Optimizer | None = None) -> Any:
@@ -96,14 +79,12 @@ def by_hand(make: Any) -> list[float]:
     """The rate after each of 22 steps of a loop by hand, 11 steps to an epoch."""
     optimizer = SGD([torch.zeros(1)], lr=0.1)
     schedule, seen = make(optimizer), []
-    for step in range(22):
+    for step in range(1, 23):
         optimizer.step()
-        if hasattr(schedule, "step_update"):
-            schedule.step_update(step + 1)
-            if (step + 1) % 11 == 0:
-                schedule.step((step + 1) // 11)
-        else:
+        if not hasattr(schedule, "step_update"):
             schedule.step()
+        elif schedule.step_update(step) is None and step % 11 == 0:
+            schedule.step(step // 11)
         seen.append(optimizer.param_groups[0]["lr"])
     return seen
 
@@ -118,23 +99,20 @@ def timm_by_epochs(optimizer: Optimizer) -> object:
     return scheduler.StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5)
 
 
-CHOICES: list[tuple[Any, str]] = [
+@pytest.mark.parametrize(("make", "words"), [
     (lambda own: schedules.exponential(own, 0.9, begin=0.5, unit=11), "scheduler=exponential scheduler.begin=0.5"),
     (lambda own: schedules.transformer(own, d_model=4, warmup_steps=2), "scheduler=transformer scheduler.d_model=4"),
     (lambda own: schedules.piecewise_constant(own, [0.5, 1], [0.1, 0.01], unit=11), "scheduler=piecewise_constant scheduler.boundaries=[0.5,1]"),
     (lambda own: OneCycleLR(own, max_lr=0.1, total_steps=22), f"scheduler._target_={TORCH}.OneCycleLR scheduler.max_lr=0.1"),
     (hugging_face, "scheduler._target_=transformers.get_cosine_schedule_with_warmup scheduler.num_warmup_steps=${plan:total_steps,0.1} scheduler.num_training_steps=${plan:total_steps}"),
     (timm_by_epochs, "scheduler._target_=timm.scheduler.StepLRScheduler scheduler.decay_t=1 scheduler.decay_rate=0.5"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "words"), CHOICES)
+])  # fmt: skip
 def test_a_chosen_schedule_gets_the_numbers_of_the_plan_and_resumes(make: Any, words: str) -> None:
     wanted = by_hand(make)
     assert len(set(wanted)) > 1
-    optimizers = [SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
-    (optimizer, other), seen = optimizers, []
-    schedule, resumed = (built(*words.split(), optimizer=own) for own in optimizers)
+    optimizer, other = (SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    schedule, resumed = (built(*words.split(), optimizer=own) for own in (optimizer, other))
+    seen = []
     for step in range(22):
         if step == 9:
             other.load_state_dict(optimizer.state_dict())
@@ -146,19 +124,14 @@ def test_a_chosen_schedule_gets_the_numbers_of_the_plan_and_resumes(make: Any, w
     assert seen == wanted
 
 
-class Watched(ConstantLR):
-    def __init__(self, optimizer: Optimizer, key: str) -> None:
-        super().__init__(optimizer)
+def watched(optimizer: Optimizer, key: str) -> object:
+    return ConstantLR(optimizer)
 
 
 def test_no_secret_of_a_schedules_arguments_is_saved(monkeypatch: Patch) -> None:
     monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
-    words = ["scheduler._target_=test_schedules_run.Watched", "scheduler.key=correct-horse-battery"]
+    words = ["scheduler._target_=test_schedules_run.watched", "scheduler.key=correct-horse-battery"]
     assert "correct-horse" not in str(built(*words).state_dict())
-
-
-class Stepless:
-    def __init__(self, optimizer: object) -> None: ...
 
 
 COSINE = f"scheduler._target_={TORCH}.CosineAnnealingLR"
@@ -166,7 +139,7 @@ UNFIT = "scheduler.T_max: ValueError raised while resolving interpolation: {}; s
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["scheduler._target_=test_schedules_run.Stepless"], "scheduler._target_=test_schedules_run.Stepless: has no step and no state_dict and no load_state_dict; see docs/optimizer.md"),
+    (["scheduler._target_=builtins.bool"], "scheduler._target_=builtins.bool: has no step and no state_dict and no load_state_dict; see docs/optimizer.md"),
     ([*PLATEAU, "scheduler.mode=min"], "scheduler.mode=min: the schedule watches val_accuracy, where more is better; use scheduler.mode=max"),
     ([f"scheduler._target_={TORCH}.OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=21"], "scheduler.total_steps=21: OneCycleLR cannot go on after it, and the run is planned for 22 steps; leave it out, or set trainer.epochs or trainer.max_steps to fit it"),
     ([COSINE, "scheduler.T_max=${plan:total_step}"], UNFIT.format("the plan has no total_step: nearest: total_steps")),
@@ -174,6 +147,4 @@ UNFIT = "scheduler.T_max: ValueError raised while resolving interpolation: {}; s
     ([COSINE, "scheduler.T_max=${plan:total_steps,x}"], UNFIT.format("a share of the plan is a number from 0 to 1, not x")),
 ], ids=["stepless", "worse", "outrun", "unknown", "above one", "no number"])  # fmt: skip
 def test_a_schedule_that_a_run_cannot_follow_is_refused(words: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        built(*words)
-    assert str(refused.value) == line
+    assert refused(ConfigError, built, *words) == line

@@ -36,15 +36,11 @@ def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path
     assert written(tmp_path, 8.0, kept=2) == b"\xff\xfe\n1\n3\n"
 
 
-def test_a_long_record_is_written_before_it_is_flushed(tmp_path: Path) -> None:
-    record = AmaxRecord(tmp_path)
+def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_path: Path) -> None:
+    record, file = AmaxRecord(tmp_path), tmp_path / "record.txt"
     for _ in range(1000):
         record.add(torch.tensor(2.0))
     assert (tmp_path / FILE_NAME).read_text().splitlines() == ["1"] * 768
-
-
-def test_a_bad_record_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "record.txt"
     with pytest.raises(DataError, match="No such file"):
         read_amax(file)
     for content, line in (
@@ -58,7 +54,7 @@ def test_a_bad_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_a_static_scale_skips_where_the_product_leaves_the_range(half: torch.dtype) -> None:
+def test_a_scale_skips_products_beyond_the_range_and_backoff_is_told(half: torch.dtype) -> None:
     limit = torch.finfo(half).max
     amax = np.array([limit / 8.0, limit / 4.0, limit / 2.0, math.inf, math.nan, 0.0])
     done = replay(amax, Static(4.0), half)
@@ -66,11 +62,8 @@ def test_a_static_scale_skips_where_the_product_leaves_the_range(half: torch.dty
     assert done.headroom[:2].tolist() == [1.0, 0.0]
     assert np.isnan(done.headroom[2:]).all()
     assert (done.mean_headroom, done.changes) == (0.5, 0)
-
-
-def test_backoff_is_told_of_its_overflows() -> None:
-    amax = np.full(5, 4.0)
-    done = replay(amax, Backoff(init_scale=2.0**16, growth_interval=2), torch.float16)
+    backoff = Backoff(init_scale=2.0**16, growth_interval=2)
+    done = replay(np.full(5, 4.0), backoff, torch.float16)
     assert done.scales.tolist() == [2.0**16, 2.0**15, 2.0**14, 2.0**13, 2.0**13]
     assert done.skipped.tolist() == [True, True, True, False, False]
     assert "5      3        1.00" in as_table({"Backoff": done}).replace("Backoff  ", "")
@@ -84,17 +77,14 @@ def test_the_command_prints_scalers_side_by_side_or_a_users(tmp_path: Path, caps
     assert lines[0] == "20 steps overflowed in the run itself and are left out"
     assert [line.split()[0] for line in lines[1:]] == ["scaler", "LogMax", "Backoff", "picture:"]
     assert (tmp_path / "record.scaling.png").exists()
-    own = "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
-    simulate([run, own, "loss_scaling.scale=4096"])
-    row = capsys.readouterr().out.splitlines()[2].split()
-    assert (row[0], row[2], row[-1]) == ("static", "20", "4096")
-
-
-def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path) -> None:
-    (tmp_path / "log2_amax.txt").write_text("-3\n")
+    # Any class, by its target; the picture of a run that may be foreign is written through no link.
+    (tmp_path / "log2_amax.txt").write_text("-3\n" * 20)
     (tmp_path / "precious").write_text("years of work")
     (tmp_path / "scaling.png").symlink_to(tmp_path / "precious")
-    simulate([f"run={tmp_path}", "loss_scaling=static"])
+    own = "loss_scaling._target_=mpframe.core.loss_scaling.Static"
+    simulate([f"run={tmp_path}", own, "loss_scaling.scale=4096"])
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert (row[0], row[2], row[-1]) == ("static", "0", "4096")
     assert (tmp_path / "precious").read_text() == "years of work"
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 

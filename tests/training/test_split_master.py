@@ -62,11 +62,17 @@ def test_no_bit_is_lost_and_the_weight_is_the_nearest(low: int) -> None:
         assert torch.equal(weight, even)
 
 
-def test_beyond_the_range_both_are_held_at_its_end() -> None:
+def test_float16_is_refused_and_beyond_the_range_of_bfloat16_both_are_held_at_its_end() -> None:
     weight = nn.Parameter(torch.zeros(4, dtype=BF16))
     held = SplitMaster(weight, torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf]))
     assert torch.equal(held.current(weight), torch.tensor([END, -END, END, -END]))
     assert torch.equal(weight.float(), held.current(weight))
+    line = r"^dtype\.master_weights=split: the weights are float16, and only bfloat16 is a part of "
+    with pytest.raises(ConfigError, match=line):
+        Precision("mixed", "float16", master_weights=SplitMaster)
+    half = torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1)
+    with pytest.raises(ConfigError, match=line):
+        MasterWeights(half, keep_masters=SplitMaster)
 
 
 @pytest.mark.parametrize(("number", "cls"), list(enumerate(OPTIMIZERS)))
@@ -139,15 +145,13 @@ def test_a_state_and_a_copy_go_on_in_either_kind(kinds: tuple[Any, Any]) -> None
     own, resumed = stepped(wrapped(kinds[0]), 0), wrapped(kinds[1])
     resumed[1].load_state_dict(copy.deepcopy(own[1].state_dict()))
     copied = copy.deepcopy(own)
-    for other in (resumed, copied):
-        assert same_bits(masters_of(*other), masters_of(*own))
-    for one in (own, resumed, copied):
-        stepped(one, 1, 2)
-    for other in (resumed, copied):
-        assert same_bits(masters_of(*other), masters_of(*own))
+    for steps in ((), (1, 2)):
+        expected = masters_of(*stepped(own, *steps))
+        for other in (resumed, copied):
+            assert same_bits(masters_of(*stepped(other, *steps)), expected)
 
 
-def test_a_group_is_frozen_and_thawed() -> None:
+def test_a_group_is_frozen_and_thawed_and_channels_last_weights_keep_their_order() -> None:
     params, optimizer = wrapped(SplitMaster)
     set_requires_grad(optimizer, params[:1], requires_grad=False)
     before = optimizer.master_of(params[0])
@@ -156,9 +160,6 @@ def test_a_group_is_frozen_and_thawed() -> None:
     set_requires_grad(optimizer, params[:1], requires_grad=True)
     stepped((params, optimizer), 1)
     assert not torch.equal(optimizer.master_of(params[0]), before)
-
-
-def test_channels_last_weights_keep_their_order() -> None:
     values = torch.randn(4, 3, 2, 2)
     weight = nn.Parameter(values.to(BF16, memory_format=torch.channels_last))
     fused = torch.optim.AdamW([weight], fused=True)
@@ -178,12 +179,3 @@ def test_the_average_follows_split_masters() -> None:
             ema.update()
         averages.append(ema._averages)
     assert same_bits(*averages)
-
-
-def test_float16_is_refused() -> None:
-    line = r"^dtype\.master_weights=split: the weights are float16, and only bfloat16 is a part of "
-    with pytest.raises(ConfigError, match=line):
-        Precision("mixed", "float16", master_weights=SplitMaster)
-    half = torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1)
-    with pytest.raises(ConfigError, match=line):
-        MasterWeights(half, keep_masters=SplitMaster)

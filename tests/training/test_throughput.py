@@ -1,12 +1,11 @@
 """What counts as training time, how it is summed up, and that it goes on over resumes."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from prepared import prepared
+from prepared import Batches, prepared
 from torch import nn
 
 from mpframe import Trainer
@@ -47,18 +46,13 @@ class Slow(Callback):
             self._clock.now += 1000.0
 
 
-class Samples(list[Batch]):
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        return iter(self[start:])
-
-
 def trained(clock: Clock, throughput: Throughput, **options: int) -> None:
     own: dict[str, Any] = {"plan": Plan(**options), "evaluator": Evaluator()}  # type: ignore[arg-type]
     trainer = prepared(nn.Linear(3, 1), nn.MSELoss(), **own)
     # As a run orders them: what counts comes first.
     trainer.callbacks = {"throughput": throughput, "slow": Slow(clock, throughput)}
     # Seven batches: with windows of two the last one is partial.
-    samples: Any = Samples([(torch.ones(BATCH, 3), torch.zeros(BATCH, 1))] * 7)
+    samples: Any = Batches([(torch.ones(BATCH, 3), torch.zeros(BATCH, 1))] * 7)
     trainer.fit(samples, samples)
 
 
