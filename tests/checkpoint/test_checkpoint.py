@@ -10,19 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Patch, full
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.folder import (
-    all_parts,
-    best_in,
-    parts_of,
-    prune,
-    rank_to_beat,
-    set_aside_after,
-    tidy,
-)
+from mpframe.checkpoint import folder as folders
+from mpframe.checkpoint.folder import best_in, parts_of, prune
 from mpframe.checkpoint.saving import Background
 from mpframe.checkpoint.state import put_together
 from mpframe.core.errors import CheckpointError
@@ -59,24 +52,22 @@ def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_100000000", "step_99999999"]
 
 
-@pytest.mark.parametrize(
-    ("values", "higher", "count", "best"),
-    [
-        ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
-        ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
-        ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
-        ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
-    ],
-)
-def test_the_best_stay_besides_the_newest(
-    tmp_path: Path, values: tuple[float | None, ...], higher: bool, count: int, best: list[int]
-) -> None:
-    for step, value in enumerate(values, start=1):
-        save(tmp_path, step, value, higher=higher)
-    save(tmp_path, 9)  # was never validated
-    assert sorted(path.name for path in best_in(tmp_path, count)) == places(best)
-    prune(tmp_path, keep_last=1, keep_best=count)
-    assert names(tmp_path) == places([*best, 9])
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    for number, (values, higher, count, best) in enumerate(
+        (
+            ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
+            ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
+            ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
+            ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
+        )
+    ):
+        folder = tmp_path / str(number)
+        for step, value in enumerate(values, start=1):
+            save(folder, step, value, higher=higher)
+        save(folder, 9)  # was never validated
+        assert sorted(path.name for path in best_in(folder, count)) == places(best)
+        prune(folder, keep_last=1, keep_best=count)
+        assert names(folder) == places([*best, 9])
 
 
 def places(steps: list[int]) -> list[str]:
@@ -85,23 +76,21 @@ def places(steps: list[int]) -> list[str]:
 
 def test_a_value_has_to_beat_the_last_of_the_best_if_there_are_enough(tmp_path: Path) -> None:
     save(tmp_path, 3, 0.1)
-    assert (rank_to_beat(tmp_path, 1), rank_to_beat(tmp_path, 2)) == (-0.1, float("inf"))
+    assert [folders.rank_to_beat(tmp_path, best) for best in (1, 2)] == [-0.1, float("inf")]
 
 
 def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    moved = set_aside_after(tmp_path, 1)
+    moved = folders.set_aside_after(tmp_path, 1)
     assert [path.name for path in moved] == [f"{name}.set_aside" for name in places([2, 3])]
     assert [path.name for path in checkpoint.all_in(tmp_path)] == places([1])
     save(tmp_path, 2)
-    set_aside_after(tmp_path, 1)
+    folders.set_aside_after(tmp_path, 1)
     assert checkpoint.load(moved[0])["steps"] == 3
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
     """After a power cut there is nothing under the name, or all of it."""
     calls: list[str] = []
     sync, rename = os.fsync, Path.rename
@@ -132,17 +121,12 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.replaced")
     (parent / "step_00000003").rename(parent / ".step_00000003.replaced")
-    tidy(tmp_path)
+    folders.tidy(tmp_path)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_a_save_that_fails_leaves_the_older_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Patch) -> None:
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"the state holds numpy\S+, and loading it would"):
         save(tmp_path, 2, value=np.float64(1.0))
@@ -155,22 +139,18 @@ def test_a_save_that_fails_leaves_the_older_ones_and_nothing_else(
 
 def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     seen: list[str] = []
-
-    def fail() -> None:
-        raise OSError("full")
-
     with closing(Background()) as background:
         background.start(lambda: seen.append("first"))
         background.start(lambda: seen.append("second"))
         background.wait()
         assert seen == ["first", "second"]
-        background.start(fail)
-        with pytest.raises(OSError, match="full"):
+        background.start(full)
+        with pytest.raises(OSError, match="No space"):
             background.start(lambda: seen.append("third"))
         assert seen == ["first", "second"]
     background = Background()
-    background.start(fail)
-    with pytest.raises(OSError, match="full"):
+    background.start(full)
+    with pytest.raises(OSError, match="No space"):
         background.close()
     assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
 
@@ -181,33 +161,29 @@ FIVE = torch.arange(10.0).view(5, 2)
 PLACE = ("trainer", "weights", "w")
 
 
-def written(folder: Path, ranks: list[Any]) -> list[Path]:
+def put(folder: Path, ranks: list[Any]) -> Any:
+    """The state that these parts make whole."""
+    own = {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
     paths = [folder / parts_of(rank) for rank in range(len(ranks))]
     for path, parts in zip(paths, ranks, strict=True):
         torch.save(parts, path)
-    return paths
-
-
-def state() -> dict[str, Any]:
-    return {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
+    put_together(own, paths)
+    return own["trainer"]
 
 
 def test_the_parts_of_all_ranks_are_the_tensor(tmp_path: Path) -> None:
     """An empty one, too; what several names share is one tensor."""
     other, moment = ("trainer", "weights", "tied"), ("trainer", "optimizer", 0, "m")
     pieces = [piece.clone() for piece in (FIVE[:3], FIVE[3:], FIVE[5:])]
-    ranks = [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces]
-    own = state()
-    put_together(own, written(tmp_path, ranks))
-    weights = own["trainer"]["weights"]
-    assert torch.equal(weights["w"], FIVE)
-    assert weights["tied"] is weights["w"]
-    assert torch.equal(own["trainer"]["optimizer"][0]["m"], FIVE + 1)
+    own = put(tmp_path, [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces])
+    assert torch.equal(own["weights"]["w"], FIVE)
+    assert own["weights"]["tied"] is own["weights"]["w"]
+    assert torch.equal(own["optimizer"][0]["m"], FIVE + 1)
 
 
 def test_the_files_are_in_the_order_of_the_ranks() -> None:
     names = ["state.pt", parts_of(100000), parts_of(2), "parts_1.pt", parts_of(0)]
-    assert all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
+    assert folders.all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
 
 
 LONG = torch.arange(2.0**16)
@@ -223,5 +199,5 @@ HOSTILE: dict[str, list[Any]] = {
 @pytest.mark.parametrize("said", HOSTILE)
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as refused:
-        put_together(state(), written(tmp_path, HOSTILE[said]))
+        put(tmp_path, HOSTILE[said])
     assert str(refused.value).startswith(str(tmp_path))

@@ -53,10 +53,6 @@ def flipped(path: Path) -> None:
     state(lambda content: content.replace(old, bytes([old[0] ^ 16]) + old[1:], 1))(path)
 
 
-def without(name: str) -> Damage:
-    return lambda path: (path / name).unlink()
-
-
 def edited(old: str, new: str) -> Damage:
     def damage(path: Path) -> None:
         text, changes = re.subn(old, new, (path / "manifest.json").read_text())
@@ -97,8 +93,8 @@ BAD: dict[str, tuple[Damage, str]] = {
     **CASES,
     "truncated": (state(lambda old: old[:-9]), r"state\.pt: damaged, \d+ bytes instead of \d+"),
     "bit in the first": (flipped, r"state\.pt: damaged, its digest differs"),
-    "missing state": (without("state.pt"), r"state\.pt: cannot be read \(No such"),
-    "manifest missing": (without("manifest.json"), "no readable checkpoint"),
+    "missing state": (lambda path: (path / "state.pt").unlink(), r"state\.pt: cannot be read \(No"),
+    "manifest missing": (lambda path: (path / "manifest.json").unlink(), "no readable checkpoint"),
     "missing digest": (edited('  "sha256"', '  "sha"'), r"manifest\.json: damaged, not a manifest"),
     "newer format": (edited('"format": 2', '"format": 3'), "format 3, this version reads 2; use"),
     "format of two_lines": (edited('"format": 2', r'"format": "2\\n3"'), r"format 2\\n3, this v"),
@@ -145,12 +141,15 @@ def refused(trainer: Trainer, config: str, source: Path) -> str:
     return str(caught.value)
 
 
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "run")
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_checkpoint_is_refused_and_auto_takes_the_one_before(
-    own: tuple[Trainer, str], whole: Path, tmp_path: Path, case: str, caplog: Log
-) -> None:
+def test_a_bad_checkpoint_is_refused(own: Any, folder: Path, case: str, caplog: Log) -> None:
+    """And resume=auto takes the one before."""
     caplog.set_level("INFO")
-    folder = shutil.copytree(whole, tmp_path / "run")
     damage, said = BAD[case]
     damage(folder / NEWEST)
     line = refused(*own, folder / NEWEST)
@@ -172,10 +171,7 @@ def test_the_page_tells_the_size_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("facts", [{"validation": {"value": "x"}}, {"made_on": [1], "run": 7}])
-def test_facts_that_are_none_change_nothing(
-    own: tuple[Trainer, str], whole: Path, tmp_path: Path, facts: dict[str, object]
-) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+def test_facts_that_are_none_change_nothing(own: Any, folder: Path, facts: Any) -> None:
     sealed(**facts)(folder / NEWEST)
     Resume("auto", folder, own[1]).into(own[0])
     assert own[0].progress.global_step == 8
@@ -187,10 +183,7 @@ OTHERS = {
     "architecture": (["model.hidden=33"], r"weights: '\S+' has shape .* in the checkpoint"),
     "depth": (["model.depth=3"], r"weights: '\S+' is missing from the checkpoint"),
     "optimizer": (["optimizer=sgd"], r"made with optimizer\._target_=\S+AdamW, and this run has"),
-    "no schedule": (
-        ["scheduler=none"],
-        r"made with scheduler\._target_=\S+, and this \S+ has \S+con",
-    ),
+    "no schedule": (["scheduler=none"], r"made with scheduler\._target_=\S+, and this run has \S+"),
     "scaler": (["loss_scaling=LogMax"], "loss_scaling"),
 }
 
@@ -210,22 +203,18 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_code(reader: str, whole: Path, tmp_path: Path, capsys: Shown) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
+def test_every_reader_refuses_code(reader: str, folder: Path, capsys: Shown) -> None:
     STATES["code"][0](folder / NEWEST)
     with pytest.raises((CheckpointError, SystemExit)) as caught:
         READERS[reader](folder)
     line = str(caught.value) if reader != "export" else capsys.readouterr().err.rstrip()
-    assert re.search(STATES["code"][1], line)
-    assert "\n" not in line
+    assert re.search(rf"^.*{STATES['code'][1]}.*$\Z", line)
     assert not Path("x.safetensors").exists()
 
 
 def test_the_attacks_would_work_on_a_reader_that_unpickles() -> None:
     """The control: what is refused above does leave its file elsewhere."""
-    for unpickles in (
-        lambda: torch.load(io.BytesIO(ATTACKS["code"]), weights_only=False),
-        lambda: pickle.loads(ATTACKS["a bare pickle"]),
-    ):
-        unpickles()
-        Path("attacked").unlink()
+    torch.load(io.BytesIO(ATTACKS["code"]), weights_only=False)
+    Path("attacked").unlink()
+    pickle.loads(ATTACKS["a bare pickle"])
+    Path("attacked").unlink()

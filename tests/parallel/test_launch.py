@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Patch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.cli.commands.train import of_this_rank
@@ -54,30 +54,20 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
             resolve_device(asked)
 
 
-class Partner(Comm):
-    """One of two ranks, whose other one sends zeros."""
-
-    size = 2
-
-    def sum_(self, tensors: list[Tensor]) -> None:  # type: ignore[override]
-        pass
+PARTNER = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})  # The other sends zeros.
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "kind", "said"),
-    [
+def test_what_several_ranks_do_not_do_together() -> None:
+    cases: list[Any] = [
         (nn.Linear(8, 4), torch.optim.LBFGS, ClosureTrainer, "optimizer=LBFGS evaluates the"),
         (nn.Embedding(4, 4, sparse=True), torch.optim.SGD, Trainer, "a gradient is sparse, and"),
-    ],
-)
-def test_what_several_ranks_do_not_do_together(
-    model: nn.Module, optimizer: Any, kind: type[Trainer], said: str
-) -> None:
-    masters = MasterWeights(optimizer(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=rf"^trainer\.parallel=ddp: {said}"):
-        kind(model, masters, supervised(nn.MSELoss()), comm=Partner()).train_step(
-            (torch.arange(4), torch.zeros(4, 4))
-        )
+    ]
+    for model, optimizer, kind, said in cases:
+        masters, loss = MasterWeights(optimizer(model.parameters(), lr=0.1)), nn.MSELoss()
+        with pytest.raises(ConfigError, match=rf"^trainer\.parallel=ddp: {said}"):
+            kind(model, masters, supervised(loss), comm=PARTNER()).train_step(
+                (torch.arange(4), torch.zeros(4, 4))
+            )
 
 
 @pytest.mark.usefixtures("second")
@@ -122,7 +112,7 @@ def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: Patch) -
     refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_several_processes_are_needed(parallel: str) -> None:
-    with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several processes"):
-        refuse_misfit(parallel)
+def test_several_processes_are_needed() -> None:
+    for parallel in ("ddp", "fsdp"):
+        with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several proc"):
+            refuse_misfit(parallel)

@@ -1,22 +1,26 @@
-"""What ranks tell each other: sums, norms, values of one of them, and what `numerics` counts."""
+"""What ranks tell each other: sums, norms, values of one of them, what `numerics` counts; and how
+many bytes, beside the model of traffic.
+"""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
+from checkout import ROOT
 from rank_training import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
-from mpframe import Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.objective import supervised
-from mpframe.lab.product_noise import ProductProbe
+from mpframe.core.tree import HALF, tensors_in
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import process_group
-from mpframe.training.trainer import Trainer
 
 
 def sums(comm: Any) -> list[Tensor]:
@@ -32,50 +36,34 @@ def sums(comm: Any) -> list[Tensor]:
     return [*found, comm.norm(torch.tensor(2e38))]
 
 
-def test_sums_are_the_same_however_tensors_are_sent_and_a_norm_does_not_overflow(
-    two: Ranks,
-) -> None:
+def test_sums_are_the_same_however_sent_and_a_norm_does_not_overflow(two: Ranks) -> None:
     expected = [torch.full((4,), 3.0), torch.full((2,), 0.2, dtype=torch.float64)]
     expected += [torch.arange(6.0).view(2, 3).t() * 2 + 1, torch.arange(10.0) * 3]
     for found in two(in_group, sums):
         assert_same(found, [*expected * 3, torch.tensor(2e38 * 2**0.5)])
 
 
-class Third(process_group.ProcessGroup):
-    """The third of four ranks whose weights are divided; the second has no batch."""
-
-    def __init__(self) -> None:
-        self.sharding = object()  # type: ignore[assignment]
-
-    def any(self, flag: bool) -> bool:
-        return True
-
-    def gather_object(self, value: Any) -> list[Any]:
-        return ["first", None, value, "fourth"]
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-
 def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
-    found = [Third().broadcast_if_missing(own) for own in ("third", None)]
-    assert found == ["third", "first"]
+    """The third of four ranks whose weights are divided; the second has no batch."""
+    third = SimpleNamespace(
+        sharding=object(), any=lambda flag: True, broadcast_object=lambda value: value,
+        gather_object=lambda value: ["first", None, value, "fourth"],
+    )  # fmt: skip
+    take: Any = process_group.ProcessGroup.broadcast_if_missing
+    assert [take(third, own) for own in ("third", None)] == ["third", "first"]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("resnet18", 2), pytest.param("gpt", 4, marks=pytest.mark.slow)]
+    ("name", "number"), [("resnet18", "two"), pytest.param("gpt", "four", marks=pytest.mark.slow)]
 )
-def test_ranks_equal_one_process_with_the_whole_batch(
-    request: pytest.FixtureRequest, name: str, size: int
-) -> None:
+def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, number: str) -> None:
     """With synchronised BatchNorm, in float64, where rounding leaves room for nothing else.
 
     Sums of at most 10^4 terms in another order differ by 10^4 * 2^-53 = 1e-12 of their size; three
     more digits are for what 18 layers and 2 steps make of it.
     """
     options = {"name": name, "double": True, "sync": True, "optimizer": torch.optim.SGD, "steps": 2}
-    ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
-    first, *others = ranks(on_ranks, "fp32", options)
+    first, *others = request.getfixturevalue(number)(on_ranks, "fp32", options)
     for other in others:
         assert_same(first, other)
     alone = trained("fp32", SINGLE_PROCESS, options)
@@ -105,21 +93,57 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
     assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
 
 
-def noise(comm: Comm) -> Any:
-    """Of the operands of one step, the whole batch or a rank's half."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    precision = Precision("mixed", half="bfloat16", products="mxfp8")
-    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, comm=comm)
-    halves = [(half, half) for half in torch.randn(2, 32, 32).unbind()]
-    probe = ProductProbe(precision)
-    trainer.train_step(*(halves if comm.size == 1 else [halves[comm.rank]]))
-    return probe.noises(comm)
+# Of an op its kind, and which argument has the values of all ranks.
+KINDS = {
+    "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+}  # fmt: skip
 
 
-def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
-    first, second = two(in_group, noise)
-    assert first == noise(SINGLE_PROCESS)
-    assert second == {}
-    assert {own.values for own in first.values()} == {2 * 32 * 32}
+class Counted(TorchDispatchMode):
+    """Counts the bytes of the tensors that collectives are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            kind, at = KINDS[op._opname]
+            self.bytes[kind] += sum(tensor.nbytes for tensor in tensors_in(args[at]))
+        return op(*args, **(kwargs or {}))
+
+
+def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], int]:
+    """What a rank hands over in a step; the weights, and the bytes of the buffers.
+
+    In its third step: with its second, DDP tells the ranks how it has divided the weights.
+    """
+    options = {"name": "mlp", "fsdp": True, "clip_norm": None}
+    if parallel != "fsdp":
+        options = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
+    trainer, train, _ = setup(mode, comm, options)
+    stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
+    *others, last = list(train.epoch(0))[:3]
+    for batch in others:
+        trainer.train_step(batch)
+    with Counted() as counter:
+        trainer.train_step(last)
+    weights = [Weight(tuple(p.shape), p.dtype in HALF) for p in stored.parameters()]
+    return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
+
+
+@pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_the_model_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
+    mode = "fp32" if (number, parallel) == ("two", "after_backward") else "mixed"
+    results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
+    for handed, weights, buffers in results:
+        assert handed == payload(weights, parallel, len(results), buffers, scaled=mode != "fp32")
+
+
+def test_a_ring_sends_twice_what_is_summed_and_the_page_has_the_tables() -> None:
+    handed = {"all_reduce": 100, "all_gather": 40, "reduce_scatter": 40, "broadcast": 8}
+    assert (sent(handed, 1), sent(handed, 4)) == (0, 2 * 75 + 30 + 30 + 8)
+    assert held("mixed", "after_backward", 1) == 16
+    assert tables() in (ROOT / "docs" / "distributed.md").read_text()
