@@ -61,7 +61,7 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
             ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
         )
     ):
-        folder = tmp_path / str(number)
+        (folder := tmp_path / str(number)).mkdir()
         for step, value in enumerate(values, start=1):
             save(folder, step, value, higher=higher)
         save(folder, 9)  # was never validated
@@ -130,9 +130,13 @@ def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Pa
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"the state holds numpy\S+, and loading it would"):
         save(tmp_path, 2, value=np.float64(1.0))
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\)"):
-        save(tmp_path, 2)
+    for fails in ("torch.save", "mpframe.checkpoint.saving.sync_paths"):
+        with monkeypatch.context() as patched:
+            patched.setattr(fails, full)
+            with pytest.raises(
+                CheckpointError, match=r"could not be written \(No space left on dev"
+            ):
+                save(tmp_path, 2)
     assert names(tmp_path) == places([1])
     assert checkpoint.load(tmp_path)["steps"] == 3
 

@@ -110,9 +110,6 @@ def test_what_is_no_weight_is_named(tmp_path: Path) -> None:
     assert read_foreign(saving({**STATE, "version": 2})(tmp_path)).left == ("version",)
 
 
-# What is refused
-
-
 def long_pickle(folder: Path) -> Path:
     """A file in torch's older format, its state this pickle."""
     state = pickle.PROTO + b"\x02" + (pickle.EMPTY_LIST + pickle.POP) * 2**15 + b"N."
@@ -170,9 +167,6 @@ def test_what_is_hostile_is_refused_in_line(case: str, tmp_path: Path, monkeypat
     assert not (tmp_path / "attacked").exists()
 
 
-# Names
-
-
 def numbered(*names: str) -> dict[str, Tensor]:
     return {name: torch.tensor(float(number)) for number, name in enumerate(names)}
 
@@ -209,8 +203,6 @@ def test_patterns_that_cannot_be_meant_are_refused(names: dict[str, str], text: 
         rename_weights(numbered("backbone.a", "head.b"), names, {"head.weight"}, "file")
     assert str(refused.value) == text
 
-
-# What fits
 
 OWN = {"body.w": zeros(2), "head.w": zeros(3), "head.b": zeros(3)}
 SAVED = {"body.w": ones(2), "head.w": ones(5), "old.w": ones(1)}
@@ -271,9 +263,6 @@ def test_fewer_bits_are_widened_exactly_and_what_is_not_fp32_is_told() -> None:
         f"1 tensors are bfloat16, {half}",
         "1 tensors are float64, and are rounded where fp32 is kept",
     ]
-
-
-# In a trainer and in a run
 
 
 def assert_taken(trainer: Trainer, saved: dict[str, Tensor], but: str = "nothing") -> None:

@@ -226,9 +226,11 @@ class TestRefusal:
         monkeypatch.setattr(native, "_try", lambda *_: "")
         needs = "it needs compute capability "
         for how, capability, said in (
-            (ROW, (8, 6), f"{needs}8.9, and this is 8.6"), (ROW, (8, 9), ""),
-            (NVFP4, (8, 9), f"{needs}10.0, and this is 8.9"), (NVFP4, (10, 0), ""),
-        ):  # fmt: skip
+            (ROW, (8, 6), f"{needs}8.9, and this is 8.6"),
+            (ROW, (8, 9), ""),
+            (NVFP4, (8, 9), f"{needs}10.0, and this is 8.9"),
+            (NVFP4, (10, 0), ""),
+        ):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
             assert refusal(how, how, CUDA) == said
 

@@ -95,8 +95,8 @@ def test_a_recipe_with_a_format_of_its_own() -> None:
 def test_fp32_has_no_products_unless_asked() -> None:
     config = config_of("dtype=mixed", "dtype/products=mxfp8")
     assert not build_precision(in_fp32(config)).policy.casts
-    assert Precision("fp32", products="tf32").policy.casts
-    assert str(Precision("fp32", products="tf32")) == "fp32(tf32)"
+    asked = Precision("fp32", products="tf32")
+    assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)
 
 
 E2M1, X = {"format": "e2m1"}, "forward.x."

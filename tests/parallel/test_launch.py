@@ -112,7 +112,7 @@ def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: Patch) -
     refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.
 
 
-def test_several_processes_are_needed() -> None:
-    for parallel in ("ddp", "fsdp"):
-        with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several proc"):
-            refuse_misfit(parallel)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_several_processes_are_needed(parallel: str) -> None:
+    with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several processes"):
+        refuse_misfit(parallel)

@@ -181,9 +181,6 @@ def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-# Ranks in trouble: one error, one end for all, and what cannot go together is refused.
-
-
 def order_of(batch: int) -> list[int]:
     """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
     order: list[int] = Loader(Points(32, None), 8, shuffle=True).batch_ids(0, batch).tolist()
@@ -201,20 +198,18 @@ def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path
     assert (summary["status"], summary["reason"][:8]) == ("failed", "rank 1: ")
 
 
-def test_a_model_that_begins_otherwise_on_each_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_begin_or_drift_apart_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """Before the first step, or at the next checkpoint."""
     own = [*OWN[:4], "model._target_=ranked.seeded_otherwise"]
     options = [[*own, f"trainer.parallel={parallel}"] for parallel in ("ddp", "fsdp")]
     for ends in two(ranked.runs, tmp_path / "run", options):
         for kind, said in ends:
             assert kind == "UserCodeError"
             assert "weight is not the same on rank 1 as on rank 0 before the first" in said
-
-
-def test_ranks_that_drift_apart_are_refused_at_a_checkpoint(two: Ranks, tmp_path: Path) -> None:
-    ends = two(ranked.run, tmp_path / "run", *OWN, "+callbacks.drift._target_=ranked.Drift")
+    ends = two(ranked.run, tmp_path / "later", *OWN, "+callbacks.drift._target_=ranked.Drift")
     said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
     assert all(text.startswith(said) for _, text in ends)
-    assert not checkpoint.all_in(tmp_path / "run")
+    assert not checkpoint.all_in(tmp_path / "later")
 
 
 def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
@@ -244,20 +239,17 @@ OTHERWISE = {
 }
 
 
-def test_what_ranks_cannot_do_is_refused(two: Ranks, tmp_path: Path) -> None:
-    ends = two(ranked.runs, tmp_path / "run", [[*OWN, option] for option in REFUSED])
+def test_what_ranks_cannot_do_and_other_options_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """However the option would be noticed later. Where a rank finds its data is its own affair."""
+    ends = two(ranked.runs, tmp_path / "refused", [[*OWN, option] for option in REFUSED])
     said = [("ConfigError", f"{option}: {text}") for option, text in REFUSED.items()]
     assert ends == [said, said]
-
-
-def test_ranks_with_other_options_are_refused_by_name(two: Ranks, tmp_path: Path) -> None:
-    """However the option would be noticed later. Where a rank finds its data is its own affair."""
     options = [[own] for own in OTHERWISE]
     ends = two(ranked.runs_otherwise, tmp_path / "run", OWN, options, within=90)
     assert ends[0] == ends[1]
-    for (kind, text), said in zip(ends[0], OTHERWISE.values(), strict=True):
+    for (kind, text), otherwise in zip(ends[0], OTHERWISE.values(), strict=True):
         assert kind == "ConfigError"
-        assert text.startswith(f"{said}; start all ranks with the same")
+        assert text.startswith(f"{otherwise}; start all ranks with the same")
     assert {p.name for p in (tmp_path / "run").rglob("*") if p.is_file()} == {".lock"}
     options = [["trainer.timeout=9", "run_name=later"]]
     for (end,) in two(ranked.runs_otherwise, tmp_path / "other", OWN, options):

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from omegaconf import OmegaConf
 from rank_training import CPU, assert_same_but, bad_input, on_ranks, parts, setup, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 
 from mpframe import Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.schema import Config
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
@@ -34,11 +33,12 @@ def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[
     return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
 
 
+SLOW = pytest.param("resnet18", "mixed", marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [("mlp", "amp"), ("gpt", "mixed"), ("tied", "fp32"),
-     pytest.param("resnet18", "mixed", marks=pytest.mark.slow)],
-)  # fmt: skip
+    ("name", "mode"), [("mlp", "amp"), ("gpt", "mixed"), ("tied", "fp32"), SLOW]
+)
 def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
     """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
     clip = 2.0**-8 if name == "mlp" else None
@@ -142,7 +142,7 @@ class Parts(nn.Module):
 
 
 def whole(model: Any, batch: Any) -> Any:
-    return model(batch).sum()
+    return StepOutput(model(batch).sum())
 
 
 def huge() -> nn.Module:
@@ -152,11 +152,11 @@ def huge() -> nn.Module:
 
 REFUSED: list[tuple[Any, Any, str]] = [
     (lambda: nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)),
-     lambda model, batch: model[0](batch).sum(),
+     lambda model, batch: StepOutput(model[0](batch).sum()),
      "1.weight was not used in this step; use trainer.parallel=ddp, or freeze it"),
     (Parts, whole, "a weight of the model was not used in this step; use trainer.parallel=ddp, or "
      "freeze it"),
-    (Parts, lambda model, batch: (batch @ model.used).sum(),
+    (Parts, lambda model, batch: StepOutput((batch @ model.used).sum()),
      "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
     (lambda: nn.Linear(8, 4).double(), whole, "weight is float64 [4, 8], and the ranks divide the "
      "rows of float32 weights; use trainer.parallel=ddp"),
@@ -171,9 +171,13 @@ def refusals() -> list[str]:
     """What this rank says to trainings that it does not take."""
     said = []
     with init_comm(None, lambda: CPU, 120) as comm:
-        for make, objective, _ in REFUSED:
+        for make, loss, _ in REFUSED:
+            model, precision = make(), Precision("mixed")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             try:
-                _step_once(make(), objective, comm)
+                shard(model, {"": optimizer}, precision, comm, CPU)
+                _, masters = precision.prepare(model, optimizer)
+                Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
             except UserCodeError as error:
                 with pytest.raises(MpframeError) as refused:
                     comm.refuse_lost(error.__cause__)
@@ -181,14 +185,6 @@ def refusals() -> list[str]:
             except MpframeError as error:
                 said.append(str(error))
     return said
-
-
-def _step_once(model: nn.Module, loss: Any, comm: Comm) -> None:
-    precision, optimizer = Precision("mixed"), torch.optim.SGD(model.parameters(), lr=0.1)
-    shard(model, {"": optimizer}, precision, comm, CPU)
-    _, masters = precision.prepare(model, optimizer)
-    trainer = Trainer(model, masters, lambda *own: StepOutput(loss(*own)), precision, comm=comm)
-    trainer.train_step(torch.ones(2, 8))
 
 
 def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
@@ -204,13 +200,14 @@ def test_an_optimizer_that_may_look_at_whole_weights_is_refused(kind: Any) -> No
         shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU)
 
 
-def composed(*words: str) -> Any:
-    return without_hydra(compose_named([*words, "trainer.parallel=fsdp"])[1])
+def composed(*words: str) -> Config:
+    own = [*words, "loss_scaling=LogMax", "trainer.parallel=fsdp"]
+    return check_config(without_hydra(compose_named(own)[1]))
 
 
 def test_what_needs_whole_weights_is_refused() -> None:
     task = Task(train=[], val=[], objective=lambda *_: StepOutput(Tensor()))  # type: ignore
-    refuse_beside_sharding(check_config(defaults := composed("loss_scaling=LogMax")), task)
+    refuse_beside_sharding(composed(), task)
     for option, instead in (
         ("trainer.compile=true", "use trainer.compile=false"),
         ("trainer.channels_last=true", "use trainer.channels_last=false"),
@@ -224,12 +221,9 @@ def test_what_needs_whole_weights_is_refused() -> None:
         ("callbacks=freeze", "use callbacks.freeze=null"),
         ("optimizer=muon_adamw", "use one of each"),
     ):
-        key, _, value = option.partition("=")
-        node = copy.deepcopy(defaults) if "." in key else composed(option)
-        if "." in key:
-            OmegaConf.update(node, key, yaml.safe_load(value))
         with pytest.raises(ConfigError) as refused:
-            refuse_beside_sharding(check_config(node), task)
+            refuse_beside_sharding(composed(option), task)
         what = {"callbacks": "callbacks.freeze", "optimizer": "several optimizers or losses"}
-        said = f"{what.get(key, option)}: does not go with trainer.parallel=fsdp; {instead}, or "
+        said = what.get(option.partition("=")[0], option)
+        said += f": does not go with trainer.parallel=fsdp; {instead}, or "
         assert str(refused.value) == said + "trainer.parallel=ddp"
