@@ -53,14 +53,13 @@ def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
 
 
 def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
-    for number, (values, higher, count, best) in enumerate(
-        (
-            ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
-            ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
-            ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
-            ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
-        )
-    ):
+    cases: list[Any] = [
+        ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
+        ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
+        ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
+        ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
+    ]
+    for number, (values, higher, count, best) in enumerate(cases):
         (folder := tmp_path / str(number)).mkdir()
         for step, value in enumerate(values, start=1):
             save(folder, step, value, higher=higher)

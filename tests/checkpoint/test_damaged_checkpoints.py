@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,39 +54,29 @@ def flipped(path: Path) -> None:
     state(lambda content: content.replace(old, bytes([old[0] ^ 16]) + old[1:], 1))(path)
 
 
-def edited(old: str, new: str) -> Damage:
-    def damage(path: Path) -> None:
-        text, changes = re.subn(old, new, (path / "manifest.json").read_text())
-        assert changes
-        (path / "manifest.json").write_text(text)
-
-    return damage
+def edit(old: str, new: str, path: Path) -> None:
+    text, changes = re.subn(old, new, (path / "manifest.json").read_text())
+    assert changes
+    (path / "manifest.json").write_text(text)
 
 
-def sealed(config: str = "", **facts: object) -> Damage:
+def reseal(path: Path, config: str = "", **facts: object) -> None:
     """A manifest in order around options or facts that are not."""
-
-    def damage(path: Path) -> None:
-        kept = Manifest.read(path).facts
-        if config:
-            (path / "config.yaml").write_text(config)
-        seal(path, {**kept, **facts})
-
-    return damage
+    kept = Manifest.read(path).facts
+    if config:
+        (path / "config.yaml").write_text(config)
+    seal(path, {**kept, **facts})
 
 
-def changed(part: str, key: str, **to: object) -> Damage:
+def change(part: str, key: str, path: Path, **to: object) -> None:
     """A state in order but for one thing."""
-
-    def damage(path: Path) -> None:
-        held = checkpoint.load(path)
-        held[part][key] = {**held[part][key], **to} if part == "trainer" else to[key]
-        torch.save(held, path / "state.pt")
-        sealed()(path)
-
-    return damage
+    held = checkpoint.load(path)
+    held[part][key] = {**held[part][key], **to} if part == "trainer" else to[key]
+    torch.save(held, path / "state.pt")
+    reseal(path)
 
 
+DEEP = "a: " + "[" * 999 + "]" * 999
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
 ODD = {"last_step": {"step": 8, "events": ["////"]}}
 NO_FIT = r"step_00000008: its state of callbacks\.curves does not fit \(.*\); resume from another"
@@ -95,15 +86,15 @@ BAD: dict[str, tuple[Damage, str]] = {
     "bit in the first": (flipped, r"state\.pt: damaged, its digest differs"),
     "missing state": (lambda path: (path / "state.pt").unlink(), r"state\.pt: cannot be read \(No"),
     "manifest missing": (lambda path: (path / "manifest.json").unlink(), "no readable checkpoint"),
-    "missing digest": (edited('  "sha256"', '  "sha"'), r"manifest\.json: damaged, not a manifest"),
-    "newer format": (edited('"format": 2', '"format": 3'), "format 3, this version reads 2; use"),
-    "format of two_lines": (edited('"format": 2', r'"format": "2\\n3"'), r"format 2\\n3, this v"),
-    "manifest altered": (edited('"value": 0.', '"value": 1.'), r"manifest\.json: .*digest di"),
-    "an alias bomb": (sealed(BOMB), r"config\.yaml: refused, a stored configuration has no alia"),
-    "options too deep": (sealed("a: " + "[" * 999 + "]" * 999), r"config\.yaml: refused, a stored"),
-    "steps below 0": (changed("trainer", "progress", steps=-5), r"progress\.steps is no count but"),
-    "callbacks_state a number": (changed("callbacks", "curves", curves=7), NO_FIT),
-    "callbacks_state undecodable": (changed("callbacks", "curves", curves=ODD), NO_FIT),
+    "missing digest": (partial(edit, '  "sha256"', '  "sha"'), r"manifest\.json: damaged, not a m"),
+    "newer format": (partial(edit, '"format": 2', '"format": 3'), "format 3, this version reads 2"),
+    "format of two_lines": (partial(edit, '"format": 2', r'"format": "2\\n3"'), r"format 2\\n3, t"),
+    "manifest altered": (partial(edit, '"value": 0.', '"value": 1.'), r"manifest\.json: .*digest"),
+    "an alias bomb": (partial(reseal, config=BOMB), r"config\.yaml: refused, a stored .* no alia"),
+    "options too deep": (partial(reseal, config=DEEP), r"config\.yaml: refused, a stored"),
+    "steps below 0": (partial(change, "trainer", "progress", steps=-5), r"progress\.steps is no c"),
+    "callbacks_state a number": (partial(change, "callbacks", "curves", curves=7), NO_FIT),
+    "callbacks_state undecodable": (partial(change, "callbacks", "curves", curves=ODD), NO_FIT),
 }  # fmt: skip
 
 
@@ -172,7 +163,7 @@ def test_the_page_tells_the_size_of_the_table() -> None:
 
 @pytest.mark.parametrize("facts", [{"validation": {"value": "x"}}, {"made_on": [1], "run": 7}])
 def test_facts_that_are_none_change_nothing(own: Any, folder: Path, facts: Any) -> None:
-    sealed(**facts)(folder / NEWEST)
+    reseal(folder / NEWEST, **facts)
     Resume("auto", folder, own[1]).into(own[0])
     assert own[0].progress.global_step == 8
     prune(folder, 1, 1)

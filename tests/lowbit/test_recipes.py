@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from low_bits import A3, B3, MX, ROWS, A, B, C, Note, V, half, made, prepared, run
+from low_bits import A3, B3, A, B, C, Note, V, made, prepared, run
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
@@ -18,7 +18,6 @@ from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.recipe import Recipe, list_recipes
-from mpframe.lowbit.scaling import quantize
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
 
@@ -192,30 +191,28 @@ class TestMap:
 class TestInHalf:
     """What stays in half is what it is without a recipe, bit for bit."""
 
-    @pytest.mark.parametrize(
-        ("op", "tensors"),
-        [
-            (F.linear, (made(32, 33), made(32, 33))),  # no multiple of 32 inputs
-            (lambda *own: torch.einsum("i,j->ij", *own), (V, V)),
-            (lambda *own: torch.einsum("...ij,...jk", *own), (A3[:1], B3)),
-            (lambda *own: torch.einsum("ij,jk,k->i", *own), (A, B, made(96))),
-            (F.conv2d, (made(32, 3, 5, 5), made(32, 3, 3, 3))),
-            (partial(F.conv2d, groups=32), (made(32, 32, 5, 5), made(32, 1, 3, 3))),
-        ],
-    )
-    def test_the_forward_product(self, op: Any, tensors: tuple[Tensor, ...]) -> None:
-        ours = run(op, *tensors, products="mxfp8", compute="emulated")
-        assert torch.equal(ours[0], run(op, *tensors, products="none", compute="emulated")[0])
+    def test_the_forward_product(self) -> None:
+        cases: list[Any] = [
+            (F.linear, made(32, 33), made(32, 33)),  # no multiple of 32 inputs
+            (partial(torch.einsum, "i,j->ij"), V, V),
+            (partial(torch.einsum, "...ij,...jk"), A3[:1], B3),
+            (partial(torch.einsum, "ij,jk,k->i"), A, B, made(96)),
+            (F.conv2d, made(32, 3, 5, 5), made(32, 3, 3, 3)),
+            (partial(F.conv2d, groups=32), made(32, 32, 5, 5), made(32, 1, 3, 3)),
+        ]
+        for case in cases:
+            ours, plain = (
+                run(*case, products=own, compute="emulated") for own in ("mxfp8", "none")
+            )
+            assert torch.equal(ours[0], plain[0])
 
     def test_each_product_by_itself(self) -> None:
         """10 outputs: dx sums over them and stays in half. A recipe may leave a product out."""
         x, w = made(32, 64), made(10, 64, seed=1)
         y, dx, dw = run(F.linear, x, w)
         half_y, half_dx, half_dw = run(F.linear, x, w, products="none", compute="emulated")
-        assert torch.equal(dx, half_dx)
-        assert not torch.equal(dw, half_dw)
-        forward = quantize(half(x), ROWS, MX) @ quantize(half(w), ROWS, MX).t()
-        assert torch.equal(y, forward.bfloat16())
+        same = [torch.equal(*both) for both in ((y, half_y), (dx, half_dx), (dw, half_dw))]
+        assert same == [False, True, False]
         y, _, dw = run(F.linear, x, w, products="mxfp4")
         assert torch.equal(y, half_y)
         assert not torch.equal(dw, half_dw)
@@ -231,15 +228,14 @@ class TestInHalf:
             assert (A.bfloat16() @ B.bfloat16()).dtype == torch.bfloat16
         assert seen == []
 
-    @pytest.mark.parametrize("products", ["fp8_delayed", "nvfp4"])
-    def test_nothing(self, products: str) -> None:
+    def test_nothing(self) -> None:
         """An expert without a row has a product of its own all the same."""
-        precision = prepared(layer := nn.Linear(32, 32), products)
-        with precision.cast():
-            y = layer(made(0, 32))
-        y.sum().backward()
-        assert y.shape == (0, 32)
-        assert not layer.weight.grad.any()
+        for products in ("fp8_delayed", "nvfp4"):
+            precision = prepared(layer := nn.Linear(32, 32), products)
+            with precision.cast():
+                y = layer(made(0, 32))
+            y.sum().backward()
+            assert (y.shape, layer.weight.grad.any()) == ((0, 32), False)
 
 
 def test_beta_0_ignores_what_is_added() -> None:
