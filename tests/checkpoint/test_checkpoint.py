@@ -1,24 +1,32 @@
-"""Checkpoints: whole or absent, verified, ranked, pruned by number; the parts that ranks wrote."""
+"""Checkpoints: when they are made, which stay, whole or absent; and a disk that fails."""
 
 import os
 import shutil
+import signal
 import threading
+import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch, full
+from fixtures import Log, Patch, full
+from in_process import scalars, train
+from sameness import differing
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint import Snapshot, saving
 from mpframe.checkpoint import folder as folders
 from mpframe.checkpoint.folder import best_in, parts_of, prune
-from mpframe.checkpoint.saving import Background
 from mpframe.checkpoint.state import put_together
-from mpframe.core.errors import CheckpointError
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
+from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks import checkpoints
+from mpframe.training.callbacks.checkpoints import Checkpoints
 
 WEIGHTS = {"a": torch.arange(5.0)}
 STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
@@ -142,7 +150,7 @@ def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Pa
 
 def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     seen: list[str] = []
-    with closing(Background()) as background:
+    with closing(saving.Background()) as background:
         background.start(lambda: seen.append("first"))
         background.start(lambda: seen.append("second"))
         background.wait()
@@ -151,7 +159,7 @@ def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
         with pytest.raises(OSError, match="No space"):
             background.start(lambda: seen.append("third"))
         assert seen == ["first", "second"]
-    background = Background()
+    background = saving.Background()
     background.start(full)
     with pytest.raises(OSError, match="No space"):
         background.close()
@@ -204,3 +212,147 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as refused:
         put(tmp_path, HOSTILE[said])
     assert str(refused.value).startswith(str(tmp_path))
+
+
+OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_every=1"]
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.all_in(folder)]
+
+
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A clock that moves on by ten seconds each step. The last step is saved whatever was due."""
+    ticks = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    train(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
+    assert steps(tmp_path) == [3, 6, 9, 10]
+
+
+def test_the_best_are_saved_when_made_and_kept(tmp_path: Path) -> None:
+    options = ["trainer.eval_every=1", "trainer.checkpoint_every=5", "trainer.keep_last=1"]
+    train(tmp_path, *OPTIONS, *options, "trainer.keep_best=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["metric/accuracy/val"]
+    best = sorted(curve, key=lambda point: (-point[1], point[0]))[:2]
+    assert {step for step, _ in best} | {10} == set(steps(tmp_path))
+    assert [path.name for path in best_in(tmp_path, 2)] == [f"step_{step:08d}" for step, _ in best]
+
+
+def test_the_loss_decides_for_a_metric(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    """One that does not say which value is better."""
+    monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
+    train(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["loss/val"]
+    best, _ = min(curve, key=lambda point: (point[1], point[0]))
+    assert [path.name for path in best_in(tmp_path, 1)] == [f"step_{best:08d}"]
+    said = "metric accuracy does not say which value is better, so the best is the one with the lo"
+    assert [f"warning: trainer.keep_best=1: {said}" in line for line in caplog.messages] == [True]
+
+
+def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Written slowly, while the weights move on: each is what the run was at its step."""
+    options = [*OPTIONS, "trainer.checkpoint_every=3", "trainer.keep_last=99"]
+    train(tmp_path / "whole", *options)
+    save = checkpoint.save
+
+    def slowly(*arguments: Any) -> Path:
+        time.sleep(0.05)
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    train(tmp_path / "background", *options, "trainer.async_save=true")
+    assert steps(tmp_path / "background") == [3, 6, 9, 10]
+    whole, background = (checkpoint.all_in(tmp_path / name) for name in ("whole", "background"))
+    for first, second in zip(whole, background, strict=True):
+        assert differing(checkpoint.load(first), checkpoint.load(second)) == []
+
+
+def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(Summary, "write", full)
+    with pytest.raises(MpframeError, match=r"^checkpoint \S+ .*written \(No space left on devic"):
+        train(tmp_path, *OPTIONS)
+    (line,) = (line for line in caplog.messages if "cannot be written (No space left" in line)
+    assert line.startswith("warning: ")
+
+
+def test_a_full_disk_while_the_best_are_saved(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Before a best one is ranked the save under way ends, whose error must not end the run."""
+
+    def fail(*_: object) -> None:
+        raise CheckpointError("checkpoint could not be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    options = [*OPTIONS, "trainer.on_save_error=warn", "trainer.async_save=true"]
+    assert train(tmp_path, *options, "trainer.eval_every=1").steps == 10
+
+
+@pytest.mark.parametrize("best", [0, 2])
+def test_a_run_that_keeps_none_of_the_newest(tmp_path: Path, best: int) -> None:
+    options = ["trainer.keep_last=0", f"trainer.keep_best={best}", "trainer.eval_every=1"]
+    summary = train(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
+    assert (summary.status, summary.steps) == ("finished", 10)
+    assert checkpoint.all_in(tmp_path) == sorted(best_in(tmp_path, 2))
+    assert len(checkpoint.all_in(tmp_path)) == best
+
+
+def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch: Patch) -> None:
+    kill = partial(os.kill, os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(Checkpoints, "on_optimizer_step", lambda *_: kill())
+    said = r"^stopped by SIGTERM; trainer\.keep_last=0: where it stopped is not saved$"
+    with pytest.raises(RunInterrupted, match=said):
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
+    assert checkpoint.all_in(tmp_path) == []
+    said = r"^trainer\.keep_last=0: trainer\.requeue=true needs checkpoints; use 1$"
+    with pytest.raises(ConfigError, match=said):
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
+
+
+RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
+WATCHED = [
+    *OPTIONS, "model.depth=1", "dtype=mixed_bf16", "dtype.products=fp8_tensorwise", "numerics=on",
+    "numerics.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
+]  # fmt: skip
+
+
+def test_curves_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
+    synced, made = dict[str, int](), []
+    sync, put_in_place = os.fsync, saving._put_in_place
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[str(path)] = path.stat().st_size
+
+    def place(new: Path, final: Path) -> None:
+        made.append((final.name, dict(synced)))
+        put_in_place(new, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(saving, "_put_in_place", place)
+    train(tmp_path, *WATCHED, "trainer.async_save=true", "trainer.keep_last=9")
+    assert [name for name, _ in made] == ["step_00000004", "step_00000005"]
+    for name, on_disk in made:
+        sizes = checkpoint.read(tmp_path / "checkpoints" / name).facts["records"]
+        (events,) = sizes.keys() - RECORDS
+        assert events.startswith("events")
+        for record, size in sizes.items():
+            assert on_disk[str(tmp_path / record)] >= size > 0, (name, record)
+
+
+def test_a_resume_says_once_which_curves_have_lost_rows(tmp_path: Path, caplog: Log) -> None:
+    train(tmp_path, *OPTIONS, "trainer.max_steps=3")
+    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=3")
+    assert [line for line in caplog.messages if "shorter" in line] == []
+    sizes = checkpoint.read(tmp_path).facts["records"]
+    left = {name: 0 if name == "metrics.csv" else size - 9 for name, size in sizes.items()}
+    for name, size in left.items():
+        os.truncate(tmp_path / name, size)
+    for more in (4, 5):
+        train(tmp_path, *OPTIONS, "resume=auto", f"trainer.max_steps={more}")
+    said = ", ".join(f"{name} ({left[name]} of {size} bytes)" for name, size in sizes.items())
+    assert [line for line in caplog.messages if "shorter" in line] == [
+        f"warning: shorter than when step_00000003 was made: {said}; what was lost stays missing "
+        "from the curves"
+    ]
