@@ -226,9 +226,9 @@ UNFIT: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str], str]] = [
 
 
 def test_all_that_does_not_fit_is_listed_and_tied_ones_and_those_of_another_kind() -> None:
-    for *weights, left_out, text in UNFIT:
+    for given, own, left_out, text in UNFIT:
         with pytest.raises((CheckpointError, ConfigError)) as refused:
-            fit_weights(*weights, left_out, "run")
+            fit_weights(given, own, left_out, "run")
         assert text in str(refused.value)
 
 
