@@ -30,6 +30,22 @@ from mpframe.training.callbacks.checkpoints import Checkpoints
 
 WEIGHTS = {"a": torch.arange(5.0)}
 STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
+FIVE = torch.arange(10.0).view(5, 2)
+PLACE = ("trainer", "weights", "w")
+LONG = torch.arange(2.0**16)
+HOSTILE: dict[str, list[Any]] = {
+    "holds no rank's": [{PLACE: 3}],
+    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
+    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
+    "one holds other tensors": [{}, {PLACE: FIVE}],
+    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
+}
+OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_every=1"]
+RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
+WATCHED = [
+    *OPTIONS, "model.depth=1", "dtype=mixed_bf16", "dtype.products=fp8_tensorwise", "numerics=on",
+    "numerics.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
+]  # fmt: skip
 
 
 def save(folder: Path, step: int, *value: float | None, higher: bool = True, **state: Any) -> Path:
@@ -168,9 +184,6 @@ def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
 
 # The parts that ranks wrote become whole tensors again, and nothing else does.
 
-FIVE = torch.arange(10.0).view(5, 2)
-PLACE = ("trainer", "weights", "w")
-
 
 def put(folder: Path, ranks: list[Any]) -> Any:
     """The state that these parts make whole."""
@@ -197,24 +210,11 @@ def test_the_files_are_in_the_order_of_the_ranks() -> None:
     assert folders.all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
 
 
-LONG = torch.arange(2.0**16)
-HOSTILE: dict[str, list[Any]] = {
-    "holds no rank's": [{PLACE: 3}],
-    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
-    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
-    "one holds other tensors": [{}, {PLACE: FIVE}],
-    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
-}
-
-
 @pytest.mark.parametrize("said", HOSTILE)
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as refused:
         put(tmp_path, HOSTILE[said])
     assert str(refused.value).startswith(str(tmp_path))
-
-
-OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_every=1"]
 
 
 def steps(folder: Path) -> list[int]:
@@ -306,13 +306,6 @@ def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch
     said = r"^trainer\.keep_last=0: trainer\.requeue=true needs checkpoints; use 1$"
     with pytest.raises(ConfigError, match=said):
         train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
-
-
-RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
-WATCHED = [
-    *OPTIONS, "model.depth=1", "dtype=mixed_bf16", "dtype.products=fp8_tensorwise", "numerics=on",
-    "numerics.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
-]  # fmt: skip
 
 
 def test_curves_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -33,6 +33,19 @@ OPTIONS = [
 ]  # fmt: skip
 NEWEST = "checkpoints/step_00000008"
 Damage = Callable[[Path], None]
+whole = trained(*OPTIONS)
+OTHERS = {
+    "architecture": (["model.hidden=33"], r"weights: '\S+' has shape .* in the checkpoint"),
+    "depth": (["model.depth=3"], r"weights: '\S+' is missing from the checkpoint"),
+    "optimizer": (["optimizer=sgd"], r"made with optimizer\._target_=\S+AdamW, and this run has"),
+    "no schedule": (["scheduler=none"], r"made with scheduler\._target_=\S+, and this run has \S+"),
+    "scaler": (["loss_scaling=LogMax"], "loss_scaling"),
+}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "evaluate": lambda run: evaluate(run, []),
+    "init_from": lambda run: train(run.parent / "next", *OPTIONS, f"init_from={run}"),
+    "export": lambda run: export([f"checkpoint={run}", "out=x.safetensors"]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +109,6 @@ BAD: dict[str, tuple[Damage, str]] = {
     "callbacks_state a number": (partial(change, "callbacks", "curves", curves=7), NO_FIT),
     "callbacks_state undecodable": (partial(change, "callbacks", "curves", curves=ODD), NO_FIT),
 }  # fmt: skip
-
-
-whole = trained(*OPTIONS)
 
 
 def built(folder: Path, *options: str) -> tuple[Trainer, str]:
@@ -170,27 +180,11 @@ def test_facts_that_are_none_change_nothing(own: Any, folder: Path, facts: Any) 
     assert folder / NEWEST in checkpoint.all_in(folder)
 
 
-OTHERS = {
-    "architecture": (["model.hidden=33"], r"weights: '\S+' has shape .* in the checkpoint"),
-    "depth": (["model.depth=3"], r"weights: '\S+' is missing from the checkpoint"),
-    "optimizer": (["optimizer=sgd"], r"made with optimizer\._target_=\S+AdamW, and this run has"),
-    "no schedule": (["scheduler=none"], r"made with scheduler\._target_=\S+, and this run has \S+"),
-    "scaler": (["loss_scaling=LogMax"], "loss_scaling"),
-}
-
-
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_checkpoint_of_something_else_is_refused(whole: Path, tmp_path: Path, case: str) -> None:
     options, said = OTHERS[case]
     line = refused(*built(tmp_path / "other", *options), whole / NEWEST)
     assert re.search(rf"^{re.escape(str(whole / NEWEST))}: .*{said}", line), line
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    "evaluate": lambda run: evaluate(run, []),
-    "init_from": lambda run: train(run.parent / "next", *OPTIONS, f"init_from={run}"),
-    "export": lambda run: export([f"checkpoint={run}", "out=x.safetensors"]),
-}
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -19,6 +19,8 @@ from mpframe.files import durable, file_lock
 from mpframe.files.durable import AppendLog, append_whole, write_atomically
 from mpframe.files.file_lock import turn_in
 
+CONTEXT = multiprocessing.get_context("fork")
+
 
 def test_a_full_disk_is_warned_of(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     path = tmp_path / "log"
@@ -69,9 +71,6 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Pat
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
-
-
-CONTEXT = multiprocessing.get_context("fork")
 
 
 def run_beside_each_other(*functions: Callable[[], None]) -> None:

@@ -42,6 +42,9 @@ KINDS = {
 UNIT = 2.0**-24  # of fp32: half a unit in the last place, relative
 # As in `apart`, for 40 addends, whose magnitudes have a sum of less than twice the largest result.
 NEAR = 2 * 43 * UNIT * 2
+NONE = "scaled_mm has none with an fp32 result for "
+PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
+SWIZZLE = "CPU does not support swizzle"
 
 
 def made(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
@@ -202,11 +205,6 @@ class TestChoice:
         ):  # fmt: skip
             precision = Precision("mixed", products=products, compute=compute)
             assert dtype_map(precision, layer)[0].products == said
-
-
-NONE = "scaled_mm has none with an fp32 result for "
-PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
-SWIZZLE = "CPU does not support swizzle"
 
 
 class TestRefusal:

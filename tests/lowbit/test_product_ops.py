@@ -22,13 +22,21 @@ from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, quantize
 from mpframe.tracking.dtype_map import dtype_map
 
+EXPERTS = partial(F.grouped_mm, offs=torch.tensor([4, 10, 16], dtype=torch.int32))
+# An outer product sums over nothing, the order of a chain is chosen inside, prelu is none.
+IN_HALF = {"addr", "chain_matmul", "linalg_multi_dot", "prelu"}
+SEEN = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # The first row sees nothing, as by padding.
+# Every product in half, and so by our own cells, with torch's operands.
+UNQUANTISED = Recipe("unquantised", {})
+FIRST = {"bias": False, "batch_first": True}
+STACKED = {"num_layers": 3, "dropout": 0.5}
+BOTH_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.5, "batch_first": True}
+PACKED = pack_sequence([made(length, 8, seed=length) for length in (5, 3, 3, 1)])
+
 
 @pytest.mark.parametrize("op", [lambda x, w: x @ w.t(), lambda x, w: (w @ x.t()).t(), F.linear])
 def test_each_operand_by_hand_by_its_own_entry(op: Any) -> None:
-    """In blocks along what is summed, in a format of its own for each of the six.
-
-    The weight on the left is the weight, too.
-    """
+    """In blocks along what is summed, a format for each of the six; the weight on the left, too."""
     how = {name: replace(MX, format=own, block=4) for name, own in FORMATS.items()}
     products = {
         "forward": {"x": how["e4m3fn"], "w": how["e5m2"]},
@@ -47,9 +55,6 @@ def test_each_operand_by_hand_by_its_own_entry(op: Any) -> None:
     assert torch.equal(y, (q(x, "e4m3fn") @ q(w, "e5m2").t()).bfloat16())
     assert torch.equal(inputs.grad, half(q(dy, "e2m3") @ q(w, "e3m2", COLUMNS)))
     assert torch.equal(leaf.grad, half(q(dy, "tf32", COLUMNS).t() @ q(x, "e2m1", COLUMNS)))
-
-
-EXPERTS = partial(F.grouped_mm, offs=torch.tensor([4, 10, 16], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -104,10 +109,6 @@ def test_each_group_of_experts_by_hand() -> None:
     assert not any(own.any() for own in (y[96:], dx[96:], dw[1]))
 
 
-# An outer product sums over nothing, the order of a chain is chosen inside, prelu is none.
-IN_HALF = {"addr", "chain_matmul", "linalg_multi_dot", "prelu"}
-
-
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize("op", sorted(OpLists.named().allow))
 def test_every_op_of_allow(op: str) -> None:
@@ -156,7 +157,6 @@ class TestNothingEscapes:
             (nn.RNN(32, 32, bidirectional=True), (3, 32, 32), 8 + 8 + 4),
             (nn.LSTMCell(32, 32), (32, 32), 2 + 2),
         ],
-        ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
     )
     def test_in_a_layer(self, quantised: Any, layer: Any, shape: Any, products: int) -> None:
         with See([]), Precision("amp", half="bfloat16", products="mxfp8").cast():
@@ -171,9 +171,6 @@ class TestNothingEscapes:
         assert not quantised
         run(F.scaled_dot_product_attention, q, k, v, products=TF32)
         assert len(quantised) == 12
-
-
-SEEN = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # The first row sees nothing, as by padding.
 
 
 @pytest.mark.parametrize(
@@ -209,7 +206,6 @@ def test_attention_equals_torchs(options: dict[str, Any], sees: bool) -> None:
         (nn.ConvTranspose2d(64, 64, 2, stride=2, groups=2), made(32, 64, 3, 3)),
         (nn.Conv2d(32, 64, 3), made(32, 5, 5)),
     ],
-    ids=lambda v: str(v)[:60] if isinstance(v, nn.Module) else "",
 )
 def test_a_convolution_quantises_along_what_is_summed(layer: Any, x: Tensor) -> None:
     x, weight = half(x), half(layer.weight.detach())
@@ -254,16 +250,6 @@ def test_others_see_the_op_and_not_its_parts() -> None:
     assert {row.why for row in dtype_map(precision, model)} == {"linear in ops.allow"}
 
 
-# Every product in half, and so by our own cells, with torch's operands.
-UNQUANTISED = Recipe("unquantised", {})
-FIRST = {"bias": False, "batch_first": True}
-STACKED = {"num_layers": 3, "dropout": 0.5}
-BOTH_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.5, "batch_first": True}
-
-
-PACKED = pack_sequence([made(length, 8, seed=length) for length in (5, 3, 3, 1)])
-
-
 def run_layer(layer: Any, given: Any, products: Any) -> list[Tensor]:
     """The results of a layer, and the gradients of its weights, for dy from -2 to 2"""
     layer.zero_grad()
@@ -281,7 +267,6 @@ def run_layer(layer: Any, given: Any, products: Any) -> list[Tensor]:
     [(nn.LSTM, {}), (nn.GRU, FIRST), (nn.RNN, STACKED), (nn.LSTM, {**BOTH_WAYS, "proj_size": 4}),
      (nn.LSTM, BOTH_WAYS), (nn.LSTMCell, {}), (nn.GRUCell, {"bias": False}),
      (nn.RNNCell, {"bias": False, "nonlinearity": "relu"})],
-    ids=str,
 )  # fmt: skip
 def test_torchs_to_rounding(kind: Any, form: dict[str, Any]) -> None:
     """A gate sums at most 2 * 8 + 8 + 2 = 26 terms below 1, so two orders differ by at most

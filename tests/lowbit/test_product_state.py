@@ -33,6 +33,14 @@ from mpframe.run.resume import _load
 NOISY = {"rounding": "stochastic", "format": "e2m1"}
 DELAYED = {"format": "e4m3fn", "history": 3}
 BOTH = Recipe.from_mapping("both", {"every": DELAYED, "dx": {"dy": NOISY}, "dw": {"dy": NOISY}})
+E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
+MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
+HOWS = {
+    "tensor": Quantization(E4M3), "row": Quantization(E4M3, per="row"), "mxfp8": MXFP8,
+    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"),
+    "nvfp4": Quantization(E2M1, per="block", block=16, across=16, scale="e4m3"),
+    "no scale": Quantization(E4M3, scale="none"),
+}  # fmt: skip
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -167,15 +175,6 @@ def test_compiled_and_eager_agree() -> None:
 
 
 # What quantisation takes from an operand: counted, and counted again by hand in float64.
-
-E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
-MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
-HOWS = {
-    "tensor": Quantization(E4M3), "row": Quantization(E4M3, per="row"), "mxfp8": MXFP8,
-    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"),
-    "nvfp4": Quantization(E2M1, per="block", block=16, across=16, scale="e4m3"),
-    "no scale": Quantization(E4M3, scale="none"),
-}  # fmt: skip
 
 
 def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = None) -> Noise:

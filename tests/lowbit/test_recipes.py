@@ -21,20 +21,6 @@ from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
 
-
-def pinned(**modules: str) -> OpLists:
-    return replace(OpLists.named(), modules=modules)
-
-
-def config_of(*words: str) -> Config:
-    return check_config(without_hydra(compose_named(list(words))[1]))
-
-
-def of(*words: str) -> Precision:
-    """The precision of a command line."""
-    return build_precision(config_of("dtype=mixed_bf16", *words))
-
-
 ALL = "forward.x forward.w dx.dy dx.w dw.x dw.dy"
 NO_DY, DY = "forward.x forward.w dx.w dw.x", "dx.dy dw.dy"
 PER_TENSOR, DELAYED = "/ fp32 scale per tensor", "/ fp32 scale per tensor / amax of 1024 steps"
@@ -55,6 +41,20 @@ SHIPPED = {
               f"{FP4} 1 / Hadamard 16 / stochastic": "dw.dy"},
     "tf32": {"tf32": ALL},
 }  # fmt: skip
+E2M1, X = {"format": "e2m1"}, "forward.x."
+
+
+def pinned(**modules: str) -> OpLists:
+    return replace(OpLists.named(), modules=modules)
+
+
+def config_of(*words: str) -> Config:
+    return check_config(without_hydra(compose_named(list(words))[1]))
+
+
+def of(*words: str) -> Precision:
+    """The precision of a command line."""
+    return build_precision(config_of("dtype=mixed_bf16", *words))
 
 
 def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() -> None:
@@ -98,12 +98,8 @@ def test_fp32_has_no_products_unless_asked() -> None:
     assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)
 
 
-E2M1, X = {"format": "e2m1"}, "forward.x."
-
-
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
+def test_a_recipe_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, f"{X}format=None: give a format's name, or its bits"),
         ({"every": {"format": "e4m3"}},
          "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
@@ -127,14 +123,13 @@ E2M1, X = {"format": "e2m1"}, "forward.x."
          "dw: hadamard=0 and 16: give both operands the same"),
         ({"every": E2M1, "dw": {"w": {}}}, "dw.w: no such option; choose x, dy"),
         ({"every": E2M1, "forward": "half"}, "forward=half: must be a mapping"),
-    ],
-)  # fmt: skip
-def test_a_recipe_is_refused(node: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Recipe.from_mapping("mine", node)
-    of_all = says.startswith("format")  # Any reader of a format says it.
-    assert str(error.value).startswith(says if of_all else "dtype.recipes.mine." + says)
-    assert "\n" not in str(error.value)
+    ]  # fmt: skip
+    for node, says in cases:
+        with pytest.raises(ConfigError) as error:
+            Recipe.from_mapping("mine", node)
+        of_all = says.startswith("format")  # Any reader of a format says it.
+        assert str(error.value).startswith(says if of_all else "dtype.recipes.mine." + says)
+        assert "\n" not in str(error.value)
 
 
 class TestMap:

@@ -21,6 +21,13 @@ NAN = math.nan
 FP32 = Quantization(FORMATS["e4m3fn"])
 NVFP4 = Quantization(FORMATS["e2m1"], per="block", block=16, scale="e4m3")
 NO_SCALE = Quantization(FORMATS["tf32"], scale="none")
+TF32 = FORMATS["tf32"]
+PATTERNS = torch.arange(-(2**15), 2**15).to(torch.int16)
+FLOAT16, BFLOAT16 = (PATTERNS.view(dtype).float() for dtype in (torch.float16, torch.bfloat16))
+RANDOM = np.random.default_rng(0).integers(2**32, size=2**16, dtype=np.uint32).view(np.float32)
+HALVES = torch.cat([FLOAT16, BFLOAT16])  # with all numbers of the smaller formats, and all ties
+BESIDE = [torch.nextafter(HALVES, torch.tensor(end)) for end in (-math.inf, math.inf)]
+VALUES = torch.cat([HALVES, *BESIDE, torch.from_numpy(RANDOM)])
 
 
 def mx(name: str, rule: str = "rceil", block: int = 32) -> Quantization:
@@ -115,7 +122,6 @@ def test_a_known_amax_with_a_margin_in_octaves() -> None:
     "how",
     [FP32, Quantization(FORMATS["e5m2"], per="row"), replace(FP32, per="block", block=16),
      *(mx("e2m1", rule, block=16) for rule in RULES), NVFP4, NO_SCALE],
-    ids=lambda how: f"{how.per} {how.scale} {how.rule}",
 )  # fmt: skip
 def test_zeros_the_ends_of_fp32_and_what_is_not_finite(how: Quantization) -> None:
     assert torch.equal(quantize(torch.zeros(4, 32), ROWS, how), torch.zeros(4, 32))
@@ -144,7 +150,6 @@ def test_the_transform_cancels_in_a_product() -> None:
     "how",
     [replace(FP32, per="row"), mx("e4m3fn", "floor"), replace(mx("e4m3fn"), across=48),
      replace(NVFP4, across=16), NVFP4, mx("e2m1", block=12), replace(NVFP4, hadamard=16), NO_SCALE],
-    ids=str,
 )  # fmt: skip
 class TestHowItIsComputed:
     """In which order memory is gone through, and in how many pieces, changes no number."""
@@ -175,15 +180,6 @@ def test_the_largest_of_short_rows(size: int) -> None:
     assert scaling._amax(x, (2,)).isnan().sum() == 1
 
 
-TF32 = FORMATS["tf32"]
-PATTERNS = torch.arange(-(2**15), 2**15).to(torch.int16)
-FLOAT16, BFLOAT16 = (PATTERNS.view(dtype).float() for dtype in (torch.float16, torch.bfloat16))
-RANDOM = np.random.default_rng(0).integers(2**32, size=2**16, dtype=np.uint32).view(np.float32)
-HALVES = torch.cat([FLOAT16, BFLOAT16])  # with all numbers of the smaller formats, and all ties
-BESIDE = [torch.nextafter(HALVES, torch.tensor(end)) for end in (-math.inf, math.inf)]
-VALUES = torch.cat([HALVES, *BESIDE, torch.from_numpy(RANDOM)])
-
-
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Equal to the bit, the sign of zero too; nan for nan."""
     bits = (own.nan_to_num(1.0).view(torch.int32) for own in (ours, theirs))
@@ -202,9 +198,7 @@ def test_every_half_its_neighbours_and_any_fp32_value_as_ml_dtypes(name: str) ->
 
 def test_tf32_rounds_at_the_tenth_bit() -> None:
     """Beside float64, in which the step of a value's octave divides it without an error.
-
-    It saturates, but shows what is not finite.
-    """
+    It saturates, but shows what is not finite."""
     ties = (VALUES.view(torch.int32) & ~0x1FFF | 0x1000).view(torch.float32)
     values = torch.cat([VALUES, ties[ties.isfinite()]])
     step = torch.exp2(torch.frexp(values.double())[1].clamp(min=-125) - 1.0 - 10.0)

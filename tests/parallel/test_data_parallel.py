@@ -31,9 +31,10 @@ OF_NOW = {
     "dw": {"x": {"per": "tensor"}, "dy": {"per": "tensor"}},
 }
 DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
-
-
 EARLY, LATE = {"reduce": "in_backward"}, {"reduce": "after_backward"}
+FSDP = {"name": "mlp", "fsdp": True}
+ALL = [0, 1, 2]
+TWO = torch.tensor(2.0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +111,6 @@ def bad_divided_sum(trainer: Trainer, batches: Any) -> None:
     sharding.refuse_unused = spoilt
 
 
-FSDP = {"name": "mlp", "fsdp": True}
-
-
 @pytest.mark.parametrize(
     ("mode", "options"),
     [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("fp32", FSDP), ("mixed", FSDP)],
@@ -184,17 +182,11 @@ def sent_before_the_first_layer(large: int) -> int:
 
 @pytest.mark.parametrize(("large", "sent"), [(1, 5), (2**22, 1)])
 def test_gradients_are_sent_while_the_backward_pass_runs(two: Ranks, large: int, sent: int) -> None:
-    """Weight and bias of the two later layers, each alone; or all at the end, as one piece.
-
-    Before them goes the count, by which the ranks weigh.
-    """
+    """Weight and bias of the two later layers alone, or all at the end; before them the count."""
     assert two(sent_before_the_first_layer, large) == [sent, sent]
 
 
 # The averages in a hand-written loop, parameter by parameter.
-
-ALL = [0, 1, 2]
-TWO = torch.tensor(2.0, dtype=torch.float64)
 
 
 class Layers(nn.Module):

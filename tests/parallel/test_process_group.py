@@ -32,6 +32,13 @@ from mpframe.run.parts import resolve_device
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer
 
+# Of an op its kind, and which argument has the values of all ranks.
+KINDS = {
+    "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+}  # fmt: skip
+PARTNER = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})  # The other sends zeros.
+
 
 def sums(comm: Any) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
@@ -99,13 +106,6 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
     assert_same(first, second)
     alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8}
     assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
-
-
-# Of an op its kind, and which argument has the values of all ranks.
-KINDS = {
-    "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
-    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
-}  # fmt: skip
 
 
 class Counted(TorchDispatchMode):
@@ -187,9 +187,6 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
         said = f"has {devices} CUDA devices and more ranks; {way}use device=cpu"
         with pytest.raises(ConfigError, match=said):
             resolve_device(asked)
-
-
-PARTNER = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})  # The other sends zeros.
 
 
 def test_what_several_ranks_do_not_do_together() -> None:

@@ -25,6 +25,18 @@ from mpframe.tracking.summary import Status
 DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
            "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
            "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
+REFUSED = {
+    "dataset.batch_size=7": "2 ranks share each batch; use a multiple of 2, as 8",
+    "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
+    "trainer.parallel=ddp, or start one process",
+    "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
+}
+OTHERWISE = {
+    "dtype=amp": "dtype.mode=amp: rank 1 has it, and rank 0 has mixed",
+    "trainer.parallel=fsdp": "trainer.parallel=fsdp: rank 1 has it, and rank 0 has null",
+    "callbacks=[default,early_stopping]": "callbacks.early_stopping._target_=mpframe.training."
+    "callbacks.guards.EarlyStopping: rank 1 has it, and rank 0 has null",
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +133,6 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
       "trainer.reduce=in_backward", "dtype=amp"],
      ["optimizer=muon_adamw", "model=mlp", "dtype=mixed", "trainer.reduce=in_backward",
       "trainer.recompute=[hidden*]"]],
-    ids=["losses", "frozen", "optimizers"],
 )  # fmt: skip
 def test_ranks_stay_the_same(two: Ranks, tmp_path: Path, options: list[str]) -> None:
     """Checked at each checkpoint: several losses, several optimizers, layers frozen for a while."""
@@ -223,20 +234,6 @@ def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) ->
     text = report.read_text()
     assert f"epoch 0, batch {batch}, rank 1" in text
     assert ", ".join(map(str, order_of(batch)[4:])) in text
-
-
-REFUSED = {
-    "dataset.batch_size=7": "2 ranks share each batch; use a multiple of 2, as 8",
-    "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
-    "trainer.parallel=ddp, or start one process",
-    "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
-}
-OTHERWISE = {
-    "dtype=amp": "dtype.mode=amp: rank 1 has it, and rank 0 has mixed",
-    "trainer.parallel=fsdp": "trainer.parallel=fsdp: rank 1 has it, and rank 0 has null",
-    "callbacks=[default,early_stopping]": "callbacks.early_stopping._target_=mpframe.training."
-    "callbacks.guards.EarlyStopping: rank 1 has it, and rank 0 has null",
-}
 
 
 def test_what_ranks_cannot_do_and_other_options_are_refused(two: Ranks, tmp_path: Path) -> None:
