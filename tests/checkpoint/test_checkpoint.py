@@ -1,34 +1,51 @@
-"""Checkpoints: whole or absent, verified, ranked, pruned by number; the parts that ranks wrote."""
+"""Checkpoints: when they are made, which stay, whole or absent; and a disk that fails."""
 
 import os
 import shutil
+import signal
 import threading
+import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Log, Patch, full
+from in_process import scalars, train
+from sameness import differing
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.folder import (
-    all_parts,
-    best_in,
-    parts_of,
-    prune,
-    rank_to_beat,
-    set_aside_after,
-    tidy,
-)
-from mpframe.checkpoint.saving import Background
+from mpframe.checkpoint import Snapshot, saving
+from mpframe.checkpoint import folder as folders
+from mpframe.checkpoint.folder import best_in, parts_of, prune
 from mpframe.checkpoint.state import put_together
-from mpframe.core.errors import CheckpointError
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
+from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks import checkpoints
+from mpframe.training.callbacks.checkpoints import Checkpoints
 
 WEIGHTS = {"a": torch.arange(5.0)}
 STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
+FIVE = torch.arange(10.0).view(5, 2)
+PLACE = ("trainer", "weights", "w")
+LONG = torch.arange(2.0**16)
+HOSTILE: dict[str, list[Any]] = {
+    "holds no rank's": [{PLACE: 3}],
+    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
+    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
+    "one holds other tensors": [{}, {PLACE: FIVE}],
+    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
+}
+OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_every=1"]
+RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
+WATCHED = [
+    *OPTIONS, "model.depth=1", "dtype=mixed_bf16", "dtype.products=fp8_tensorwise", "numerics=on",
+    "numerics.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
+]  # fmt: skip
 
 
 def save(folder: Path, step: int, *value: float | None, higher: bool = True, **state: Any) -> Path:
@@ -59,24 +76,21 @@ def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_100000000", "step_99999999"]
 
 
-@pytest.mark.parametrize(
-    ("values", "higher", "count", "best"),
-    [
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    cases: list[Any] = [
         ((0.1, 0.9, 0.8, 0.2, 0.5), True, 2, [2, 3]),
         ((0.1, 0.9, 0.8, 0.2, 0.5), False, 2, [1, 4]),
         ((0.5, 0.9, 0.9, 0.1), True, 1, [2]),  # Of two equal ones the older.
         ((None, 0.1, None), True, 3, [2]),  # What is nan is none of them.
-    ],
-)
-def test_the_best_stay_besides_the_newest(
-    tmp_path: Path, values: tuple[float | None, ...], higher: bool, count: int, best: list[int]
-) -> None:
-    for step, value in enumerate(values, start=1):
-        save(tmp_path, step, value, higher=higher)
-    save(tmp_path, 9)  # was never validated
-    assert sorted(path.name for path in best_in(tmp_path, count)) == places(best)
-    prune(tmp_path, keep_last=1, keep_best=count)
-    assert names(tmp_path) == places([*best, 9])
+    ]
+    for number, (values, higher, count, best) in enumerate(cases):
+        (folder := tmp_path / str(number)).mkdir()
+        for step, value in enumerate(values, start=1):
+            save(folder, step, value, higher=higher)
+        save(folder, 9)  # was never validated
+        assert sorted(path.name for path in best_in(folder, count)) == places(best)
+        prune(folder, keep_last=1, keep_best=count)
+        assert names(folder) == places([*best, 9])
 
 
 def places(steps: list[int]) -> list[str]:
@@ -85,23 +99,21 @@ def places(steps: list[int]) -> list[str]:
 
 def test_a_value_has_to_beat_the_last_of_the_best_if_there_are_enough(tmp_path: Path) -> None:
     save(tmp_path, 3, 0.1)
-    assert (rank_to_beat(tmp_path, 1), rank_to_beat(tmp_path, 2)) == (-0.1, float("inf"))
+    assert [folders.rank_to_beat(tmp_path, best) for best in (1, 2)] == [-0.1, float("inf")]
 
 
 def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    moved = set_aside_after(tmp_path, 1)
+    moved = folders.set_aside_after(tmp_path, 1)
     assert [path.name for path in moved] == [f"{name}.set_aside" for name in places([2, 3])]
     assert [path.name for path in checkpoint.all_in(tmp_path)] == places([1])
     save(tmp_path, 2)
-    set_aside_after(tmp_path, 1)
+    folders.set_aside_after(tmp_path, 1)
     assert checkpoint.load(moved[0])["steps"] == 3
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
     """After a power cut there is nothing under the name, or all of it."""
     calls: list[str] = []
     sync, rename = os.fsync, Path.rename
@@ -132,96 +144,208 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.replaced")
     (parent / "step_00000003").rename(parent / ".step_00000003.replaced")
-    tidy(tmp_path)
+    folders.tidy(tmp_path)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_a_save_that_fails_leaves_the_older_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Patch) -> None:
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"the state holds numpy\S+, and loading it would"):
         save(tmp_path, 2, value=np.float64(1.0))
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\)"):
-        save(tmp_path, 2)
+    for fails in ("torch.save", "mpframe.checkpoint.saving.sync_paths"):
+        with monkeypatch.context() as patched:
+            patched.setattr(fails, full)
+            with pytest.raises(
+                CheckpointError, match=r"could not be written \(No space left on dev"
+            ):
+                save(tmp_path, 2)
     assert names(tmp_path) == places([1])
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
 def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     seen: list[str] = []
-
-    def fail() -> None:
-        raise OSError("full")
-
-    with closing(Background()) as background:
+    with closing(saving.Background()) as background:
         background.start(lambda: seen.append("first"))
         background.start(lambda: seen.append("second"))
         background.wait()
         assert seen == ["first", "second"]
-        background.start(fail)
-        with pytest.raises(OSError, match="full"):
+        background.start(full)
+        with pytest.raises(OSError, match="No space"):
             background.start(lambda: seen.append("third"))
         assert seen == ["first", "second"]
-    background = Background()
-    background.start(fail)
-    with pytest.raises(OSError, match="full"):
+    background = saving.Background()
+    background.start(full)
+    with pytest.raises(OSError, match="No space"):
         background.close()
     assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
 
 
 # The parts that ranks wrote become whole tensors again, and nothing else does.
 
-FIVE = torch.arange(10.0).view(5, 2)
-PLACE = ("trainer", "weights", "w")
 
-
-def written(folder: Path, ranks: list[Any]) -> list[Path]:
+def put(folder: Path, ranks: list[Any]) -> Any:
+    """The state that these parts make whole."""
+    own = {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
     paths = [folder / parts_of(rank) for rank in range(len(ranks))]
     for path, parts in zip(paths, ranks, strict=True):
         torch.save(parts, path)
-    return paths
-
-
-def state() -> dict[str, Any]:
-    return {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
+    put_together(own, paths)
+    return own["trainer"]
 
 
 def test_the_parts_of_all_ranks_are_the_tensor(tmp_path: Path) -> None:
     """An empty one, too; what several names share is one tensor."""
     other, moment = ("trainer", "weights", "tied"), ("trainer", "optimizer", 0, "m")
     pieces = [piece.clone() for piece in (FIVE[:3], FIVE[3:], FIVE[5:])]
-    ranks = [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces]
-    own = state()
-    put_together(own, written(tmp_path, ranks))
-    weights = own["trainer"]["weights"]
-    assert torch.equal(weights["w"], FIVE)
-    assert weights["tied"] is weights["w"]
-    assert torch.equal(own["trainer"]["optimizer"][0]["m"], FIVE + 1)
+    own = put(tmp_path, [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces])
+    assert torch.equal(own["weights"]["w"], FIVE)
+    assert own["weights"]["tied"] is own["weights"]["w"]
+    assert torch.equal(own["optimizer"][0]["m"], FIVE + 1)
 
 
 def test_the_files_are_in_the_order_of_the_ranks() -> None:
     names = ["state.pt", parts_of(100000), parts_of(2), "parts_1.pt", parts_of(0)]
-    assert all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
-
-
-LONG = torch.arange(2.0**16)
-HOSTILE: dict[str, list[Any]] = {
-    "holds no rank's": [{PLACE: 3}],
-    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
-    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
-    "one holds other tensors": [{}, {PLACE: FIVE}],
-    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
-}
+    assert folders.all_parts(names) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
 
 
 @pytest.mark.parametrize("said", HOSTILE)
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as refused:
-        put_together(state(), written(tmp_path, HOSTILE[said]))
+        put(tmp_path, HOSTILE[said])
     assert str(refused.value).startswith(str(tmp_path))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.all_in(folder)]
+
+
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A clock that moves on by ten seconds each step. The last step is saved whatever was due."""
+    ticks = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    train(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
+    assert steps(tmp_path) == [3, 6, 9, 10]
+
+
+def test_the_best_are_saved_when_made_and_kept(tmp_path: Path) -> None:
+    options = ["trainer.eval_every=1", "trainer.checkpoint_every=5", "trainer.keep_last=1"]
+    train(tmp_path, *OPTIONS, *options, "trainer.keep_best=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["metric/accuracy/val"]
+    best = sorted(curve, key=lambda point: (-point[1], point[0]))[:2]
+    assert {step for step, _ in best} | {10} == set(steps(tmp_path))
+    assert [path.name for path in best_in(tmp_path, 2)] == [f"step_{step:08d}" for step, _ in best]
+
+
+def test_the_loss_decides_for_a_metric(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    """One that does not say which value is better."""
+    monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
+    train(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["loss/val"]
+    best, _ = min(curve, key=lambda point: (point[1], point[0]))
+    assert [path.name for path in best_in(tmp_path, 1)] == [f"step_{best:08d}"]
+    said = "metric accuracy does not say which value is better, so the best is the one with the lo"
+    assert [f"warning: trainer.keep_best=1: {said}" in line for line in caplog.messages] == [True]
+
+
+def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Written slowly, while the weights move on: each is what the run was at its step."""
+    options = [*OPTIONS, "trainer.checkpoint_every=3", "trainer.keep_last=99"]
+    train(tmp_path / "whole", *options)
+    save = checkpoint.save
+
+    def slowly(*arguments: Any) -> Path:
+        time.sleep(0.05)
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    train(tmp_path / "background", *options, "trainer.async_save=true")
+    assert steps(tmp_path / "background") == [3, 6, 9, 10]
+    whole, background = (checkpoint.all_in(tmp_path / name) for name in ("whole", "background"))
+    for first, second in zip(whole, background, strict=True):
+        assert differing(checkpoint.load(first), checkpoint.load(second)) == []
+
+
+def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(Summary, "write", full)
+    with pytest.raises(MpframeError, match=r"^checkpoint \S+ .*written \(No space left on devic"):
+        train(tmp_path, *OPTIONS)
+    (line,) = (line for line in caplog.messages if "cannot be written (No space left" in line)
+    assert line.startswith("warning: ")
+
+
+def test_a_full_disk_while_the_best_are_saved(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Before a best one is ranked the save under way ends, whose error must not end the run."""
+
+    def fail(*_: object) -> None:
+        raise CheckpointError("checkpoint could not be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    options = [*OPTIONS, "trainer.on_save_error=warn", "trainer.async_save=true"]
+    assert train(tmp_path, *options, "trainer.eval_every=1").steps == 10
+
+
+@pytest.mark.parametrize("best", [0, 2])
+def test_a_run_that_keeps_none_of_the_newest(tmp_path: Path, best: int) -> None:
+    options = ["trainer.keep_last=0", f"trainer.keep_best={best}", "trainer.eval_every=1"]
+    summary = train(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
+    assert (summary.status, summary.steps) == ("finished", 10)
+    assert checkpoint.all_in(tmp_path) == sorted(best_in(tmp_path, 2))
+    assert len(checkpoint.all_in(tmp_path)) == best
+
+
+def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch: Patch) -> None:
+    kill = partial(os.kill, os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(Checkpoints, "on_optimizer_step", lambda *_: kill())
+    said = r"^stopped by SIGTERM; trainer\.keep_last=0: where it stopped is not saved$"
+    with pytest.raises(RunInterrupted, match=said):
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
+    assert checkpoint.all_in(tmp_path) == []
+    said = r"^trainer\.keep_last=0: trainer\.requeue=true needs checkpoints; use 1$"
+    with pytest.raises(ConfigError, match=said):
+        train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
+
+
+def test_curves_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
+    synced, made = dict[str, int](), []
+    sync, put_in_place = os.fsync, saving._put_in_place
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[str(path)] = path.stat().st_size
+
+    def place(new: Path, final: Path) -> None:
+        made.append((final.name, dict(synced)))
+        put_in_place(new, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(saving, "_put_in_place", place)
+    train(tmp_path, *WATCHED, "trainer.async_save=true", "trainer.keep_last=9")
+    assert [name for name, _ in made] == ["step_00000004", "step_00000005"]
+    for name, on_disk in made:
+        sizes = checkpoint.read(tmp_path / "checkpoints" / name).facts["records"]
+        (events,) = sizes.keys() - RECORDS
+        assert events.startswith("events")
+        for record, size in sizes.items():
+            assert on_disk[str(tmp_path / record)] >= size > 0, (name, record)
+
+
+def test_a_resume_says_once_which_curves_have_lost_rows(tmp_path: Path, caplog: Log) -> None:
+    train(tmp_path, *OPTIONS, "trainer.max_steps=3")
+    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=3")
+    assert [line for line in caplog.messages if "shorter" in line] == []
+    sizes = checkpoint.read(tmp_path).facts["records"]
+    left = {name: 0 if name == "metrics.csv" else size - 9 for name, size in sizes.items()}
+    for name, size in left.items():
+        os.truncate(tmp_path / name, size)
+    for more in (4, 5):
+        train(tmp_path, *OPTIONS, "resume=auto", f"trainer.max_steps={more}")
+    said = ", ".join(f"{name} ({left[name]} of {size} bytes)" for name, size in sizes.items())
+    assert [line for line in caplog.messages if "shorter" in line] == [
+        f"warning: shorter than when step_00000003 was made: {said}; what was lost stays missing "
+        "from the curves"
+    ]

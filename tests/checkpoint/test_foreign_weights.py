@@ -11,14 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Log, Patch
 from hostile_checkpoints import ATTACKS, repacked, saved
+from in_process import train
+from prepared import prepared
 from safetensors.torch import save_file
-from torch import Tensor, ones, zeros
+from torch import Tensor, nn, ones, zeros
+from torchvision.models import resnet18
 
+from mpframe import Trainer, checkpoint
 from mpframe.checkpoint import untrusted
 from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
+from mpframe.checkpoint.state import weights_of
+from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.tree import HALF
+from mpframe.run.resume import take_first_weights
 
 STATE = {
     "conv.weight": torch.arange(6.0).view(2, 3),
@@ -30,13 +38,17 @@ INDEX = "model.safetensors.index.json"
 Made = Callable[[Path], Path]
 
 
-def saving(state: Any, **options: Any) -> Made:
-    return lambda folder: content(folder / "a", saved(state, **options))
-
-
 def content(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
+
+
+def bytes_of(data: bytes) -> Made:
+    return lambda folder: content(folder / "a", data)
+
+
+def saving(state: Any, **options: Any) -> Made:
+    return bytes_of(saved(state, **options))
 
 
 def safetensors(folder: Path) -> Path:
@@ -45,7 +57,7 @@ def safetensors(folder: Path) -> Path:
 
 
 def sharded(folder: Path, stem: str = "pytorch_model", kind: str = "bin") -> Path:
-    """A folder with two shards and their index, named as Hugging Face's save_pretrained does it."""
+    """Two shards and their index, named as Hugging Face's save_pretrained does it."""
     write, places = (torch.save if kind == "bin" else save_file), {}
     for number, names in enumerate((list(STATE)[:2], list(STATE)[2:]), 1):
         shard = f"{stem}-{number:05}-of-00002.{kind}"
@@ -95,9 +107,6 @@ def test_what_is_no_weight_is_named(tmp_path: Path) -> None:
     assert read_foreign(saving({**STATE, "version": 2})(tmp_path)).left == ("version",)
 
 
-# What is refused
-
-
 def long_pickle(folder: Path) -> Path:
     """A file in torch's older format, its state this pickle."""
     state = pickle.PROTO + b"\x02" + (pickle.EMPTY_LIST + pickle.POP) * 2**15 + b"N."
@@ -121,15 +130,6 @@ def linked(folder: Path) -> Path:
     return folder / "in"
 
 
-def fifo(folder: Path) -> Path:
-    os.mkfifo(folder / "a")
-    return folder / "a"
-
-
-def bytes_of(data: bytes) -> Made:
-    return lambda folder: content(folder / "a", data)
-
-
 BOMB = repacked(saved({"a": zeros(2**20)}), zipfile.ZIP_DEFLATED)
 CODE = "holds code or objects, which are never loaded; save only its state dict"
 OUT = "refused, it leads out of its folder"
@@ -148,14 +148,12 @@ HOSTILE: dict[str, tuple[Made, str]] = {
     "a missing shard": (index_of(a="t.safetensors"), TORN),
     "a missing weight": (index_of(a="s.safetensors", b="s.safetensors"), "misses b, against the i"),
     "a weight too many": (index_of(b="s.safetensors"), "also holds a, against the index"),
-    "a FIFO": (fifo, TORN),
+    "a FIFO": (lambda folder: os.mkfifo(folder / "a") or folder / "a", TORN),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_hostile_or_damaged_is_refused_in_one_line(
-    case: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_is_hostile_is_refused_in_line(case: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(untrusted, "_LARGEST_PICKLE", 2**16)
     make, text = HOSTILE[case]
@@ -166,51 +164,40 @@ def test_what_is_hostile_or_damaged_is_refused_in_one_line(
     assert not (tmp_path / "attacked").exists()
 
 
-# Names
-
-
 def numbered(*names: str) -> dict[str, Tensor]:
     return {name: torch.tensor(float(number)) for number, name in enumerate(names)}
 
 
-@pytest.mark.parametrize(
-    ("given", "names", "expected"),
-    [
+def test_patterns_give_new_names() -> None:
+    cases: list[tuple[list[str], dict[str, str], list[str]]] = [
         (["backbone.a", "head.b"], {"backbone.*": "encoder.*"}, ["encoder.a", "head.b"]),
         (["a.x.y"], {"a.*.*": "*.b.*"}, ["x.b.y"]),
         (["a.x", "b"], {"a.x": "first", "*": "rest.*"}, ["first", "rest.b"]),
         (["module._orig_mod.a"], {}, ["a"]),
         (["_orig_mod.module.own"], {}, ["module.own"]),  # The model's own prefix stays.
         (["a[0].w+"], {"a[0].w+": "a"}, ["a"]),
-    ],
-)
-def test_patterns_give_new_names(
-    given: list[str], names: dict[str, str], expected: list[str]
-) -> None:
-    model = {"module.own"} if "module.own" in expected else {"head.weight"}
-    result = rename_weights(numbered(*given), names, model, "file")
-    assert list(result) == expected
-    assert list(map(float, result.values())) == list(range(len(given)))
+    ]
+    for given, names, expected in cases:
+        model = {"module.own"} if "module.own" in expected else {"head.weight"}
+        result = rename_weights(numbered(*given), names, model, "file")
+        assert list(result) == expected
+        assert list(map(float, result.values())) == list(range(len(given)))
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
+def test_patterns_that_cannot_be_meant_are_refused() -> None:
+    cases: list[tuple[dict[str, str], str]] = [
         ({"bakbone.*": "*"}, "init_from_names=bakbone.*: matches no weight of file that an earlier "
          "pattern leaves; nearest: backbone.a"),
         ({"backbone.a": "*"}, "init_from_names={backbone.a: *}: each * on the right stands for one "
          "on the left, which has fewer"),
         ({"backbone.a": "head.b"}, "init_from=file: two of its weights would be head.b by "
          "init_from_names; let each pattern give different names"),
-    ],
-)  # fmt: skip
-def test_patterns_that_cannot_be_meant_are_refused(names: dict[str, str], text: str) -> None:
-    with pytest.raises((ConfigError, CheckpointError)) as refused:
-        rename_weights(numbered("backbone.a", "head.b"), names, {"head.weight"}, "file")
-    assert str(refused.value) == text
+    ]  # fmt: skip
+    for names, text in cases:
+        with pytest.raises((ConfigError, CheckpointError)) as refused:
+            rename_weights(numbered("backbone.a", "head.b"), names, {"head.weight"}, "file")
+        assert str(refused.value) == text
 
-
-# What fits
 
 OWN = {"body.w": zeros(2), "head.w": zeros(3), "head.b": zeros(3)}
 SAVED = {"body.w": ones(2), "head.w": ones(5), "old.w": ones(1)}
@@ -233,13 +220,11 @@ UNFIT: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "own", "left_out", "text"), UNFIT)
-def test_all_that_does_not_fit_is_listed(
-    given: dict[str, Tensor], own: dict[str, Tensor], left_out: list[str], text: str
-) -> None:
-    with pytest.raises((CheckpointError, ConfigError)) as refused:
-        fit_weights(given, own, left_out, "run")
-    assert text in str(refused.value)
+def test_all_that_does_not_fit_is_listed_and_tied_ones_and_those_of_another_kind() -> None:
+    for given, own, left_out, text in UNFIT:
+        with pytest.raises((CheckpointError, ConfigError)) as refused:
+            fit_weights(given, own, left_out, "run")
+        assert text in str(refused.value)
 
 
 def test_what_may_differ_keeps_its_first_values() -> None:
@@ -273,3 +258,71 @@ def test_fewer_bits_are_widened_exactly_and_what_is_not_fp32_is_told() -> None:
         f"1 tensors are bfloat16, {half}",
         "1 tensors are float64, and are rounded where fp32 is kept",
     ]
+
+
+def assert_taken(trainer: Trainer, saved: dict[str, Tensor], but: str = "nothing") -> None:
+    """Masters and buffers are the file's bit for bit, half weights the masters' rounding."""
+    weights = trainer.weights()
+    for name, tensor in saved.items():
+        if not name.startswith(but):
+            expected = tensor.float() if tensor.is_floating_point() else tensor
+            assert torch.equal(weights[name], expected), name
+    for parameter in trainer.model.parameters():
+        master = trainer.optimizer.master_of(parameter)
+        assert master.dtype == torch.float32
+        assert torch.equal(parameter, master.to(parameter.dtype))
+
+
+@pytest.fixture(scope="module")
+def resnet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights as torchvision's users save them, the statistics of BatchNorm moved."""
+    model = resnet18(num_classes=7)
+    model(torch.rand(2, 3, 32, 32))
+    path = tmp_path_factory.mktemp("resnet") / "resnet18.pth"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_torchvisions_resnet18_is_taken_bit_for_bit(mode: str, resnet_file: Path) -> None:
+    saved = torch.load(resnet_file, weights_only=True)
+    assert saved["bn1.num_batches_tracked"] == 1
+    trainer = prepared(resnet18(num_classes=7), nn.CrossEntropyLoss(), mode)
+    take_first_weights(trainer, RunOptions(init_from=str(resnet_file)))
+    assert_taken(trainer, saved)
+    assert any(p.dtype in HALF for p in trainer.model.parameters()) == (mode == "mixed")
+
+
+def test_a_new_head_is_refused_or_keeps_its_first_values(resnet_file: Path, caplog: Log) -> None:
+    caplog.set_level("INFO")
+    trainer = prepared(resnet18(num_classes=3), nn.CrossEntropyLoss(), "mixed")
+    before = {name: weight.clone() for name, weight in trainer.weights().items()}
+    with pytest.raises(CheckpointError, match=r"shape: fc\.weight \(7, 512\) for \(3, 512\), fc\."):
+        take_first_weights(trainer, RunOptions(init_from=str(resnet_file)))
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.weights().items())
+    options = RunOptions(init_from=str(resnet_file), init_from_except=["fc.*"])
+    take_first_weights(trainer, options)
+    assert_taken(trainer, torch.load(resnet_file, weights_only=True), but="fc.")
+    assert torch.equal(trainer.weights()["fc.weight"], before["fc.weight"])
+    assert caplog.messages == [
+        f"weights taken from {resnet_file}, except fc.*: 22 parameters are rounded to float16",
+        "init_from: with their first values: fc.weight, fc.bias",
+        "init_from: not used: fc.weight, fc.bias",
+    ]
+
+
+def test_a_run_starts_from_a_run_or_a_file_and_its_average_too(tmp_path: Path) -> None:
+    small = ["experiment=digits_mlp", "trainer.max_steps=2"]
+    train(tmp_path / "run", *small)
+    saved = weights_of(checkpoint.load(tmp_path / "run"), "trained", tmp_path)
+    file = tmp_path / "own.safetensors"
+    save_file({f"net.{name}": tensor for name, tensor in saved.items()}, file)
+    still = [*small, "optimizer=sgd", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    words = {tmp_path / "run": "dtype=mixed_bf16", file: "init_from_names={net.*:'*'}"}
+    for source, more in words.items():
+        folder = tmp_path / f"from {source.name}"
+        train(folder, *still, "trainer.ema_decay=0.5", f"init_from={source}", more)
+        state = checkpoint.load(folder)
+        for kind in ("trained", "ema"):
+            for name, tensor in weights_of(state, kind, tmp_path).items():
+                assert torch.equal(tensor, saved[name])

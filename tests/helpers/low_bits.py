@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Precision
-from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.formats import FORMATS, Draw
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization
 
@@ -34,6 +34,12 @@ def by_ml_dtypes(values: Tensor, name: str) -> Tensor:
     held = values.clamp(-FORMATS[name].max, FORMATS[name].max).nan_to_num(0.0)
     rounded = held.numpy().astype(ML_DTYPES[name]).astype(np.float32)
     return torch.where(values.isfinite(), torch.from_numpy(rounded), values)
+
+
+def uniform() -> Draw:
+    """The same random numbers from the start."""
+    generator = torch.Generator().manual_seed(1)
+    return lambda like: torch.rand(like.shape, generator=generator)
 
 
 def half(values: Tensor) -> Tensor:

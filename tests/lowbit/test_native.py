@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fixtures import Patch
-from low_bits import COLUMNS, ML_DTYPES, ROWS, prepared
+from low_bits import COLUMNS, ML_DTYPES, ROWS, prepared, uniform
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -43,6 +42,9 @@ KINDS = {
 UNIT = 2.0**-24  # of fp32: half a unit in the last place, relative
 # As in `apart`, for 40 addends, whose magnitudes have a sum of less than twice the largest result.
 NEAR = 2 * 43 * UNIT * 2
+NONE = "scaled_mm has none with an fp32 result for "
+PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
+SWIZZLE = "CPU does not support swizzle"
 
 
 def made(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
@@ -53,17 +55,11 @@ def made(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
     return (numbers * torch.exp2(octaves.float())).to(device)
 
 
-def draw() -> Callable[[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return lambda like: torch.rand(like.shape, generator=generator)
-
-
 def apart(result: Tensor, left: Tensor, right: Tensor) -> float:
     """The distance from the emulated product, in the largest that any order may give.
 
-    An addend has at most 3 roundings (of both operands and their product, or of the product of both
-    scales and the sum by it) and goes through at most k - 1 sums: (k + 2) units of the sum of
-    magnitudes, and one more for terms of second order.
+    An addend has at most 3 roundings and goes through at most k - 1 sums: (k + 2) units of the sum
+    of magnitudes, and one more for terms of second order.
     """
     bound = 2 * (left.shape[1] + 3) * UNIT * (left.double().abs() @ right.double().abs())
     distance = (result.double() - (left @ right).double()).abs()
@@ -93,21 +89,21 @@ def test_parts_are_what_quantize_gives(how: Quantization) -> None:
     for x, axes in product((made(128, 256), made(256, 128).t()), (ROWS, COLUMNS)):
         for beyond in (1.0, math.inf, math.nan):
             x[3, 40] = beyond
-            joined = take_apart(x, axes, how, draw(), known).values(axes.free)
-            expected = quantize(x, axes, how, draw(), known)
+            joined = take_apart(x, axes, how, uniform(), known).values(axes.free)
+            expected = quantize(x, axes, how, uniform(), known)
             assert torch.equal(joined.isnan(), expected.isnan())
             assert torch.equal(joined.nan_to_num(0.0), expected.nan_to_num(0.0))
             assert expected.isnan().any() == (beyond != 1.0)
 
 
-def unswizzled(codes: Tensor, rows: int, blocks: int) -> Tensor:
-    """Each scale from the place where cuBLAS documents it."""
+def of_elements(codes: Tensor, shape: tuple[int, int], blocks: int) -> Tensor:
+    """The scale of each element, from the place where cuBLAS documents it."""
     across = -(-blocks // 4)
     places = [
         (r // 128 * across + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4
-        for r, b in product(range(rows), range(blocks))
+        for r, b in product(range(shape[0]), range(blocks))
     ]
-    return codes[places].view(rows, blocks)
+    return codes[places].view(-1, blocks).float().repeat_interleave(shape[1] // blocks, 1)
 
 
 def decoded(codes: Tensor) -> Tensor:
@@ -128,33 +124,29 @@ def test_codes_decode_to_the_very_numbers(name: str, shape: tuple[int, int]) -> 
     how = KINDS[name]
     kind: Any = kind_of(how)
     x = made(*shape)
-    parts = take_apart(x, ROWS, how, draw())
+    parts, expected = take_apart(x, ROWS, how, uniform()), quantize(x, ROWS, how, uniform())
     scale, *whole = scales_of(parts, kind)
     if kind in (native.MX, native.NVFP4):
         assert scale.dtype == (torch.float8_e4m3fn if whole else torch.float8_e8m0fnu)
         blocks = shape[1] // (16 if whole else 32)
         # The padding of a tile is not empty: cuBLAS reads whole ones.
         assert scale.numel() == -(-shape[0] // 128) * 128 * -(-blocks // 4) * 4
-        scale = unswizzled(scale.float(), shape[0], blocks)
-        scale = (scale * whole[0] if whole else scale).repeat_interleave(shape[1] // blocks, 1)
+        scale = of_elements(scale, shape, blocks) * (whole[0] if whole else 1)
         x[3, 40] = math.nan
-        bad = scales_of(take_apart(x, ROWS, how, draw()), kind)[0].float()
-        bad = unswizzled(bad, shape[0], blocks).repeat_interleave(shape[1] // blocks, 1)
-        assert torch.equal(bad.isnan(), quantize(x, ROWS, how, draw()).isnan())
-    assert torch.equal(decoded(codes_of(parts)) * scale, quantize(made(*shape), ROWS, how, draw()))
+        bad = of_elements(scales_of(take_apart(x, ROWS, how, uniform()), kind)[0], shape, blocks)
+        assert torch.equal(bad.isnan(), quantize(x, ROWS, how, uniform()).isnan())
+    assert torch.equal(decoded(codes_of(parts)) * scale, expected)
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "shape", "turned"),
+    "case",
     [("tensor", "tensor", (64, 96, 32), False), ("tensor", "tensor e5m2", (33, 47, 5), True),
      ("tensor e5m2", "tensor e8m0", (3, 4096, 17), False), ("row", "row", (1, 16, 10), False),
      ("row", "row", (64, 96, 32), True)],
 )  # fmt: skip
-def test_a_cpu_equals_the_emulation_but_for_the_order(
-    left: str, right: str, shape: tuple[int, int, int], turned: bool
-) -> None:
+def test_a_cpu_equals_the_emulation_but_for_the_order(case: Any) -> None:
     """It shows an overflow, too."""
-    m, k, n = shape
+    left, right, (m, k, n), turned = case
     x, w = made(m, k), made(k, n, seed=1)
     if turned:  # Both lie in memory as the other one did.
         x, w = x.t().contiguous().t(), w.t().contiguous().t()
@@ -183,13 +175,12 @@ def trained(compute: str, products: Any) -> dict[str, Any]:
 class TestChoice:
     def test_a_cpu_emulates_unless_told(self, calls: list[tuple[int, ...]]) -> None:
         trained("auto", "fp8_rows")
-        # 40 inputs are not a multiple, 20 outputs neither.
-        every = {"format": "e4m3fn", "per": "row", "hadamard": 16}
+        every = {"format": "e4m3fn", "per": "row", "hadamard": 16}  # Of which 40 is no multiple.
         trained("native", Recipe.from_mapping("mine", {"every": every, "dw": None}))
         assert not calls
-        computes = ("auto", "native", "emulated")
-        assert [native.is_wanted(own, CPU) for own in computes] == [False, True, False]
-        assert [native.is_wanted(own, CUDA) for own in computes] == [True, True, False]
+        wanted = {own: native.is_wanted(own, CUDA) for own in ("auto", "native", "emulated")}
+        assert wanted == {"auto": True, "native": True, "emulated": False}
+        assert not native.is_wanted("auto", CPU)
 
     @pytest.mark.parametrize("products", ["fp8_rows", "fp8_tensorwise", "fp8_delayed"])
     def test_every_product_of_a_layer(self, products: str, calls: list[tuple[int, ...]]) -> None:
@@ -216,40 +207,30 @@ class TestChoice:
             assert dtype_map(precision, layer)[0].products == said
 
 
-NONE = "scaled_mm has none with an fp32 result for "
-PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
-SWIZZLE = "CPU does not support swizzle"
-
-
 class TestRefusal:
-    @pytest.mark.parametrize(
-        ("left", "right", "device", "expected"),
-        [
+    def test_says_which_instruction_there_is_not(self) -> None:
+        for left, right, device, said in (
             (TENSOR, ROW, CUDA, f"{NONE}e4m3fn / {PER_TENSOR} by e4m3fn / {PER_ROW}"),
             (replace(TENSOR, scale="none"), TENSOR, CPU, f"{NONE}e4m3fn by e4m3fn / {PER_TENSOR}"),
             (MXFP4, MXFP4, CPU, NONE + "e2m1 / e8m0 scale per block of 32 x 1"),
             (TENSOR, TENSOR, torch.device("meta"), "scaled_mm is not used on meta here"),
             (NVFP4, replace(NVFP4, across=16), CPU, SWIZZLE),
             (TENSOR, replace(TENSOR, format=E5M2, history=3), CPU, ""),
-        ],
-    )
-    def test_says_which_instruction_there_is_not(
-        self, left: Quantization, right: Quantization, device: torch.device, expected: str
-    ) -> None:
-        assert refusal(left, right, device) == expected
+        ):
+            assert refusal(left, right, device) == said
 
-    @pytest.mark.parametrize(
-        ("how", "has", "needs"), [(ROW, (8, 6), (8, 9)), (NVFP4, (8, 9), (10, 0))]
-    )
-    def test_by_an_older_gpu(self, how: Any, has: Any, needs: Any, monkeypatch: Patch) -> None:
+    def test_by_an_older_gpu(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(native, "_try", lambda *_: "")
-        reasons = []
-        for capability in (has, needs):
+        needs = "it needs compute capability "
+        for how, capability, said in (
+            (ROW, (8, 6), f"{needs}8.9, and this is 8.6"),
+            (ROW, (8, 9), ""),
+            (NVFP4, (8, 9), f"{needs}10.0, and this is 8.9"),
+            (NVFP4, (10, 0), ""),
+        ):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
-            reasons.append(refusal(how, how, CUDA))
-        needed, own = (".".join(map(str, both)) for both in (needs, has))
-        assert reasons == [f"it needs compute capability {needed}, and this is {own}", ""]
+            assert refusal(how, how, CUDA) == said
 
     def test_of_wrong_numbers(self, monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
         request.addfinalizer(native._try.cache_clear)
@@ -258,36 +239,27 @@ class TestRefusal:
         monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: scaled_mm(*a, **k).flip(0))
         assert refusal(ROW, ROW, CPU) == "torch's scaled_mm gives wrong numbers for it"
 
-    @pytest.mark.parametrize(
-        ("products", "pins", "named"),
-        [("mxfp8", {}, "mxfp8"), ("fp8_rows", {"head": "nvfp4"}, "nvfp4")],
-    )
-    def test_at_once_where_native_was_asked_for(
-        self, products: str, pins: dict[str, str], named: str
-    ) -> None:
+    @pytest.mark.parametrize(("products", "pins"), [("mxfp8", {}), ("fp8_rows", {"head": "nvfp4"})])
+    def test_at_once_where_native_was_asked_for(self, products: str, pins: dict[str, str]) -> None:
         lists = replace(OpLists.named(), modules=pins)
         precision = Precision("mixed", products=products, compute="native", ops=lists)
         layer = nn.ModuleDict({"head": nn.Linear(32, 32)})
         said = (
-            f"dtype.compute=native: dtype.products={named} has no native forward product on cpu: "
-            f"{SWIZZLE}; choose dtype.compute=auto, which emulates it"
+            f"dtype.compute=native: dtype.products={pins.get('head', products)} has no native "
+            f"forward product on cpu: {SWIZZLE}; choose dtype.compute=auto, which emulates it"
         )
         with pytest.raises(ConfigError, match=re.escape(said)):
             precision.prepare(layer, torch.optim.SGD(layer.parameters()))
         with pytest.raises(ConfigError):
             precision.attach(layer)  # The first refusal has left nothing behind.
 
-    @pytest.mark.parametrize(
-        ("op", "operands"),
-        [(F.conv1d, (made(2, 8, 4), made(8, 8, 1))), (torch.bmm, (made(2, 8, 4), made(2, 4, 8)))],
-    )
-    def test_of_other_than_two_matrices(self, op: Any, operands: tuple[Tensor, Tensor]) -> None:
+    def test_of_other_than_two_matrices(self) -> None:
         said = "fp8_rows has no native forward product on cpu: it is a convolution or a batch, and"
-        with (
-            Precision("fp32", products="fp8_rows", compute="native").cast(),
-            pytest.raises(ConfigError, match=f"{said} scaled_mm takes two matrices; choose"),
-        ):
-            op(*operands)
+        precision = Precision("fp32", products="fp8_rows", compute="native")
+        ops: list[tuple[Any, Tensor]] = [(F.conv1d, made(8, 8, 1)), (torch.bmm, made(2, 4, 8))]
+        for op, right in ops:
+            with precision.cast(), pytest.raises(ConfigError, match=f"{said} scaled_mm takes two "):
+                op(made(2, 8, 4), right)
 
 
 def test_operands_of_cuda_have_the_forms_that_kernels_demand() -> None:

@@ -1,12 +1,15 @@
-"""What products carry from step to step: histories of amax, and a generator of random numbers."""
+"""What products carry from step to step, histories and random numbers; and what noise they add."""
 
+import copy
 import io
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from low_bits import ROWS, prepared
 from rank_training import assert_same
 from torch import Tensor, nn
 
@@ -16,9 +19,13 @@ from mpframe.checkpoint.state import Snapshot
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
+from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, noises_of, replay
 from mpframe.lab.doctor.subject import Subject
+from mpframe.lab.product_noise import Noise, ProductProbe, merge, rows_of
+from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Quantization, count_noise, quantize
 from mpframe.lowbit.state import ProductState
 from mpframe.run.resume import _load
 
@@ -26,6 +33,14 @@ from mpframe.run.resume import _load
 NOISY = {"rounding": "stochastic", "format": "e2m1"}
 DELAYED = {"format": "e4m3fn", "history": 3}
 BOTH = Recipe.from_mapping("both", {"every": DELAYED, "dx": {"dy": NOISY}, "dw": {"dy": NOISY}})
+E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
+MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
+HOWS = {
+    "tensor": Quantization(E4M3), "row": Quantization(E4M3, per="row"), "mxfp8": MXFP8,
+    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"),
+    "nvfp4": Quantization(E2M1, per="block", block=16, across=16, scale="e4m3"),
+    "no scale": Quantization(E4M3, scale="none"),
+}  # fmt: skip
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -34,9 +49,9 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 8, (16,), generator=generator)
 
 
-def trainer() -> Trainer:
+def trainer(*rest: nn.Module) -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(32, 32), *(rest or (nn.ReLU(), nn.Linear(32, 8))))
     precision = Precision("mixed", half="bfloat16", products=BOTH)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return Trainer(model, optimizer, supervised(F.cross_entropy), precision)
@@ -47,13 +62,6 @@ def trained(*numbers: int, run: Trainer | None = None) -> Trainer:
     for number in numbers:
         run.train_step(batch(number))
     return run
-
-
-def state_of(run: Trainer) -> dict[str, Tensor]:
-    """The generators' states and the histories, by name."""
-    state = run.precision.state_dict()
-    parts = {f"{name} {part}": t for name, own in state["amax"].items() for part, t in own.items()}
-    return {**state["generators"], **{k: t for k, t in parts.items() if t is not None}}
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
@@ -81,24 +89,20 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own() -> None:
     assert_same(other.precision.state_dict()["generators"], saved["generators"])
 
 
-@pytest.mark.parametrize(
-    ("steps", "scales"),
-    [
+def test_a_history_of_two_steps_forgets_what_overflowed() -> None:
+    for steps, scales in (
         # The first step has itself alone; the fourth has the second and the third.
         ([[4], [1], [2], [8]], [[4], [4], [4], [2]]),
         # One scale within a step, as for micro-batches or a forward pass that is run again.
         ([[4], [16, 32, 1], [1]], [[4], [4, 4, 4], [32]]),
         ([[4], [math.inf], [math.nan], [1]], [[4], [4], [4], [4]]),
-    ],
-    ids=["of_the_steps_before", "one_within_a_step", "what_overflowed_is_forgotten"],
-)
-def test_a_history_of_two_steps(steps: list[list[float]], scales: list[list[float]]) -> None:
-    state, weight, seen = ProductState(), nn.Parameter(torch.zeros(1)), []
-    weight.grad = torch.zeros(1)
-    for step in steps:
-        seen.append([float(state.track_amax("w x", torch.tensor(x), 2, True)) for x in step])
-        torch.optim.SGD([weight]).step()
-    assert seen == scales
+    ):
+        state, weight, seen = ProductState(), nn.Parameter(torch.zeros(1)), []
+        weight.grad = torch.zeros(1)
+        for step in steps:
+            seen.append([float(state.track_amax("w x", torch.tensor(x), 2, True)) for x in step])
+            torch.optim.SGD([weight]).step()
+        assert seen == scales
 
 
 def test_each_operand_of_each_weight_has_a_history_and_evaluation_leaves_no_trace() -> None:
@@ -130,14 +134,13 @@ def test_a_model_that_was_not_prepared_has_no_history() -> None:
 def test_what_looks_at_a_run_leaves_no_trace() -> None:
     """A trace; the autopsy and the doctor replay forward and backward passes."""
     run = trained(0, 1)
-    before = state_of(run)
-    assert replay(
-        Case(run.model, run.precision, run.objectives, [batch(2)], {"": 1.0}), Setting()
-    ).finite
+    before = copy.deepcopy(run.precision.state_dict())
+    case = Case(run.model, run.precision, run.objectives, [batch(2)], {"": 1.0})
+    assert replay(case, Setting()).finite
     subject = Subject(run, loader=cast(Any, None), options={})
     subject.batch = batch(3)
     assert noises_of(subject.case)
-    assert_same(state_of(run), before)
+    assert_same(run.precision.state_dict(), before)
     precision = Precision("mixed", half="bfloat16", products=BOTH)
     precision.prepare(model := nn.Linear(32, 32), torch.optim.SGD(model.parameters()), batch(0)[0])
     assert precision.state_dict() == {"generators": {}, "amax": {}}
@@ -159,16 +162,113 @@ def test_compiled_and_eager_agree() -> None:
     for compiled in (False, True):
         torch.manual_seed(0)
         layers = nn.Unflatten(1, (32, 1)), nn.Conv1d(32, 32, 1), nn.Flatten(), nn.GRUCell(32, 8)
-        model: Any = nn.Sequential(nn.Linear(32, 32), *layers)
-        precision = Precision("mixed", half="bfloat16", products=BOTH)
-        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = trainer(*layers)
+        model: Any = run.model
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         for number in range(3):
-            with precision.cast():
-                run(batch(number)[0]).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        state = precision.state_dict()
-        histories = [h["past"] for _, h in sorted(state["amax"].items())]
-        results.append([*model.parameters(), *histories, state["generators"]["cpu"]])
-    assert all(map(torch.equal, *results))
+            with run.precision.cast():
+                call(batch(number)[0]).float().square().mean().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        results.append([*model.parameters(), run.precision.state_dict()])
+    assert_same(*results)
+
+
+# What quantisation takes from an operand: counted, and counted again by hand in float64.
+
+
+def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = None) -> Noise:
+    how = HOWS[how] if isinstance(how, str) else how
+    quantized = quantize(values, ROWS, how, known_amax=known)
+    return Noise.of(count_noise(values, quantized, ROWS, how, known).tolist())
+
+
+@pytest.mark.parametrize("name", HOWS)
+def test_the_noise_is_that_of_a_recount(name: str) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(32, 64) * 2.0 ** torch.randint(-12, 4, (32, 64))
+    values[3] = 0
+    noise = noise_of(values, name)
+    exact, rounded = values.double(), quantize(values, ROWS, HOWS[name]).double()
+    decibels = 10 * math.log10(exact.square().sum() / (rounded - exact).square().sum())
+    assert noise.values == 2048
+    # The squares are rounded to float32 once, their sum is float64: 2^-23, in decibels 1e-6.
+    assert noise.snr_db == pytest.approx(decibels, abs=2e-6)
+    assert noise.lost == float(((rounded == 0) & (exact != 0)).sum()) / 2048
+    assert 0 < noise.lost < 1
+
+
+def test_saturated_values_are_counted() -> None:
+    values = torch.tensor([[448.0, 449.0, -500.0, 1.0]])
+    assert noise_of(values, "no scale").saturated == 0.5
+    # The amax of steps before was half of today's: all above it saturate.
+    assert noise_of(values, "tensor", torch.tensor(250.0)).saturated == 0.75
+    assert noise_of(values, "tensor").saturated == 0
+    # floor: 449 has the exponent 8, as 256 = 4 * 64; above 6 * 64 = 384 all saturates.
+    block = torch.cat([values, torch.zeros(1, 28)], 1)
+    assert noise_of(block, "mxfp4, floor").saturated == 3 / 32
+
+
+def test_the_spread_of_the_scales_is_in_octaves() -> None:
+    values = torch.ones(4, 32) * torch.tensor([[1.0], [2.0**-5], [0.0], [2.0**3]])
+    spreads = {name: noise_of(values, name).scale_spread for name in HOWS if "fp4" not in name}
+    assert spreads == {"mxfp8": 8, "row": 8, "tensor": 0, "no scale": 0}
+
+
+def test_exact_values_have_no_noise_and_an_overflow_no_ratio() -> None:
+    found = [noise_of(torch.full((2, 32), x), MXFP8).snr_db for x in (0.0, 1.0, math.inf)]
+    assert str(found) == "[inf, inf, nan]"
+
+
+def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the_whole() -> None:
+    """The noise is counted where the rounding is: the transform alone is none."""
+    torch.manual_seed(0)
+    values = torch.randn(32, 64)
+    plain, mixed = (noise_of(values, own) for own in (MXFP8, replace(MXFP8, hadamard=32)))
+    assert mixed.snr_db == pytest.approx(plain.snr_db, abs=1)  # e4m3 of normal numbers in both
+    whole, *parts = (
+        count_noise(part, quantize(part, ROWS, MXFP8), ROWS, MXFP8)
+        for part in (values, values[:3], values[3:])
+    )
+    torch.testing.assert_close(merge(*parts), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])
+def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
+    """Once for each product that is quantised, and nothing after the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+    precision = prepared(model, recipe)
+
+    def step() -> None:
+        with precision.cast():
+            model(torch.randn(128, 128, requires_grad=True)).float().square().sum().backward()
+
+    probe = ProductProbe(precision)
+    step()
+    noises = probe.noises()
+    products = Recipe.named(recipe).products
+    expected = {f"{product}.{operand}" for product in products for operand in products[product]}
+    layers = ["0"] if recipe in ("fp8_delayed", "nvfp4") else ["0", "2"]  # Heads are in half.
+    assert set(noises) >= {(layer, operand) for layer in layers for operand in expected}
+    assert {operand for _, operand in noises} <= set(lab.NAMES)
+    assert {noise.values for noise in noises.values()} == {128**2}
+    # tf32 holds every number of bfloat16; the least is that of 2 bits: 6 dB a bit, and some more.
+    assert min(noise.snr_db for noise in noises.values()) > (100 if recipe == "tf32" else 12)
+    step()
+    assert probe.noises() == noises
+
+
+def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
+    precision = prepared(model := nn.Linear(32, 32), "mxfp8")
+    probe = ProductProbe(precision)
+    with precision.cast():
+        model(torch.randn(32, 32)) @ torch.randn(32, 32)
+    operands = {(layer, f"forward.{o}") for layer in ("model", lab.WITHOUT_WEIGHT) for o in "xw"}
+    assert set(probe.noises()) == operands
+
+
+def test_a_report_has_a_row_for_each_operand() -> None:
+    noise = Noise(10, 31.5, 0.1, 0.2, 3.0)
+    _, other = rows_of(5, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
+    assert [other[name] for name in lab.COLUMNS] == [5, "a,b", "dx.w", 10, 31.5, 0.1, 0.2, 3]

@@ -1,13 +1,16 @@
-"""Recipes: what is shipped, a user's own, what is refused, and what the dtype map says of them."""
+"""Recipes: what is shipped, a user's own, what is refused; and which products stay in half."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
-from low_bits import prepared
-from torch import nn
+from low_bits import A3, B3, A, B, C, Note, V, made, prepared, run
+from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
@@ -17,6 +20,32 @@ from mpframe.core.errors import ConfigError
 from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
+
+ALL = "forward.x forward.w dx.dy dx.w dw.x dw.dy"
+NO_DY, DY = "forward.x forward.w dx.w dw.x", "dx.dy dw.dy"
+PER_TENSOR, DELAYED = "/ fp32 scale per tensor", "/ fp32 scale per tensor / amax of 1024 steps"
+BLOCKS, FP4 = "/ e8m0 scale per block of 32 x 1", "e2m1 / e4m3 scale per block of 16 x"
+SHIPPED = {
+    "fp8_blocks": {"e4m3fn / e8m0 scale per block of 128 x 1": "forward.x dx.dy dw.x dw.dy",
+                   "e4m3fn / e8m0 scale per block of 128 x 128": "forward.w dx.w"},
+    "fp8_delayed": {f"e4m3fn {DELAYED}": NO_DY, f"e5m2 {DELAYED}": DY},
+    "fp8_rows": {"e4m3fn / fp32 scale per row": ALL},
+    "fp8_tensorwise": {f"e4m3fn {PER_TENSOR}": NO_DY, f"e5m2 {PER_TENSOR}": DY},
+    "mxfp4": {f"e2m1 {BLOCKS} / Hadamard 32 / stochastic": "dx.dy dx.w dw.x dw.dy"},
+    "mxfp6_e2m3": {f"e2m3 {BLOCKS}": ALL},
+    "mxfp6_e3m2": {f"e3m2 {BLOCKS}": ALL},
+    "mxfp8": {f"e4m3fn {BLOCKS}": ALL},
+    # arXiv 2509.25149: random rounding of gradients alone, the transform in dw alone.
+    "nvfp4": {f"{FP4} 1": "forward.x", f"{FP4} 16": "forward.w dx.w",
+              f"{FP4} 1 / stochastic": "dx.dy", f"{FP4} 1 / Hadamard 16": "dw.x",
+              f"{FP4} 1 / Hadamard 16 / stochastic": "dw.dy"},
+    "tf32": {"tf32": ALL},
+}  # fmt: skip
+E2M1, X = {"format": "e2m1"}, "forward.x."
+
+
+def pinned(**modules: str) -> OpLists:
+    return replace(OpLists.named(), modules=modules)
 
 
 def config_of(*words: str) -> Config:
@@ -28,39 +57,13 @@ def of(*words: str) -> Precision:
     return build_precision(config_of("dtype=mixed_bf16", *words))
 
 
-def test_a_shipped_file_chooses_and_holds_what_it_is_named_after() -> None:
+def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() -> None:
+    said: dict[str, dict[str, str]] = {}
     for name in list_recipes():
         text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
         node = yaml.safe_load(text)
         assert text.startswith("# @package dtype\n# ")
         assert (node["products"], [*node["recipes"]]) == (name, [name])
-
-
-ALL = "forward.x forward.w dx.dy dx.w dw.x dw.dy"
-NO_DY, DY = "forward.x forward.w dx.w dw.x", "dx.dy dw.dy"
-PER_TENSOR, DELAYED = "/ fp32 scale per tensor", "/ fp32 scale per tensor / amax of 1024 steps"
-MX, FP4 = "/ e8m0 scale per block of 32 x 1", "e2m1 / e4m3 scale per block of 16 x"
-SHIPPED = {
-    "fp8_blocks": {"e4m3fn / e8m0 scale per block of 128 x 1": "forward.x dx.dy dw.x dw.dy",
-                   "e4m3fn / e8m0 scale per block of 128 x 128": "forward.w dx.w"},
-    "fp8_delayed": {f"e4m3fn {DELAYED}": NO_DY, f"e5m2 {DELAYED}": DY},
-    "fp8_rows": {"e4m3fn / fp32 scale per row": ALL},
-    "fp8_tensorwise": {f"e4m3fn {PER_TENSOR}": NO_DY, f"e5m2 {PER_TENSOR}": DY},
-    "mxfp4": {f"e2m1 {MX} / Hadamard 32 / stochastic": "dx.dy dx.w dw.x dw.dy"},
-    "mxfp6_e2m3": {f"e2m3 {MX}": ALL},
-    "mxfp6_e3m2": {f"e3m2 {MX}": ALL},
-    "mxfp8": {f"e4m3fn {MX}": ALL},
-    # arXiv 2509.25149: random rounding of gradients alone, the transform in dw alone.
-    "nvfp4": {f"{FP4} 1": "forward.x", f"{FP4} 16": "forward.w dx.w",
-              f"{FP4} 1 / stochastic": "dx.dy", f"{FP4} 1 / Hadamard 16": "dw.x",
-              f"{FP4} 1 / Hadamard 16 / stochastic": "dw.dy"},
-    "tf32": {"tf32": ALL},
-}  # fmt: skip
-
-
-def test_what_the_shipped_recipes_say() -> None:
-    said: dict[str, dict[str, str]] = {}
-    for name in list_recipes():
         own = said.setdefault(name, {})
         for product, pair in Recipe.named(name).products.items():
             for operand, how in pair.items():
@@ -91,16 +94,12 @@ def test_a_recipe_with_a_format_of_its_own() -> None:
 def test_fp32_has_no_products_unless_asked() -> None:
     config = config_of("dtype=mixed", "dtype/products=mxfp8")
     assert not build_precision(in_fp32(config)).policy.casts
-    assert Precision("fp32", products="tf32").policy.casts
-    assert str(Precision("fp32", products="tf32")) == "fp32(tf32)"
+    asked = Precision("fp32", products="tf32")
+    assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)
 
 
-E2M1, X = {"format": "e2m1"}, "forward.x."
-
-
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
+def test_a_recipe_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, f"{X}format=None: give a format's name, or its bits"),
         ({"every": {"format": "e4m3"}},
          "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
@@ -124,14 +123,13 @@ E2M1, X = {"format": "e2m1"}, "forward.x."
          "dw: hadamard=0 and 16: give both operands the same"),
         ({"every": E2M1, "dw": {"w": {}}}, "dw.w: no such option; choose x, dy"),
         ({"every": E2M1, "forward": "half"}, "forward=half: must be a mapping"),
-    ],
-)  # fmt: skip
-def test_a_recipe_is_refused(node: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Recipe.from_mapping("mine", node)
-    of_all = says.startswith("format")  # Any reader of a format says it.
-    assert str(error.value).startswith(says if of_all else "dtype.recipes.mine." + says)
-    assert "\n" not in str(error.value)
+    ]  # fmt: skip
+    for node, says in cases:
+        with pytest.raises(ConfigError) as error:
+            Recipe.from_mapping("mine", node)
+        of_all = says.startswith("format")  # Any reader of a format says it.
+        assert str(error.value).startswith(says if of_all else "dtype.recipes.mine." + says)
+        assert "\n" not in str(error.value)
 
 
 class TestMap:
@@ -142,8 +140,7 @@ class TestMap:
             "norm": nn.LayerNorm(64), "slopes": nn.PReLU(), "cells": nn.LSTM(40, 32),
             "attention": nn.MultiheadAttention(32, 1),
         })  # fmt: skip
-        ops = replace(OpLists.named(), modules=modules)
-        precision = prepared(model, products, ops=ops)
+        precision = prepared(model, products, ops=pinned(**modules))
         self.text = describe(precision, model)
         return {row.module: row for row in dtype_map(precision, model)}
 
@@ -176,12 +173,142 @@ class TestMap:
             own, other = ((r.storage, r.compute, r.why) for r in (pinned[name], plain[name]))
             assert own == other
 
-    @pytest.mark.parametrize(("pin", "says"), [("none", "in half"), ("mxfp8", "mxfp8")])
-    def test_a_tied_weight_by_where_it_is_read(self, pin: str, says: str) -> None:
+    def test_a_tied_weight_by_where_it_is_read(self) -> None:
         """An embedding that the head multiplies with: the head's pin decides."""
         model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
         model[1].weight = model[0].weight
-        ops = replace(OpLists.named(), modules={"1": pin})
-        precision = Precision("mixed", "bfloat16", products="mxfp8", ops=ops)
-        precision.trace(model, torch.zeros(2, dtype=torch.long))
-        assert dtype_map(precision, model)[0].products == says
+        for pin, says in (("none", "in half"), ("mxfp8", "mxfp8")):
+            precision = Precision("mixed", "bfloat16", products="mxfp8", ops=pinned(**{"1": pin}))
+            precision.trace(model, torch.zeros(2, dtype=torch.long))
+            assert dtype_map(precision, model)[0].products == says
+
+
+class TestInHalf:
+    """What stays in half is what it is without a recipe, bit for bit."""
+
+    def test_the_forward_product(self) -> None:
+        cases: list[Any] = [
+            (F.linear, made(32, 33), made(32, 33)),  # no multiple of 32 inputs
+            (partial(torch.einsum, "i,j->ij"), V, V),
+            (partial(torch.einsum, "...ij,...jk"), A3[:1], B3),
+            (partial(torch.einsum, "ij,jk,k->i"), A, B, made(96)),
+            (F.conv2d, made(32, 3, 5, 5), made(32, 3, 3, 3)),
+            (partial(F.conv2d, groups=32), made(32, 32, 5, 5), made(32, 1, 3, 3)),
+        ]
+        for case in cases:
+            ours, plain = (
+                run(*case, products=own, compute="emulated") for own in ("mxfp8", "none")
+            )
+            assert torch.equal(ours[0], plain[0])
+
+    def test_each_product_by_itself(self) -> None:
+        """10 outputs: dx sums over them and stays in half. A recipe may leave a product out."""
+        x, w = made(32, 64), made(10, 64, seed=1)
+        y, dx, dw = run(F.linear, x, w)
+        half_y, half_dx, half_dw = run(F.linear, x, w, products="none", compute="emulated")
+        same = [torch.equal(*both) for both in ((y, half_y), (dx, half_dx), (dw, half_dw))]
+        assert same == [False, True, False]
+        y, _, dw = run(F.linear, x, w, products="mxfp4")
+        assert torch.equal(y, half_y)
+        assert not torch.equal(dw, half_dw)
+
+    def test_in_place_out_and_other_formats(self) -> None:
+        seen: list[str] = []
+        with Precision("amp", half="bfloat16", products="mxfp8").cast(), Note(seen):
+            C.clone().addmm_(A, B)
+            torch.mm(A, B, out=torch.empty(64, 96))
+            assert (A.double() @ B.double()).dtype == torch.float64
+            assert (A.long() @ B.long()).dtype == torch.long
+        with Precision("fp32", products="mxfp8").cast(), Note(seen):
+            assert (A.bfloat16() @ B.bfloat16()).dtype == torch.bfloat16
+        assert seen == []
+
+    def test_nothing(self) -> None:
+        """An expert without a row has a product of its own all the same."""
+        for products in ("fp8_delayed", "nvfp4"):
+            precision = prepared(layer := nn.Linear(32, 32), products)
+            with precision.cast():
+                y = layer(made(0, 32))
+            y.sum().backward()
+            assert (y.shape, layer.weight.grad.any()) == ((0, 32), False)
+
+
+def test_beta_0_ignores_what_is_added() -> None:
+    y = run(lambda c, a, b: torch.addmm(c, a, b, beta=0), C * math.nan, A, B)[0]
+    assert torch.equal(y, run(torch.mm, A, B)[0])
+
+
+def test_an_overflow_reaches_the_gradients() -> None:
+    """A gradient that overflowed is no large one: the loss scaler must see it."""
+    inf, nan = math.inf, math.nan
+    for products, bad in (("fp8_delayed", inf), ("mxfp8", nan), ("nvfp4", inf), ("tf32", nan)):
+        precision = prepared(layer := nn.Linear(32, 32), products, half="float16")
+        with precision.cast():
+            y = layer(made(32, 32))
+        dy = torch.ones_like(y)
+        dy[3, 5] = bad
+        y.backward(dy)
+        assert not layer.weight.grad.isfinite().all()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = A.clone().requires_grad_()
+    with Precision("amp", half="bfloat16", products="mxfp8").cast():
+        y = x @ B
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="matmul_gradient"):
+        dx.sum().backward()
+
+
+class TestPins:
+    def outputs(self, products: str = "mxfp8", **modules: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32))
+        precision = prepared(model, products, mode="amp", ops=pinned(**modules), compute="emulated")
+        with precision.cast():
+            first = model[0](made(32, 32))
+            return [first, second := model[1](first), model[2](second)]
+
+    def test_half_and_none_switch_products_off_and_a_recipe_is_for_one_module(self) -> None:
+        everywhere = self.outputs()
+        for pin in ("half", "none"):
+            first, *_ = self.outputs(**{"0": pin})
+            assert not torch.equal(first, everywhere[0])
+            assert first.dtype == torch.bfloat16
+        assert torch.equal(self.outputs(**{"1": "none"})[0], everywhere[0])
+        by_pin = self.outputs(**{"*": "none", "0": "fp8_rows"})
+        assert torch.equal(by_pin[0], self.outputs("fp8_rows")[0])
+        assert by_pin[2].dtype == torch.float32  # The lists go on inside a pin to a recipe.
+
+    def test_a_pin_to_a_recipe_casts_nothing(self) -> None:
+        """A module pinned to half gets half inputs, one pinned to a recipe what it was given."""
+        seen = {}
+        for pin in ("half", "mxfp8"):
+            model = nn.Sequential(nn.Identity())
+            precision = Precision("amp", half="bfloat16", ops=pinned(**{"0": pin}))
+            precision.prepare(model, torch.optim.SGD(nn.Linear(1, 1).parameters()))
+            with precision.cast():
+                seen[pin] = model(A).dtype
+        assert seen == {"half": torch.bfloat16, "mxfp8": torch.float32}
+
+    def test_those_of_the_recipe_come_before_the_users(self) -> None:
+        recipe = Recipe.from_mapping("mine", {"every": {"format": "e2m1"}, "half": ["0"]})
+        for given, pin in (({}, "none"), ({"ops": pinned(**{"0": "mine"})}, "mine")):
+            policy = Precision("amp", "bfloat16", products=recipe, **given).policy  # type: ignore
+            assert policy.pin_of("0") == ("0", pin)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "says"),
+    [
+        ("amp", {"products": "mxfp9"}, r"dtype.products=mxfp9: choose none, fp8_blocks.*mxfp8"),
+        ("amp", {"recipes": {"none": Recipe("none", {})}},
+         "dtype.recipes.none: is the name of a pin; choose another"),
+        ("mixed", {"products": "mxfp8", "ops": OpLists()}, "mxfp8: has no op to act on"),
+        ("amp", {"products": "mxfp8", "ops": pinned(head="float32")},
+         r"ops.modules\['head'\]=float32: choose fp32, half, none or a recipe: fp8_blocks, "),
+    ],
+)  # fmt: skip
+def test_refused(mode: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Precision(mode, **given).attach(nn.ModuleDict({"head": nn.Linear(32, 32)}))

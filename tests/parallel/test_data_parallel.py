@@ -4,6 +4,9 @@ Two ranks with half a batch each equal one process that accumulates the two halv
 because both add two fp32 numbers and halve the sum.
 """
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,38 +14,46 @@ import torch
 from rank_training import CPU, assert_same, assert_same_but, bad_input, on_ranks, trained
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpframe import MasterWeights
-from mpframe.core.comm import SINGLE_PROCESS
+from mpframe.core.comm import SINGLE_PROCESS, part_of
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import init_comm
 from mpframe.training.trainer import Trainer
 
-
-def fit_and_halves(two: Ranks, mode: str, options: dict[str, Any]) -> Any:
-    """What two ranks leave, which is what one process leaves that accumulates their halves."""
-    first, second = two(on_ranks, mode, options)
-    halves = {**options, "batch": options.get("batch", 16) // 2, "accumulate": 2}
-    alone = trained(mode, SINGLE_PROCESS, halves)
-    # One process counts twice as many batches.
-    for other in (second, alone):
-        assert_same_but(first["states"], other["states"], "progress")
-    return first, second, alone
+OF_NOW = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {role: {"per": "block", "block": 4, "scale": "e8m0"} for role in ("x", "w")},
+    "dw": {"x": {"per": "tensor"}, "dy": {"per": "tensor"}},
+}
+DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
+EARLY, LATE = {"reduce": "in_backward"}, {"reduce": "after_backward"}
+FSDP = {"name": "mlp", "fsdp": True}
+ALL = [0, 1, 2]
+TWO = torch.tensor(2.0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("mode", "reduce"),
-    [("fp32", "in_backward"), ("amp", "after_backward"), ("mixed", "in_backward"),
-     ("split", "after_backward")],
+    ("mode", "options"),
+    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("split", LATE),
+     ("mixed", {"recipe": OF_NOW, "batch": 32}), ("mixed", {"recipe": DELAYED, "batch": 32})],
 )  # fmt: skip
-def test_two_ranks_equal_one_process_that_accumulates_their_halves(
-    two: Ranks, mode: str, reduce: str
-) -> None:
-    """Also where a layer is used on one rank alone, or on none: it is left as it was."""
-    first, second, alone = fit_and_halves(two, mode, {"reduce": reduce})
+def test_two_ranks_equal_one_process_with_their_halves(two: Ranks, mode: str, options: Any) -> None:
+    """Also where a layer is used on one rank alone, or on none: it is left as it was.
+
+    Each micro-batch is quantised by itself, but delayed scales are of the samples of all ranks:
+    also of a layer that the second rank uses first, alone.
+    """
+    first, second = two(on_ranks, mode, options)
+    halves = {**options, "batch": options.get("batch", 16) // 2, "accumulate": 2}
+    alone = trained(mode, SINGLE_PROCESS, halves)
     assert_same(first, second)
+    # One process counts twice as many batches.
+    assert_same_but(first["states"], alone["states"], "progress")
     assert_same(first["weights"], alone["weights"])
     assert_same_but(first["results"], alone["results"], "dropped")
     assert first["metrics"] == alone["metrics"]
@@ -51,29 +62,22 @@ def test_two_ranks_equal_one_process_that_accumulates_their_halves(
     begin, end = (first["states"][step]["weights"] for step in (0, -1))
     assert torch.equal(begin["never.weight"], end["never.weight"])
     assert not torch.equal(begin["sometimes.weight"], end["sometimes.weight"])
-
-
-OF_NOW = {
-    "every": {"format": "e2m1", "per": "row"},
-    "forward": {role: {"per": "block", "block": 4, "scale": "e8m0"} for role in ("x", "w")},
-    "dw": {"x": {"per": "tensor"}, "dy": {"per": "tensor"}},
-}
-DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
-
-
-@pytest.mark.parametrize("recipe", [OF_NOW, DELAYED], ids=["now", "delayed"])
-def test_products_below_16_bits_on_two_ranks(two: Ranks, recipe: dict[str, Any]) -> None:
-    """Each micro-batch is quantised by itself, but delayed scales are of the samples of all ranks:
-    also of a layer that the second rank uses first, alone."""
-    first, _, _ = fit_and_halves(two, "mixed", {"recipe": recipe, "batch": 32})
-    names = ("first.weight", "sometimes.weight", "last.weight") if recipe is DELAYED else ()
-    histories = first["states"][-1]["products"]["amax"]
-    assert set(histories) == {f"{name} {role}" for name in names for role in ("x", "w", "dy")}
+    if options.get("recipe") is DELAYED:
+        names = ("first.weight", "sometimes.weight", "last.weight")
+        histories = first["states"][-1]["products"]["amax"]
+        assert set(histories) == {f"{name} {role}" for name in names for role in ("x", "w", "dy")}
 
 
 def bad_gradient(trainer: Trainer, batches: Any) -> None:
-    weight = trainer.model.get_parameter("last.weight")
-    handle = weight.register_hook(lambda own: (handle.remove(), own * torch.nan)[1])
+    """That of the last layer's weight is nan on this rank, before the ranks add theirs."""
+    layers = dict(trainer.model.named_modules())
+
+    def spoil(module: nn.Module, inputs: Any) -> None:
+        handle.remove()
+        weight: Any = module.weight  # A divided one as it is gathered: the same in each step.
+        once = weight.register_hook(lambda own: (once.remove(), own * torch.nan)[1])
+
+    handle = (layers.get("last") or layers["4"]).register_forward_pre_hook(spoil)
 
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
@@ -95,25 +99,42 @@ def bad_sum(trainer: Trainer, batches: Any) -> None:
     patch.setattr(DataParallel, "_receive", spoilt_early)
 
 
+def bad_divided_sum(trainer: Trainer, batches: Any) -> None:
+    sharding: Any = trainer.comm.sharding
+    check = sharding.refuse_unused
+
+    def spoilt() -> None:
+        check()
+        part_of(next(trainer.model.parameters()).grad)[0] = torch.inf  # type: ignore[arg-type]
+        sharding.refuse_unused = check
+
+    sharding.refuse_unused = spoilt
+
+
 @pytest.mark.parametrize(
-    ("mode", "reduce"),
-    [("fp32", "in_backward"), ("amp", "after_backward"), ("mixed", "in_backward")],
+    ("mode", "options"),
+    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("fp32", FSDP), ("mixed", FSDP)],
 )
-def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, reduce: str) -> None:
-    faults = {1: bad_input, 2: bad_gradient, 3: bad_sum}
-    first, second = two(on_ranks, mode, {"faults": faults, "norm": True, "reduce": reduce})
+def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, options: Any) -> None:
+    """Before the sum, or only in it; nothing changes but the scale, and the ranks agree."""
+    last, clip = (bad_divided_sum, None) if options is FSDP else (bad_sum, 1.0)
+    faults = {1: bad_input, 2: bad_gradient, 3: last}
+    own = {"faults": faults, "norm": True, "clip_norm": clip, **options}
+    first, second = two(on_ranks, mode, own)
     assert_same(first["states"], second["states"])
+    assert_same_but(first["results"], second["results"], "grad_norm")
     skipped = [own["skipped"] for own in first["results"]]
-    assert skipped == [own["skipped"] for own in second["results"]]
     assert skipped == [step in faults for step in range(len(skipped))]
     for step in faults:  # Buffers, masters, the optimizer's state and the average, too.
         before, after = ([first["states"][n]] for n in (step, step + 1))
         assert_same_but(before, after, "progress", "scaler")
 
 
-def test_a_micro_batch_that_overflows_on_one_rank_is_dropped_on_all(two: Ranks) -> None:
-    options = {"faults": {1: bad_input}, "norm": True, "accumulate": 2, "batch": 8, "steps": 3}
-    first, second = two(on_ranks, "mixed", options)
+@pytest.mark.parametrize(("mode", "options"), [("mixed", {"batch": 8}), ("amp", FSDP)])
+def test_what_overflows_of_a_window_is_dropped_on_all(two: Ranks, mode: str, options: Any) -> None:
+    fault = bad_divided_sum if options is FSDP else bad_input
+    own = {"faults": {1: fault}, "norm": True, "accumulate": 2, "steps": 3, **options}
+    first, second = two(on_ranks, mode, own)
     assert_same(first, second)
     told = [(own["skipped"], own["dropped"]) for own in first["results"]]
     assert told == [(False, 0), (False, 1), (False, 0)]
@@ -131,9 +152,7 @@ FAULTS = {1: bad_input, 3: bad_gradient}
         ("split", {"faults": FAULTS, "sync": True, "large": 100}),
     ],
 )
-def test_averaged_in_the_backward_pass_it_is_the_same_step(
-    two: Ranks, mode: str, changes: dict[str, Any]
-) -> None:
+def test_averaged_in_the_backward_it_is_the_same_step(two: Ranks, mode: str, changes: Any) -> None:
     """Weights, masters, optimizer and scaler, which is told what a rank's gradients alone reach."""
     options = {"norm": True, **changes}
     first, second = two(on_ranks, mode, {**options, "reduce": "in_backward"})
@@ -161,12 +180,179 @@ def sent_before_the_first_layer(large: int) -> int:
         return counts[0]
 
 
-@pytest.mark.parametrize(("large", "pieces_sent"), [(1, 5), (2**22, 1)])
-def test_gradients_are_sent_while_the_backward_pass_runs(
-    two: Ranks, large: int, pieces_sent: int
-) -> None:
-    """Weight and bias of the two later layers, each alone; or all at the end, as one piece.
+@pytest.mark.parametrize(("large", "sent"), [(1, 5), (2**22, 1)])
+def test_gradients_are_sent_while_the_backward_pass_runs(two: Ranks, large: int, sent: int) -> None:
+    """Weight and bias of the two later layers alone, or all at the end; before them the count."""
+    assert two(sent_before_the_first_layer, large) == [sent, sent]
 
-    Before them goes the count, by which the ranks weigh.
-    """
-    assert two(sent_before_the_first_layer, large) == [pieces_sent, pieces_sent]
+
+# The averages in a hand-written loop, parameter by parameter.
+
+
+class Layers(nn.Module):
+    """Three layers, of which a call uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, *numbers: int) -> Tensor:
+        return torch.stack([self.each[number](torch.ones(2)).sum() for number in numbers]).sum()
+
+    def averaged(self, ranks: DataParallel, *numbers: int, loss: Tensor | None = None) -> list[int]:
+        """The numbers of the layers that have means in a step; what another rank used is halved."""
+        parameters = [own for own in self.parameters() if own.requires_grad]
+        loss = self(*numbers) if loss is None else loss
+        ranks.backward(loss, 1.0, TWO, parameters)
+        means, *_ = ranks.means(loss.detach())
+        assert all(own.grad is None for own in self.parameters())
+        return [n for n, layer in enumerate(self.each) if layer.weight in means]
+
+
+def with_layers(do: Callable[..., Any], bucket_mb: float = 25) -> Any:
+    """What it finds; the buckets go with their trainer."""
+    with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(data_parallel, "_BUCKET_MB", bucket_mb)
+        ranks = comm.in_backward()
+        found = do(Layers(), ranks, comm.rank)
+        gone = weakref.ref(ranks)
+        del ranks
+        gc.collect()
+        assert gone() is None
+        return found
+
+
+def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
+    """A probe, an autopsy or a callback of a user's has backward passes of its own."""
+    found = [model.averaged(ranks, 0, 1)]
+    model(0, 1, 2).backward()
+    model.zero_grad()
+    found.append(model.averaged(ranks, 0, 1))
+    torch.autograd.grad(model(2), model.each[2].weight)
+    return [*found, model.averaged(ranks, 1), model.averaged(ranks, 0, 1, 2)]
+
+
+def used_on_one_rank(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
+    """A rank may use none; hooks of a parameter are called where it is used."""
+    unrelated, hooked = torch.ones((), requires_grad=True), list[Tensor]()
+    found = [model.averaged(ranks, 0, loss=unrelated * 1 if rank == 0 else None)]
+    model.each[2].weight.register_hook(hooked.append)  # type: ignore[no-untyped-call]
+    found.append(model.averaged(ranks, *((0,) if rank else (0, 2))))
+    assert len(hooked) == 1 - rank
+    return found
+
+
+def frozen_and_back(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
+    """Or converted, even on one rank only: buckets are laid out alike at any time."""
+    found, weight = [], model.each[1].weight
+    for is_trained in (True, False, True):
+        weight.requires_grad_(is_trained)
+        found.append(model.averaged(ranks, 0, 1, 2))
+    if rank:  # The node that accumulates its gradient is another one now.
+        weight.data = weight.data.double()
+        weight.data = weight.data.float()
+    return [*found, model.averaged(ranks, 0, 1, 2), model.averaged(ranks, 0, 1)]
+
+
+def after_a_failure(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
+    found = [model.averaged(ranks, 0, 1, 2)]
+    handle = model.each[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[no-untyped-call]
+    with pytest.raises(ZeroDivisionError):
+        model.averaged(ranks, 0, 1, 2)
+    handle.remove()
+    model.zero_grad()
+    return [*found, model.averaged(ranks, 0, 1)]
+
+
+def refused(model: Layers, ranks: DataParallel, rank: int) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    said = "^trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the layer"
+    with pytest.raises(ConfigError, match=said):
+        ranks.backward(table(torch.arange(4)).sum(), 1.0, TWO, [table.weight])
+
+
+@pytest.mark.parametrize(
+    ("do", "averaged"),
+    [
+        (beside, [[0, 1], [0, 1], [1], ALL]),
+        (used_on_one_rank, [[0], [0, 2]]),
+        (frozen_and_back, [ALL, [0, 2], ALL, ALL, [0, 1]]),
+        (after_a_failure, [ALL, [0, 1]]),
+        (refused, None),
+    ],
+)
+def test_the_layers_of_a_step_are_averaged(two: Ranks, do: Any, averaged: Any) -> None:
+    assert two(with_layers, do) == [averaged, averaged]
+
+
+def laid_out(model: Layers, ranks: DataParallel, rank: int) -> list[list[list[int]]]:
+    """The layers of each bucket, in the order in which they are sent, in three steps."""
+    orders, weights = [], [layer.weight for layer in model.each]
+    for numbers in ((2, 0, 1), (0, 1), (1, 2)):
+        loss = model(*numbers)
+        ranks.backward(loss, 1.0, TWO, weights)
+        sent: Any = ranks._reductions
+        orders.append([[n for n, w in enumerate(weights) if w in slots] for _, slots, _ in sent])
+        ranks.means(loss.detach())
+    return orders
+
+
+def test_buckets_are_the_same_in_every_step_and_after_a_restart(two: Ranks) -> None:
+    """With three ranks and more the order in which values are summed depends on their place."""
+    for megabytes, buckets in ((25, [ALL]), (1e-6, [[2], [1], [0]])):
+        assert two(with_layers, laid_out, megabytes) == [[buckets] * 3] * 2
+
+
+def strided(rank: int) -> list[nn.Parameter]:
+    """Parameters that do not lie in rows, or have holes, or nothing in them."""
+    values = torch.arange(48.0) + rank
+    columns, holes = values[:6].view(2, 3).t(), values.view(6, 8)[::2, ::2].t()
+    image = values.view(1, 3, 4, 4).to(memory_format=torch.channels_last)
+    return [nn.Parameter(own) for own in (columns, holes, image, values[:0], values.sum())]
+
+
+def mean_layouts(model: Layers, ranks: DataParallel, rank: int) -> list[list[Tensor | None]]:
+    """The second rank uses all, the first one all or the last; d/dw w^2/2 is w."""
+    found = []
+    for used in ((0, 1, 2, 3, 4), (4,)):
+        parameters = strided(rank)
+        own = range(5) if rank else used
+        loss = torch.stack([parameters[n].square().sum() / 2 for n in own]).sum()
+        ranks.backward(loss, 1.0, TWO, parameters)
+        means, *_ = ranks.means(loss.detach())
+        found.append([means[own] for own in parameters])
+    return found
+
+
+def test_gradients_lie_where_they_belong(two: Ranks) -> None:
+    for of_all, of_one in two(with_layers, mean_layouts):
+        for n, (ours, theirs) in enumerate(zip(strided(0), strided(1), strict=True)):
+            assert torch.equal(of_all[n], (ours.detach() + theirs.detach()) / 2)
+            assert torch.equal(of_one[n], (ours.detach() * (n == 4) + theirs.detach()) / 2)
+
+
+def recomputed(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
+    """What is said of one, and of two recomputations of a layer in passes of their own."""
+    said = []
+    for alone in (False, True):  # All that DDP waits for is there after its first gradient.
+        for layer in model.each[1:] if alone else ():
+            layer.requires_grad_(False)
+        for times in (1, 2, 1):
+            hidden = torch.ones(2, requires_grad=True)
+            for _ in range(times):
+                hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
+            try:
+                loss = hidden.sum() + (0 if alone else model(1))
+                said.append(str(model.averaged(ranks, loss=loss)))
+            except ConfigError as error:
+                said.append(str(error))
+            model.zero_grad()
+    return said
+
+
+def test_a_layer_may_be_recomputed_once_in_a_pass_of_its_own(two: Ranks) -> None:
+    twice = (
+        "trainer.reduce=in_backward: a weight got a second gradient in one backward pass, as by "
+        "checkpoint(use_reentrant=True); use use_reentrant=False, or trainer.reduce=after_backward"
+    )
+    assert two(with_layers, recomputed) == [["[0, 1]", twice, "[0, 1]", "[0]", twice, "[0]"]] * 2

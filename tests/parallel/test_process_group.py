@@ -1,22 +1,43 @@
-"""What ranks tell each other: sums, norms, values of one of them, and what `numerics` counts."""
+"""Where a rank stands; what ranks tell each other, and in how many bytes, beside the model."""
 
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
+from checkout import ROOT
+from fixtures import Patch
 from rank_training import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
-from mpframe import Precision
+from mpframe.cli.commands.train import of_this_rank
 from mpframe.core.comm import SINGLE_PROCESS, Comm
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.lab.product_noise import ProductProbe
+from mpframe.core.optim.master_weights import MasterWeights
+from mpframe.core.tree import HALF, tensors_in
 from mpframe.lab.ranges import RangeProbe
-from mpframe.parallel import process_group
+from mpframe.parallel import launch, process_group
+from mpframe.parallel.launch import refuse_misfit
+from mpframe.parallel.place import Place, place
+from mpframe.run.parts import resolve_device
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer
+
+# Of an op its kind, and which argument has the values of all ranks.
+KINDS = {
+    "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+}  # fmt: skip
+PARTNER = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})  # The other sends zeros.
 
 
 def sums(comm: Any) -> list[Tensor]:
@@ -32,50 +53,32 @@ def sums(comm: Any) -> list[Tensor]:
     return [*found, comm.norm(torch.tensor(2e38))]
 
 
-def test_sums_are_the_same_however_tensors_are_sent_and_a_norm_does_not_overflow(
-    two: Ranks,
-) -> None:
+def test_sums_are_the_same_however_sent_and_a_norm_does_not_overflow(two: Ranks) -> None:
     expected = [torch.full((4,), 3.0), torch.full((2,), 0.2, dtype=torch.float64)]
     expected += [torch.arange(6.0).view(2, 3).t() * 2 + 1, torch.arange(10.0) * 3]
     for found in two(in_group, sums):
         assert_same(found, [*expected * 3, torch.tensor(2e38 * 2**0.5)])
 
 
-class Third(process_group.ProcessGroup):
-    """The third of four ranks whose weights are divided; the second has no batch."""
-
-    def __init__(self) -> None:
-        self.sharding = object()  # type: ignore[assignment]
-
-    def any(self, flag: bool) -> bool:
-        return True
-
-    def gather_object(self, value: Any) -> list[Any]:
-        return ["first", None, value, "fourth"]
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-
 def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
-    found = [Third().broadcast_if_missing(own) for own in ("third", None)]
-    assert found == ["third", "first"]
+    """The third of four ranks whose weights are divided; the second has no batch."""
+    third = SimpleNamespace(sharding=object(), any=bool, broadcast_object=lambda value: value)
+    third.gather_object = lambda value: ["first", None, value, "fourth"]
+    take: Any = process_group.ProcessGroup.broadcast_if_missing
+    assert [take(third, own) for own in ("third", None)] == ["third", "first"]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("resnet18", 2), pytest.param("gpt", 4, marks=pytest.mark.slow)]
+    ("name", "number"), [("resnet18", "two"), pytest.param("gpt", "four", marks=pytest.mark.slow)]
 )
-def test_ranks_equal_one_process_with_the_whole_batch(
-    request: pytest.FixtureRequest, name: str, size: int
-) -> None:
+def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, number: str) -> None:
     """With synchronised BatchNorm, in float64, where rounding leaves room for nothing else.
 
     Sums of at most 10^4 terms in another order differ by 10^4 * 2^-53 = 1e-12 of their size; three
     more digits are for what 18 layers and 2 steps make of it.
     """
     options = {"name": name, "double": True, "sync": True, "optimizer": torch.optim.SGD, "steps": 2}
-    ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
-    first, *others = ranks(on_ranks, "fp32", options)
+    first, *others = request.getfixturevalue(number)(on_ranks, "fp32", options)
     for other in others:
         assert_same(first, other)
     alone = trained("fp32", SINGLE_PROCESS, options)
@@ -105,21 +108,143 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
     assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
 
 
-def noise(comm: Comm) -> Any:
-    """Of the operands of one step, the whole batch or a rank's half."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    precision = Precision("mixed", half="bfloat16", products="mxfp8")
-    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, comm=comm)
-    halves = [(half, half) for half in torch.randn(2, 32, 32).unbind()]
-    probe = ProductProbe(precision)
-    trainer.train_step(*(halves if comm.size == 1 else [halves[comm.rank]]))
-    return probe.noises(comm)
+class Counted(TorchDispatchMode):
+    """Counts the bytes of the tensors that collectives are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            kind, at = KINDS[op._opname]
+            self.bytes[kind] += sum(tensor.nbytes for tensor in tensors_in(args[at]))
+        return op(*args, **(kwargs or {}))
 
 
-def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
-    first, second = two(in_group, noise)
-    assert first == noise(SINGLE_PROCESS)
-    assert second == {}
-    assert {own.values for own in first.values()} == {2 * 32 * 32}
+def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], int]:
+    """What a rank hands over in a step; the weights, and the bytes of the buffers.
+
+    In its third step: with its second, DDP tells the ranks how it has divided the weights.
+    """
+    options = {"name": "mlp", "fsdp": True, "clip_norm": None}
+    if parallel != "fsdp":
+        options = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
+    trainer, train, _ = setup(mode, comm, options)
+    stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
+    *others, last = list(train.epoch(0))[:3]
+    for batch in others:
+        trainer.train_step(batch)
+    with Counted() as counter:
+        trainer.train_step(last)
+    weights = [Weight(tuple(p.shape), p.dtype in HALF) for p in stored.parameters()]
+    return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
+
+
+@pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_the_model_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
+    mode = "fp32" if (number, parallel) == ("two", "after_backward") else "mixed"
+    results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
+    for handed, weights, buffers in results:
+        assert handed == payload(weights, parallel, len(results), buffers, scaled=mode != "fp32")
+
+
+def test_a_ring_sends_twice_what_is_summed_and_the_page_has_the_tables() -> None:
+    handed = {"all_reduce": 100, "all_gather": 40, "reduce_scatter": 40, "broadcast": 8}
+    assert (sent(handed, 1), sent(handed, 4)) == (0, 2 * 75 + 30 + 30 + 8)
+    assert held("mixed", "after_backward", 1) == 16
+    assert tables() in (ROOT / "docs" / "distributed.md").read_text()
+
+
+def pretend(monkeypatch: Patch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def second(monkeypatch: Patch) -> None:
+    """This process is the second of three, and of two on its machine."""
+    here = {"LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    pretend(monkeypatch, RANK="1", WORLD_SIZE="3", **here)
+
+
+def test_a_process_of_its_own_is_alone(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, RANK="1", WORLD_SIZE="3")  # Some clusters set it for their own ends.
+    assert place() == Place(0, 1, 0)
+
+
+@pytest.mark.usefixtures("second")
+def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
+    assert place() == Place(1, 3, 1)
+    given = {(2, "auto"): "cuda:1", (2, "cuda"): "cuda:1", (2, "cpu"): "cpu", (0, "auto"): "cpu"}
+    for (devices, asked), device in given.items():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
+        assert resolve_device(asked) == torch.device(device)
+    start = "start torchrun with --nproc-per-node 1, or "
+    for devices, asked, way in ((1, "auto", start), (0, "cuda", "")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
+        said = f"has {devices} CUDA devices and more ranks; {way}use device=cpu"
+        with pytest.raises(ConfigError, match=said):
+            resolve_device(asked)
+
+
+def test_what_several_ranks_do_not_do_together() -> None:
+    cases: list[Any] = [
+        (nn.Linear(8, 4), torch.optim.LBFGS, ClosureTrainer, "optimizer=LBFGS evaluates the"),
+        (nn.Embedding(4, 4, sparse=True), torch.optim.SGD, Trainer, "a gradient is sparse, and"),
+    ]
+    for model, optimizer, kind, said in cases:
+        masters, loss = MasterWeights(optimizer(model.parameters(), lr=0.1)), nn.MSELoss()
+        with pytest.raises(ConfigError, match=rf"^trainer\.parallel=ddp: {said}"):
+            kind(model, masters, supervised(loss), comm=PARTNER()).train_step(
+                (torch.arange(4), torch.zeros(4, 4))
+            )
+
+
+@pytest.mark.usefixtures("second")
+def test_a_sweep_does_not_go_with_torchrun() -> None:
+    with pytest.raises(ConfigError, match=r"^-m: torchrun has started 3 processes for one run"):
+        of_this_rank(["-m", "seed=1,2"])
+    assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
+
+
+def test_rank_0_that_meets_an_error_late_does_not_repeat_it(monkeypatch: Patch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(launch, "_WAIT", 1.0)
+    pretend(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    pretend(monkeypatch, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    lines = []
+    for rank, text in (("1", "late"), ("0", "late"), ("0", "early"), ("1", "early")):
+        monkeypatch.setenv("RANK", rank)
+        lines.append(launch.line_of(ConfigError(text)))
+    assert lines == ["rank 1: late", None, "early", None]
+
+
+def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: Patch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    pretend(monkeypatch, SLURM_NTASKS="2", SLURM_PROCID="0")
+    refuse_misfit(None)  # In a batch script, whose one process may train.
+    pretend(monkeypatch, SLURM_STEP_NUM_TASKS="2")
+    refuse_misfit("none")
+    with pytest.raises(ConfigError) as refused:
+        refuse_misfit(None)
+    assert str(refused.value) == (
+        "srun has started 2 processes, and each would train by itself; let it start one torchrun "
+        "on each machine: srun --ntasks-per-node 1 torchrun --nproc-per-node 2 scripts/train.py "
+        "...; or, for separate runs, set trainer.parallel=none"
+    )
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="srun has started 2 processes"):
+        refuse_misfit("ddp")
+    own = {"LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    pretend(monkeypatch, RANK="1", WORLD_SIZE="2", **own)
+    refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_several_processes_are_needed(parallel: str) -> None:
+    with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several processes"):
+        refuse_misfit(parallel)

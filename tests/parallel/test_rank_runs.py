@@ -1,41 +1,62 @@
 """Runs of several ranks: one run folder, the numbers of one process, and one end for all."""
 
-import json
-import logging
+import csv
 import re
-from itertools import product
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranked
+from fixtures import Log
 from in_process import train
-from ranked import NET, NOISY, OWN, assert_same_results, summary_in, trouble
-from ranks import Ranks
+from ranked import NET, NOISY, OWN, Points, assert_same_results, summary_in, torchrun, trouble
+from ranks import Ranks, ranks
 from sameness import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS
 from mpframe.cli.commands.evaluate import evaluate
+from mpframe.data import Loader
 from mpframe.lab.ranges import read_ranges
 from mpframe.tracking.summary import Status
 
+DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
+           "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
+           "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
+REFUSED = {
+    "dataset.batch_size=7": "2 ranks share each batch; use a multiple of 2, as 8",
+    "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
+    "trainer.parallel=ddp, or start one process",
+    "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
+}
+OTHERWISE = {
+    "dtype=amp": "dtype.mode=amp: rank 1 has it, and rank 0 has mixed",
+    "trainer.parallel=fsdp": "trainer.parallel=fsdp: rank 1 has it, and rank 0 has null",
+    "callbacks=[default,early_stopping]": "callbacks.early_stopping._target_=mpframe.training."
+    "callbacks.guards.EarlyStopping: rank 1 has it, and rank 0 has null",
+}
+
 
 @pytest.fixture(scope="module")
-def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that draws for dropout, augmentation and stochastic rounding."""
-    folder = tmp_path_factory.mktemp("two") / "run"
-    first, second = two(ranked.run, folder, *NOISY)
-    assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED)
-    # Of Python (pymp-*) it goes with the process; that of torch is for all of its processes.
-    left = {path.name.partition("-")[0].partition("_")[0] for path in two.scratch.iterdir()}
-    assert left <= {"pymp", "torchinductor"}
-    return folder
+def run_of(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of an undisturbed run of two ranks with these options, made once."""
+
+    @cache
+    def made(*options: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp("two") / "run"
+        ends = two(ranked.run, folder, *options)
+        assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
+        # Of Python (pymp-*) it goes with the process; that of torch is for all of its processes.
+        left = {re.split("[-_]", path.name)[0] for path in two.scratch.iterdir()}
+        assert left <= {"pymp", "torchinductor"}
+        return folder
+
+    return made
 
 
-def test_two_ranks_leave_the_folder_and_the_numbers_of_one_process(
-    two: Ranks, tmp_path: Path
-) -> None:
+def test_ranks_leave_the_folder_and_the_numbers_of_one_process(two: Ranks, tmp_path: Path) -> None:
     first, second = two(ranked.run, tmp_path / "two", *NET)
     one = train(tmp_path / "one", *NET, "dataset.batch_size=32", "trainer.accumulate=2")
     folders = tmp_path / "two", tmp_path / "one"
@@ -55,36 +76,54 @@ def test_two_ranks_leave_the_folder_and_the_numbers_of_one_process(
     assert first.val_loss == second.val_loss == pytest.approx(one.val_loss, rel=64 * 2**-24)
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_exactly(
-    two: Ranks, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize("options", [NOISY, DIVIDED], ids=["ddp", "fsdp"])
+def test_a_signal_to_one_rank_stops_all(
+    two: Ranks, run_of: Any, tmp_path: Path, options: list[str]
 ) -> None:
-    state = checkpoint.load(undisturbed)  # Each rank rounds with random numbers of its own.
-    rounding = [own["products"]["generators"] for own in (state["trainer"], state[OTHER_RANKS][0])]
-    assert differing(*rounding)
+    """At the same step, and the run goes on exactly. Each rank rounds with numbers of its own."""
+    whole = run_of(*options)
+    if options is NOISY:
+        state = checkpoint.load(whole)
+        parts = state["trainer"], state[OTHER_RANKS][0]
+        assert differing(*(own["products"]["generators"] for own in parts))
+    else:  # A divided layer that is run again in the backward pass is gathered once more.
+        options = [*options, "trainer.recompute=['*']"]
     limit = "trainer.timeout=20"  # seconds that one rank would wait for the other
-    ends = two(ranked.run, tmp_path / "run", *NOISY, *trouble(1, 5, "SIGTERM"), limit)
-    assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"]
+    ends = two(ranked.run, tmp_path / "run", *options, *trouble(1, 5, "SIGTERM"), limit)
     assert ends[0] == ends[1]
+    assert ends[0][0] == "RunInterrupted"
     assert f"continue with resume=auto hydra.run.dir={tmp_path}/run" in ends[0][1]
     summary = summary_in(tmp_path / "run")
     assert (summary["status"], summary["steps"]) == ("interrupted", 6)
-    two(ranked.run, tmp_path / "run", *NOISY, "resume=auto")
-    assert_same_results(undisturbed, tmp_path / "run")
+    two(ranked.run, tmp_path / "run", *options, "resume=auto")
+    assert_same_results(whole, tmp_path / "run")
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(
-    two: Ranks, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("options", [NOISY, DIVIDED], ids=["ddp", "fsdp"])
+def test_a_checkpoint_is_that_of_any_number_of_processes(
+    two: Ranks, run_of: Any, tmp_path: Path, options: list[str], caplog: Log
 ) -> None:
     """What one process, and then two again, read and write is what was there, bit for bit."""
-    caplog.set_level(logging.INFO)
-    middle, stop = undisturbed / "checkpoints" / "step_00000004", "trainer.max_steps=4"
-    train(tmp_path / "one", *NOISY, stop, f"resume={middle}")
-    assert "world_size=1 (was 2)" in caplog.text
-    two(ranked.run, tmp_path / "two", *NOISY, stop, f"resume={tmp_path}/one")
-    kept = [checkpoint.load(own)["trainer"] for own in (middle, tmp_path / "one", tmp_path / "two")]
-    for name, other in product(("weights", "ema", "scaler"), kept[1:]):
-        assert differing(kept[0][name], other[name]) == []
-    assert train(tmp_path / "one", *NOISY, "resume=auto").steps == 8
+    caplog.set_level("INFO")
+    middle, stop = run_of(*options) / "checkpoints" / "step_00000004", "trainer.max_steps=4"
+    one = [own for own in options if own != "trainer.parallel=fsdp"]
+    train(tmp_path / "one", *one, stop, f"resume={middle}")
+    changed = "" if options is NOISY else ", weights=whole (was divided)"
+    assert f"world_size=1 (was 2){changed}" in caplog.text
+    two(ranked.run, tmp_path / "two", *options, stop, f"resume={tmp_path}/one")
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        found = differing(state_of(middle)["trainer"], state_of(folder)["trainer"])
+        # The plan is shorter, and so is the schedule.
+        found = [path for path in found if not path.startswith("/schedule") and path[-3:] != "/lr"]
+        assert found == ["/progress/validated"]  # The runs end here.
+    new = [f"init_from={middle}", "init_from_except=[head.*]", "optimizer.lr=1e-9"]
+    first, _ = two(ranked.run, tmp_path / "new", *options, *new, "trainer.max_steps=1")
+    assert first.status is Status.FINISHED, first
+    then, now = (state_of(folder)["trainer"]["weights"] for folder in (middle, tmp_path / "new"))
+    for name, weight in then.items():  # A step moves a weight below 1 by about lr, or its last bit.
+        same = bool(((weight - now[name]).abs() < 2**-23).all())
+        assert same == (not name.startswith("head")), name
+    assert train(tmp_path / "one", *one, "resume=auto").steps == 8
 
 
 @pytest.mark.parametrize(
@@ -94,7 +133,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(
       "trainer.reduce=in_backward", "dtype=amp"],
      ["optimizer=muon_adamw", "model=mlp", "dtype=mixed", "trainer.reduce=in_backward",
       "trainer.recompute=[hidden*]"]],
-    ids=["losses", "frozen", "optimizers"],
 )  # fmt: skip
 def test_ranks_stay_the_same(two: Ranks, tmp_path: Path, options: list[str]) -> None:
     """Checked at each checkpoint: several losses, several optimizers, layers frozen for a while."""
@@ -104,27 +142,15 @@ def test_ranks_stay_the_same(two: Ranks, tmp_path: Path, options: list[str]) -> 
 
 
 def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
-    fast = ["callbacks.ranges.layers=[none]", "trainer.timeout=20"]
-    two(ranked.run, tmp_path / "run", *OWN, "numerics=on", "numerics.every=4", *fast)
+    fast = ["callbacks.ranges.layers=[none]", "trainer.timeout=20", "dtype=mixed_bf16"]
+    options = [*fast, "dtype.products=fp8_rows", "numerics=on", "numerics.every=4"]
+    two(ranked.run, tmp_path / "run", *OWN, *options)
     (report,) = read_ranges(tmp_path / "run")
     assert report.field("activations", "count").tolist() == [8 * 2]  # samples, outputs
     assert report.field("weights", "count").tolist() == [4 * 2 + 2]
-
-
-DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
-           "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
-           "callbacks.autopsy=null"]  # fmt: skip
-FSDP = "trainer.parallel=fsdp"
-PARTS = ["parts_00000.pt", "parts_00001.pt"]
-
-
-@pytest.fixture(scope="module")
-def divided_run(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that divide the weights."""
-    folder = tmp_path_factory.mktemp("sharded") / "run"
-    first, second = two(ranked.run, folder, *DIVIDED, FSDP)
-    assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED), (first, second)
-    return folder
+    lines = (tmp_path / "run" / "numerics" / "products.csv").read_text().splitlines()
+    counts = {row["operand"]: row["values"] for row in csv.DictReader(lines)}
+    assert counts["forward.x"] == str(8 * 4)
 
 
 def state_of(folder: Path) -> Any:
@@ -133,67 +159,135 @@ def state_of(folder: Path) -> Any:
     return state
 
 
-def test_a_run_leaves_what_ddp_leaves(two: Ranks, divided_run: Path, tmp_path: Path) -> None:
+def test_fsdp_leaves_what_ddp_leaves(two: Ranks, run_of: Any, tmp_path: Path) -> None:
     """Each rank has written half of the weights, of their averages and of the optimizer's state."""
+    divided_run = run_of(*DIVIDED)
     files = {own.name: own.stat().st_size for own in checkpoint.newest(divided_run).iterdir()}
-    assert sorted(files) == ["config.yaml", "manifest.json", *PARTS, "state.pt"]
+    parts = ["parts_00000.pt", "parts_00001.pt"]
+    assert sorted(files) == ["config.yaml", "manifest.json", *parts, "state.pt"]
     average = checkpoint.load(divided_run)["trainer"]["ema"]
     divided = 4 * 4 * sum(weight.numel() for weight in average.values())
-    for name in PARTS:
-        assert divided / 2 < files[name] < divided / 2 + 2**13
-    two(ranked.run, tmp_path / "ddp", *DIVIDED)
+    assert all(divided / 2 < files[name] < divided / 2 + 2**13 for name in parts)
+    two(ranked.run, tmp_path / "ddp", *DIVIDED[:-1])
     found = differing(state_of(divided_run), state_of(tmp_path / "ddp"))
     # The norm is a sum in another order; all else is the same bit for bit.
     assert [path for path in found if not path.endswith("/grad_norm")] == []
 
 
-def test_other_commands_read_it_in_one_process(divided_run: Path) -> None:
+def test_other_commands_read_it_in_one_process(run_of: Any) -> None:
     """Accuracy counts; the loss of 180 samples is rounded in another order than by two ranks."""
-    summary = json.loads((divided_run / "summary.json").read_text())
-    measured = evaluate(divided_run, []).evaluation
+    summary = summary_in(folder := run_of(*DIVIDED))
+    measured = evaluate(folder, []).evaluation
     assert measured.metrics["accuracy"] == summary["test_accuracy"]
     assert measured.loss == pytest.approx(summary["test_loss"], rel=64 * 2**-24)
-
-
-def test_a_signal_stops_all_and_the_run_goes_on_exactly(
-    two: Ranks, divided_run: Path, tmp_path: Path
-) -> None:
-    """With the modules run again in the backward pass, for which they are gathered once more."""
-    options = [*DIVIDED, FSDP, "trainer.recompute=['*']"]
-    ends = two(ranked.run, tmp_path / "run", *options, *ranked.trouble(1, 5, "SIGTERM"))
-    assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"], ends
-    two(ranked.run, tmp_path / "run", *options, "resume=auto")
-    assert differing(state_of(divided_run), state_of(tmp_path / "run")) == []
-
-
-def test_a_checkpoint_is_that_of_any_number_of_processes(
-    two: Ranks, divided_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What one process, and then fsdp again, reads and writes is what was there, bit for bit."""
-    middle, stop = divided_run / "checkpoints" / "step_00000004", "trainer.max_steps=4"
-    assert train(tmp_path / "one", *DIVIDED, stop, f"resume={middle}").steps == 4
-    assert "world_size=1 (was 2), weights=whole (was divided)" in caplog.text
-    two(ranked.run, tmp_path / "two", *DIVIDED, FSDP, stop, f"resume={tmp_path}/one")
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        found = differing(state_of(middle)["trainer"], state_of(folder)["trainer"])
-        # The plan is shorter, and so is the schedule.
-        found = [path for path in found if not path.startswith("/schedule") and path[-3:] != "/lr"]
-        assert found == ["/progress/validated"]  # The runs end here.
-    new = [f"init_from={middle}", "init_from_except=[head.*]", "optimizer.lr=1e-9"]
-    first, _ = two(ranked.run, tmp_path / "new", *DIVIDED, FSDP, *new, "trainer.max_steps=1")
-    assert first.status is Status.FINISHED, first
-    then, now = (state_of(folder)["trainer"]["weights"] for folder in (middle, tmp_path / "new"))
-    for name, weight in then.items():  # A step moves a weight below 1 by about lr, or its last bit.
-        same = bool(((weight - now[name]).abs() < 2**-23).all())
-        assert same == (not name.startswith("head")), name
 
 
 def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path) -> None:
     """Nothing of the checkpoint is left."""
     full = "+callbacks.full._target_=ranked.FullDisk"
-    (kind, text), other = two(ranked.run, tmp_path / "run", *DIVIDED, FSDP, full)
-    assert (kind, text) == other
-    assert kind == "CheckpointError"
+    (kind, text), other = two(ranked.run, tmp_path / "run", *DIVIDED, full)
+    assert (kind, text) == other == ("CheckpointError", text)
     assert text.startswith(f"checkpoint {tmp_path}/run/checkpoints/step_00000004 could not be")
     assert "No space left on device" in text
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def order_of(batch: int) -> list[int]:
+    """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
+    order: list[int] = Loader(Points(32, None), 8, shuffle=True).batch_ids(0, batch).tolist()
+    return order
+
+
+def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path: Path) -> None:
+    for rank, bad in ((1, order_of(2)[-1]), (0, order_of(2)[0])):
+        ends = two(ranked.run, tmp_path / f"{rank}", *OWN, f"+dataset.bad={bad}")
+        kind, said = ends.pop(rank)
+        assert kind == "DataError"
+        assert f"sample {bad} holds NaN or inf" in said
+        assert ends == [("LostRankError", f"rank {rank}: {said}")]
+    summary = summary_in(tmp_path / "1")
+    assert (summary["status"], summary["reason"][:8]) == ("failed", "rank 1: ")
+
+
+def test_ranks_that_begin_or_drift_apart_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """Before the first step, or at the next checkpoint."""
+    own = [*OWN[:4], "model._target_=ranked.seeded_otherwise"]
+    options = [[*own, f"trainer.parallel={parallel}"] for parallel in ("ddp", "fsdp")]
+    for ends in two(ranked.runs, tmp_path / "run", options):
+        for kind, said in ends:
+            assert kind == "UserCodeError"
+            assert "weight is not the same on rank 1 as on rank 0 before the first" in said
+    ends = two(ranked.run, tmp_path / "later", *OWN, "+callbacks.drift._target_=ranked.Drift")
+    said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
+    assert all(text.startswith(said) for _, text in ends)
+    assert not checkpoint.all_in(tmp_path / "later")
+
+
+def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
+    overflow = ["callbacks.overflow._target_=ranked.Overflow", "trainer.max_consecutive_skips=2"]
+    options = [*OWN, "dtype=amp", "loss_scaling=static", f"+{overflow[0]}", overflow[1]]
+    first, second = two(ranked.run, tmp_path / "run", *options)
+    assert first == second
+    assert first[0] == "DivergedError"
+    report = Path(first[1].partition("; see ")[2])
+    batch = int(report.parent.name.removeprefix("step_")) - 1
+    text = report.read_text()
+    assert f"epoch 0, batch {batch}, rank 1" in text
+    assert ", ".join(map(str, order_of(batch)[4:])) in text
+
+
+def test_what_ranks_cannot_do_and_other_options_are_refused(two: Ranks, tmp_path: Path) -> None:
+    """However the option would be noticed later. Where a rank finds its data is its own affair."""
+    ends = two(ranked.runs, tmp_path / "refused", [[*OWN, option] for option in REFUSED])
+    said = [("ConfigError", f"{option}: {text}") for option, text in REFUSED.items()]
+    assert ends == [said, said]
+    options = [[own] for own in OTHERWISE]
+    ends = two(ranked.runs_otherwise, tmp_path / "run", OWN, options, within=90)
+    assert ends[0] == ends[1]
+    for (kind, text), otherwise in zip(ends[0], OTHERWISE.values(), strict=True):
+        assert kind == "ConfigError"
+        assert text.startswith(f"{otherwise}; start all ranks with the same")
+    assert {p.name for p in (tmp_path / "run").rglob("*") if p.is_file()} == {".lock"}
+    options = [["trainer.timeout=9", "run_name=later"]]
+    for (end,) in two(ranked.runs_otherwise, tmp_path / "other", OWN, options):
+        assert (end.status, end.steps) == (Status.FINISHED, 4)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+    done = torchrun("optimizer.lrr=7", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    # Another rank says it if rank 0 comes to it seconds later, as it may on a busy machine.
+    lines = re.findall(r"^mpframe: (?:rank 1: )?(optimizer.lrr: no such)?", done.stderr, re.M)
+    assert lines == ["optimizer.lrr: no such"]
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, "SIGKILL", 300, "trainer.reduce=in_backward"),
+        pytest.param((1, "SIGKILL", 300, "trainer.parallel=fsdp"), marks=pytest.mark.slow),
+        pytest.param((1, "SIGSTOP", 3, "trainer.reduce=after_backward"), marks=pytest.mark.slow),
+        # It keeps the store itself: questions to that have no end then.
+        pytest.param((0, "SIGSTOP", 3, "trainer.reduce=in_backward"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path: Path, case: Any) -> None:
+    """Also where torch's own collectives are met first, whose errors come out of the model."""
+    rank, name, timeout, how = case
+    with ranks(2) as own:
+        began = time.monotonic()
+        options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how]
+        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
+        if name == "SIGKILL":
+            own.processes[rank].join(60)
+            began = time.monotonic()
+        kind, said = own.results_of(1 - rank)
+        assert time.monotonic() - began < (15 if name == "SIGKILL" else 60)
+        own.processes[rank].kill()
+    assert kind == "LostRankError"
+    assert said.startswith(f"rank {rank}: was killed, or gave no answer for {timeout} s")
+    if rank:
+        summary = summary_in(tmp_path / "run")
+        assert (summary["status"], summary["reason"]) == ("failed", said)

@@ -1,0 +1,132 @@
+"""Files of a run are whole or absent; what is appended waits while a disk is full; processes take
+turns in a folder.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fixtures import Log, Patch, full
+
+from mpframe.core.errors import MpframeError
+from mpframe.files import durable, file_lock
+from mpframe.files.durable import AppendLog, append_whole, write_atomically
+from mpframe.files.file_lock import turn_in
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def test_a_full_disk_is_warned_of(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    path = tmp_path / "log"
+    log = AppendLog(path, on_error="warn")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "append_whole", full)
+        log.append(b"one")
+        assert log.pending
+        assert caplog.messages == [f"warning: {path} cannot be written (No space left on device)"]
+        with pytest.raises(OSError, match="No space left"):
+            AppendLog(path).append(b"one")
+    log.append(b"two")
+    assert (log.pending, path.read_bytes()) == (False, b"onetwo")
+
+
+def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    append_whole(path, b"whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(path, b"a piece")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"whole"
+
+
+def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
+    calls: list[str] = []
+    rename = Path.replace
+
+    def fsync(descriptor: int) -> None:
+        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        calls.append("replace")
+        assert self.parent == target.parent
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", noted_rename)
+    write_atomically(tmp_path / "a", "old")
+    assert calls == ["file", "replace", "folder"]
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+def run_beside_each_other(*functions: Callable[[], None]) -> None:
+    processes = [CONTEXT.Process(target=own) for own in functions]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+
+    def append_slowly() -> None:
+        """Read the file, wait, and write one line more: without turns lines would be lost."""
+        for _ in range(5):
+            with turn_in(tmp_path):
+                before = path.read_text() if path.exists() else ""
+                time.sleep(0.002)
+                path.write_text(f"{before}x\n")
+
+    run_beside_each_other(*[append_slowly] * 4)
+    assert path.read_text() == 20 * "x\n"
+
+
+def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError), turn_in(tmp_path):
+            raise KeyError
+
+
+def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The one that waits is heard by the other, who then ends its turn."""
+    taken, heard = CONTEXT.Event(), CONTEXT.Event()
+
+    def hold() -> None:
+        with turn_in(tmp_path):
+            taken.set()
+            assert heard.wait(60)
+
+    def wait() -> None:
+        assert taken.wait(60)
+        said: list[str] = []
+        log = SimpleNamespace(info=lambda message: (said.append(message), heard.set()))
+        monkeypatch.setattr(file_lock, "log", log)
+        with turn_in(tmp_path, "the other is there"):
+            assert said == ["the other is there"]
+
+    run_beside_each_other(hold, wait)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".turn").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MpframeError) as error, turn_in(tmp_path):
+        pass
+    said = f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
+    assert str(error.value) == f"{said}delete what is there or choose another folder"
+    assert not (tmp_path / "elsewhere").exists()
