@@ -12,6 +12,10 @@ from programs import command, plugin, statuses
 from mpframe.config.overrides import hydra_over
 
 PAGE = Page(ROOT / "docs" / "sweeps.md")
+LAUNCHERS = [
+    pytest.param(name, marks=plugin(f"hydra_{name.partition('_')[0]}_launcher"))
+    for name in ("joblib", "submitit_local")
+]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
 
 
@@ -22,33 +26,23 @@ def words_of(name: str) -> list[str]:
     return shlex.split(line)[2:]
 
 
-def run(folder: Path, *words: str) -> str:
+def run(folder: Path, *words: str) -> None:
     done = command(folder, *words)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("joblib", marks=plugin("hydra_joblib_launcher")),
-        pytest.param("submitit_local", marks=plugin("hydra_submitit_launcher")),
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
-    """Twice: the second time every job has its result already."""
     words = [*words_of(launcher), *SMALL]
     (place,) = (word.partition("=")[2] for word in words if word.startswith("hydra.sweep.dir="))
     tables = []
-    for _ in range(2):
+    for _ in range(2):  # The second time every job has its result already.
         run(tmp_path, *words)
         tables.append((tmp_path / place / "sweep.csv").read_text())
     ended = statuses(tmp_path / place)
-    assert len(ended) >= 2
-    assert set(ended.values()) == {"finished"}
-    assert tables[0] == tables[1]
-    assert len(tables[0].splitlines()) == len(ended) + 1
+    assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
+    assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
 
 
 @plugin("hydra_submitit_launcher")
