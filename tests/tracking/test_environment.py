@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from fixtures import Patch
 
@@ -23,29 +22,25 @@ def test_environment_has_versions_and_commit(monkeypatch: Patch, tmp_path: Path)
     monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
     monkeypatch.chdir(tmp_path)
-    assert rows()["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert (rows()["torch"], rows()["git commit"]) == (torch.__version__, "none")
-    assert rows()["command"] == r"`scripts/train.py 'ops.modules={a\|b: fp32}'`"
+    shown = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch.__version__}
+    shown |= {"command": r"`scripts/train.py 'ops.modules={a\|b: fp32}'`", "git commit": "none"}
+    assert rows() == rows() | shown
     assert all(rows().values())
     assert "must-not-appear" not in environment_text()
-    git("init", "-q")
     Path("file").write_text("1")
-    git("add", "file")
-    git("commit", "-qm", "first")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        git(*words)
     assert rows()["git commit"] == git("rev-parse", "HEAD")
     Path("file").write_text("2")
     assert rows()["git commit"] == git("rev-parse", "HEAD") + "-dirty"
 
 
-@pytest.mark.parametrize(
-    ("argument", "shown"),
-    [
+def test_command_line_is_shown_without_its_secrets() -> None:
+    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
+    for argument, shown in (
         ("+hub={API_KEY: abc}", "+hub=***"),
         ("model.max_tokens=8", "model.max_tokens=8"),
         ("url=https://me:pw@host/x", "url=https://***@host/x"),
         ("name=filled-in-by-the-shell", "name=***"),
-    ],
-)
-def test_command_line_is_shown_without_its_secrets(argument: str, shown: str) -> None:
-    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
-    assert format_command([argument], environment).strip("'") == shown
+    ):
+        assert format_command([argument], environment).strip("'") == shown

@@ -1,14 +1,19 @@
-"""What the tracker writes is read back with TensorBoard's own reader."""
+"""What the tracker and a run write is read back with TensorBoard's own reader."""
 
 import math
 import re
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from checkout import ROOT
-from in_process import events, scalars, texts
+from fixtures import Patch
+from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
+from pages import Page
+from refusal import refused
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -18,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
+
+SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
 
 
 def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
@@ -41,7 +48,7 @@ class CountedTransfers(TorchFunctionMode):
 
 def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_path: Path) -> None:
     """torch promotes float16 beside int64 to float16, whose largest number is 65504."""
-    small = {"half": torch.ones((), dtype=torch.half), "truth": torch.tensor(True)}
+    small = {"half": torch.ones(()).half(), "truth": torch.tensor(True)}
     small |= {"count": torch.tensor(100_000)}
     wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
     wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
@@ -92,32 +99,28 @@ def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
             tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0, "mine": 2.0})
             tracker.histogram(tag, [1.0], [0.0, 1.0], step)
     read = events(tmp_path)
-    metadata = read.SummaryMetadata(Tag.LOSS_TRAIN)
-    assert metadata.summary_description == Tag.LOSS_TRAIN.meaning.markdown
+    data = read.SummaryMetadata(Tag.LOSS_TRAIN)
+    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
     # The fast reader of TensorBoard's server wants these two beside it.
-    assert metadata.plugin_data.plugin_name == "scalars"
-    assert metadata.data_class == DATA_CLASS_SCALAR
+    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
     assert read.SummaryMetadata(tag).summary_description.startswith("**Exponents of `head`**")
     assert scalars(tmp_path)["mine"] == [(1, 2.0), (2, 2.0)]
     with pytest.raises(KeyError):
         read.SummaryMetadata("mine")
 
 
-def test_text_is_markdown_without_a_table_around_it(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
-        tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
-    assert texts(tmp_path, "text/config") == [(0, "seed: **é**")]
-    (event,) = events(tmp_path).Tensors("text/config")
-    assert len(event.tensor_proto.tensor_shape.dim) == 0
-    assert events(tmp_path).SummaryMetadata("text/config").plugin_data.plugin_name == "text"
-
-
-def test_columns_that_differ_and_the_success_of_a_run(tmp_path: Path) -> None:
+def test_columns_that_differ_success_and_another_type_that_is_refused(
+    tmp_path: Path,
+) -> None:
     config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
     with Tracker(tmp_path) as tracker:
         tracker.hparams(config, [Tag.LOSS_VAL, metric_tag("accuracy")], ["n"])
         tracker.flush()
         data = hparams_data(tmp_path)
+        for kind, value in (("dict", {"a": 1}), ("Tensor", [torch.ones(1)])):
+            said = refused(MpframeError, tracker.hparams, {"optimizer.x": value}, [])
+            assert f": a {kind} cannot be a hyperparameter; allowed are bool, int, float, " in said
+            assert said.startswith("optimizer.x=")
         tracker.mark_finished()
     start = data["_hparams_/session_start_info"].session_start_info.hparams
     assert {key: start[key].number_value for key in ("lr", "n")} == {"lr": 0.1, "n": 3}
@@ -129,39 +132,67 @@ def test_columns_that_differ_and_the_success_of_a_run(tmp_path: Path) -> None:
     }
     tags = [info.name.tag for info in experiment.metric_infos]
     assert tags == ["loss/val", "metric/accuracy/val"]
-    assert "_hparams_/session_end_info" not in data
-    assert "_hparams_/session_end_info" in hparams_data(tmp_path)
+    assert {*hparams_data(tmp_path)} - {*data} == {"_hparams_/session_end_info"}
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize(("value", "kind"), [({"a": 1}, "dict"), ([torch.ones(1)], "Tensor")])
-def test_another_type_is_refused(tmp_path: Path, value: object, kind: str) -> None:
-    said = rf"optimizer\.x=.*: a {kind} cannot be a hyperparameter; allowed are bool, int, float, "
-    with Tracker(tmp_path) as tracker, pytest.raises(MpframeError, match=said):
-        tracker.hparams({"optimizer.x": value}, [])
-
-
-def test_the_page_of_charts(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+def test_a_text_charts_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
+    """A text is Markdown without a table around it."""
+    Figure(figsize=(2, 1)).savefig(tmp_path / "picture.png", dpi=50)
+    png = (tmp_path / "picture.png").read_bytes()
+    with Tracker(tmp_path / "run") as tracker:
+        tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
         tracker.layout(["accuracy"])
-    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
+        tracker.image("picture", png, 3)
+        tracker.histogram("counts", [0.0, 2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3)
+    read = events(tmp_path / "run")
+    assert texts(tmp_path / "run", "text/config") == [(0, "seed: **é**")]
+    assert len(read.Tensors("text/config")[0].tensor_proto.tensor_shape.dim) == 0
+    assert read.SummaryMetadata("text/config").plugin_data.plugin_name == "text"
+    (event,) = read.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {c.title: list(c.multiline.tag) for page in layout.category for c in page.chart}
     assert charts.pop("accuracy") == ["metric/accuracy/val"]
     tags = {tag for own in charts.values() for tag in own}
     assert {"loss/train", "loss/val", "loss_scale/skipped_total", "grad/amax"} <= tags <= {*Tag}
-
-
-def test_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
-    Figure(figsize=(2, 1)).savefig(tmp_path / "picture.png", dpi=50)
-    png = (tmp_path / "picture.png").read_bytes()
-    with Tracker(tmp_path / "run") as tracker:
-        tracker.image("picture", png, 3)
-        tracker.histogram("counts", [0.0, 2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3)
-    read = events(tmp_path / "run")
     (image,), (entry,) = read.Images("picture"), read.Histograms("counts")
     assert (image.encoded_image_string, image.width, image.height) == (png, 100, 50)
     counted = entry.histogram_value
     assert (counted.min, counted.max, counted.num) == (1.0, 4.0, 3.0)
     assert (counted.sum, counted.sum_squares) == (2 * 1.5 + 3.5, 2 * 1.5**2 + 3.5**2)
     assert list(zip(counted.bucket_limit, counted.bucket, strict=True)) == [(2, 2), (3, 0), (4, 1)]
+
+
+def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
+    train(tmp_path, *SMALL, "trainer.epochs=1")
+    train(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
+    curves, accuracy = scalars(tmp_path), metric_tag("accuracy")
+    expected = {str(tag) for tag in Tag if not tag.startswith("text/")}
+    assert {*curves} == expected | {accuracy, metric_tag("accuracy", "test")}
+    assert [step for step, _ in curves[Tag.LOSS_TRAIN]] == list(range(1, 45))
+    assert [step for step, _ in curves[accuracy]] == [22, 44]
+    events_of = events(tmp_path)
+    pages = {tag for tag in events_of.Tags()["tensors"] if tag.startswith("text/")}
+    assert pages == {str(tag) for tag in Tag if tag.startswith("text/")} - {Tag.TEXT_PROFILE}
+    assert "linear in ops.allow" in texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
+    assert "overflow_probability: 0.001" in texts(tmp_path, Tag.TEXT_CONFIG)[0][1]
+    for tag in [*curves, *pages]:
+        told = events_of.SummaryMetadata(tag).summary_description
+        assert told == meaning_of(tag).markdown, tag
+    about = texts(tmp_path, Tag.TEXT_ABOUT)[0][1]
+    for said in ("**Precision**: mixed", "**Training**: AdamW", "ops `default`", "682 weights"):
+        assert said in about
+
+
+def test_the_tracker_of_own_parts_is_called(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Two logs and one validation in 20 steps; the package itself is not installed."""
+    wandb = MagicMock()
+    wandb.init.return_value = wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    blocks = Page(ROOT / "docs" / "own_parts.md").blocks("python")
+    (code,) = (code for code in blocks if code.startswith("import wandb"))
+    (tmp_path / "my_tracker.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["trainer.eval_every=20", "+callbacks.own._target_=my_tracker.WandB"]
+    train(tmp_path / "run", *SMALL[:2], "trainer.max_steps=20", *options)
+    assert [name for name, *_ in wandb.method_calls] == ["init", "log", "log", "log", "finish"]
