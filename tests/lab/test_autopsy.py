@@ -1,26 +1,34 @@
-"""An autopsy's parts: replays, what is kept as evidence, what is said, what is advised to type."""
+"""Replays, what is kept as evidence, what is said, what is advised to type; runs in trouble."""
 
 import copy
+import json
 import math
 import re
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from in_process import composed
+from fixtures import Log, Patch, Shown
+from in_process import composed, train
+from refusal import refused
 from test_diagnosis import case_of, net, times
 from torch import Tensor, nn
 from vocabulary import differing
 
+from mpframe import checkpoint
+from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
+from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.config.command_line import check_config, prepare
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
+from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.core.tree import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
@@ -28,10 +36,12 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
+from mpframe.lab.ranges import read_ranges
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.run.parts import build_precision
 
 CPU = torch.device("cpu")
+NO_EVIDENCE = "not the evidence of a step"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -53,8 +63,7 @@ def test_nothing_is_left_changed(mode: str) -> None:
 
 
 def test_the_random_numbers_of_the_step_are_drawn() -> None:
-    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0)
-    case = replace(case, random=RandomState.now(CPU))
+    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0, random=RandomState.now(CPU))
     inputs, targets = case.batches[0]
     loss = float(nn.functional.cross_entropy(case.model(inputs), targets).detach())
     torch.rand(7)
@@ -130,8 +139,7 @@ def test_a_view_is_saved_by_itself_and_a_batch_without_a_tensor_is_no_evidence(
     saved(tmp_path, {"x": torch.zeros(2**20)[:2]})
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.pt")) < 2**16
     for batch in (1, [[], {"a": 1}]):
-        with pytest.raises(evidence.CheckpointError, match="not the evidence of a step"):
-            saved(tmp_path, batch)
+        assert NO_EVIDENCE in refused(CheckpointError, saved, tmp_path, batch)
 
 
 FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
@@ -241,3 +249,152 @@ def test_ops_are_denied() -> None:
     assert after.deny == before.deny | {*moved}
     assert not {*moved} & (after.allow | after.infer)
     assert (pin_words([]), deny_words([])) == ((), ())
+
+
+OWN = "model._target_=overflowing.Overflowing"
+SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
+STOPS = "trainer.max_consecutive_skips=4"
+HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216"]
+MASTERS = "start again with dtype.master_weights=true: the optimizer's eps=1e-08 is 0 in float16"
+
+
+def page_of(folder: Path, step: int = 1) -> str:
+    return (evidence.folder_of(folder, step) / "report.md").read_text()
+
+
+def diverge(folder: Path, *words: str) -> str:
+    """The text of the error that a run ends with."""
+    with pytest.raises(DivergedError) as error:
+        train(folder, *SHORT, STOPS, *words)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that fails in its first step."""
+    folder = tmp_path_factory.mktemp("failed")
+    assert diverge(folder, OWN).endswith("step_00000001/report.md")
+    return folder
+
+
+def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
+    summary = json.loads((failed / "summary.json").read_text())
+    assert summary["status"] == "diverged"
+    assert summary["reason"].endswith(f"; see {evidence.folder_of(failed, 1) / 'report.md'}")
+    text = page_of(failed)
+    assert text.startswith("# autopsy of step 1: activation beyond float16 in gain\n")
+    assert "- **where**: gain (Gain), op mul, forward pass" in text
+    assert "'ops.modules={gain:fp32}'   (replayed with it: finite)" in text
+    assert "epoch 0, batch 0" in text
+    _, weights, _ = evidence.load(evidence.folder_of(failed, 1))
+    assert not weights["norm.running_mean"].any()  # As before the step.
+    for folder in (failed, evidence.folder_of(failed, 1)):
+        autopsy_command.main([f"run={folder}", OWN])
+        assert capsys.readouterr().out.startswith(text.splitlines()[0][2:])
+        assert page_of(failed) == text
+
+
+def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
+    """The backward pass of sqrt at 0 is not finite in any format: no scale and no pin helps."""
+    error = diverge(tmp_path, "model._target_=overflowing.Root")
+    page = evidence.all_in(tmp_path)[0] / "report.md"
+    assert error == f"{STOPS} reached: not finite in fp32 too: model or data; see {page}"
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error
+
+
+def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for words, said in (
+        ("", "run: must be given"),
+        ("run=/nowhere", "no readable checkpoint"),
+        (f"run={failed} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
+        (f"run={failed} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
+        (f"run={failed}", f"if you trust it, add {OWN}"),
+    ):
+        assert re.search(said, refused(MpframeError, autopsy_command.main, words.split()))
+
+
+def test_evidence_that_is_none_or_of_another_model_is_refused(failed: Path, tmp_path: Path) -> None:
+    snapshot = checkpoint.read(evidence.folder_of(failed, 1))
+    other = [(torch.zeros(4, 3), torch.zeros(4).long())]
+    for entry, value, said in (
+        ("scales", {"": -1.0}, NO_EVIDENCE),
+        ("random", [1, None], NO_EVIDENCE),
+        ("weights", {"": 1}, NO_EVIDENCE),
+        ("batches", other, "does not run with this model and data"),
+    ):
+        changed = replace(snapshot, state={**snapshot.state, entry: value})
+        folder = save_as(evidence.folder_of(tmp_path / entry, 1), changed)
+        assert said in refused(CheckpointError, autopsy_command.of_evidence, folder, [OWN])
+
+
+@pytest.mark.parametrize(
+    ("words", "title", "said"),
+    [
+        ("dtype.master_weights=false", "", f"- **do**: {MASTERS}, the format it works in\n"),
+        ("optimizer.lr=1e4 trainer.max_steps=200", "diverging, in fp32", "lower optimizer.lr"),
+        ("dtype=fp32 optimizer=sgd optimizer.lr=1e30", "step 2: not finite in fp32 too", ""),
+        ("loss_scaling=static loss_scaling.scale=16777216", "step 1: scale too high", "floor"),
+    ],
+)
+def test_a_rate_is_told_from_a_format(words: str, title: str, said: str, tmp_path: Path) -> None:
+    diverge(tmp_path, "model=mlp", *words.split())
+    (folder,) = evidence.all_in(tmp_path)
+    first, text = (folder / "report.md").read_text().split("\n", 1)
+    assert (title in first, said in text) == (True, True), first
+
+
+def test_a_scale_on_its_way_down_is_normal(tmp_path: Path) -> None:
+    more = ["callbacks.autopsy.after=2", "trainer.accumulate=3"]
+    train(tmp_path, "model=mlp", *SHORT, *HIGH, *more)
+    text = page_of(tmp_path, 2)
+    assert text.startswith("# autopsy of step 2: scale too high (normal)\n")
+    assert "2 steps in a row were skipped" in text
+    assert "nothing: the scale goes from 8.38861e+06 to" in text
+
+
+def test_off_or_failing_it_does_nothing(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    fail = Mock(side_effect=RuntimeError("out of memory\nand more"))
+    monkeypatch.setattr("mpframe.lab.autopsy.report.diagnose", fail)
+    failing = diverge(tmp_path / "failing", OWN)
+    assert "the autopsy of a failed step failed: out of memory" in caplog.text
+    assert diverge(tmp_path / "off", OWN, "callbacks.autopsy=null") == failing
+    assert not (tmp_path / "off" / "autopsy").exists()
+
+
+def test_it_changes_no_bit(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mpframe.lab.range_watch.RangeWatch.draw", lambda self: None)
+    options = [OWN, *SHORT, *HIGH, "ops.modules={gain:fp32}", "numerics=on", "numerics.every=1"]
+    folders = [tmp_path / name for name in ("with", "without")]
+    for folder, own in zip(folders, (".after=1", "=null"), strict=True):
+        assert train(folder, *options, f"callbacks.autopsy{own}").steps == 3
+    assert evidence.all_in(folders[0])
+    assert not differing(*(checkpoint.load(folder)["trainer"]["weights"] for folder in folders))
+    watched = [read_ranges(folder) for folder in folders]
+    assert len(watched[0]) > 3
+    for one, other in zip(*watched, strict=True):
+        assert np.array_equal(one.rows, other.rows)  # No replay was counted.
+
+
+def test_on_demand_a_checkpoints_next_step_is_examined(tmp_path: Path, capsys: Shown) -> None:
+    for scale, verdict, advice in (
+        ("1024", "no fault found", "nothing"),
+        ("1e-6", "underflow: scale too low", "loss_scaling.scale=262144"),
+    ):
+        static, folder = ["loss_scaling=static", f"loss_scaling.scale={scale}"], tmp_path / scale
+        train(folder, "model=mlp", *SHORT, *static)
+        autopsy_command.main([f"run={folder}"])
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"autopsy of step 4: {verdict}\n")
+        assert advice in printed
+        assert (folder / "autopsy_after_step_00000003.md").exists()
+
+
+def test_two_losses_are_told_apart(tmp_path: Path) -> None:
+    words = ["experiment=digits_gan", "device=cpu", "optimizer.parts.generator.lr=1e6"]
+    with pytest.raises(DivergedError):
+        train(tmp_path, *words, STOPS)
+    (folder,) = evidence.all_in(tmp_path)
+    assert set(evidence.load(folder)[0].scales) == {"discriminator", "generator"}
+    autopsy_command.main([f"run={tmp_path}"])
+    assert "- **loss**: discriminator" in (folder / "report.md").read_text()
