@@ -4,6 +4,7 @@ import logging
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,9 +81,7 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
 ) -> None:
     """There a guard knows the batch; here the weights go by their classes, and that is said."""
 
-    def fails(*_: Any) -> None:
-        raise error("this model takes no images")
-
+    fails = Mock(side_effect=error("this model takes no images"))
     monkeypatch.setattr(Foreign, "forward", fails)
     assert half_weights(built(*FOREIGN)) == []
     assert caplog.messages == [
@@ -95,9 +94,6 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
 
 
 def test_a_signal_ends_the_trace(monkeypatch: Patch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise RunInterrupted(signal.SIGTERM)
-
-    monkeypatch.setattr(Foreign, "forward", interrupted)
+    monkeypatch.setattr(Foreign, "forward", Mock(side_effect=RunInterrupted(signal.SIGTERM)))
     with pytest.raises(RunInterrupted):
         built(*FOREIGN)
