@@ -316,14 +316,14 @@ def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
 
 def test_evidence_that_is_none_or_of_another_model_is_refused(failed: Path, tmp_path: Path) -> None:
     snapshot = checkpoint.read(evidence.folder_of(failed, 1))
-    other = [(torch.zeros(4, 3), torch.zeros(4).long())]
     for entry, value, said in (
         ("scales", {"": -1.0}, NO_EVIDENCE),
         ("random", [1, None], NO_EVIDENCE),
         ("weights", {"": 1}, NO_EVIDENCE),
-        ("batches", other, "does not run with this model and data"),
+        ("batches", [(torch.zeros(4, 3), torch.zeros(4).long())], "does not run with this model"),
     ):
         changed = replace(snapshot, state={**snapshot.state, entry: value})
+        (tmp_path / entry).mkdir()
         folder = save_as(evidence.folder_of(tmp_path / entry, 1), changed)
         assert said in refused(CheckpointError, autopsy_command.of_evidence, folder, [OWN])
 

@@ -43,13 +43,8 @@ class Weight(nn.ParameterList):
 
 def test_the_table() -> None:
     parts = {"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "act": nn.ReLU()}
-    parts |= {
-        "soft": nn.Softmax(1),
-        "head": nn.Linear(2, 2),
-        "sub": Own(2, 2),
-        "own": Weight([torch.ones(2)]),
-    }
-    model = nn.Sequential(OrderedDict(parts))
+    parts |= {"soft": nn.Softmax(1), "head": nn.Linear(2, 2), "sub": Own(2, 2)}
+    model = nn.Sequential(OrderedDict(parts, own=Weight([torch.ones(2)])))
     precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
     assert as_table(dtype_map(precision, model)).splitlines()[2:] == [
         "conv    Conv2d       float16  float16       conv2d in ops.allow",
