@@ -18,10 +18,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from checkout import ROOT
 from fixtures import Patch, Shown
+from hydra import compose
 from in_process import train
 from pages import PAGES, Command, Page
 from safetensors.torch import save_file
@@ -32,6 +34,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
+from mpframe.config.overrides import hydra_over
 from mpframe.core.errors import DivergedError
 
 DOCS = ROOT / "docs"
@@ -280,3 +283,64 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in mpframe.__all__:
         assert f".{name}</" in reference or f'descname"><span class="pre">{name}<' in reference
     assert not (DOCS / "_build").exists()
+
+
+SWEEPS = Page(DOCS / "sweeps.md")
+LAUNCHERS = [
+    pytest.param(name, marks=programs.plugin(f"hydra_{name.partition('_')[0]}_launcher"))
+    for name in ("joblib", "submitit_local")
+]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
+
+
+def words_of(name: str) -> list[str]:
+    """The arguments of the page's command that holds a word."""
+    lines = "\n".join(SWEEPS.blocks("shell")).replace("\\\n", " ").splitlines()
+    (line,) = (line for line in lines if name in line)
+    return shlex.split(line)[2:]
+
+
+def run(folder: Path, *words: str) -> None:
+    done = programs.command(folder, *words)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
+    words = [*words_of(launcher), *SMALL]
+    (place,) = (word.partition("=")[2] for word in words if word.startswith("hydra.sweep.dir="))
+    tables = []
+    for _ in range(2):  # The second time every job has its result already.
+        run(tmp_path, *words)
+        tables.append((tmp_path / place / "sweep.csv").read_text())
+    ended = programs.statuses(tmp_path / place)
+    assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
+    assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
+
+
+@programs.plugin("hydra_submitit_launcher")
+def test_the_slurm_command_composes() -> None:
+    words = [word for word in words_of("submitit_slurm") if not word.startswith(("-", "seed="))]
+    with hydra_over():
+        launcher = compose("config", overrides=words, return_hydra_config=True).hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert (launcher.partition, launcher.gpus_per_node, launcher.max_num_timeout) == ("gpu", 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Of optuna 2.10 and its sqlalchemy.
+@programs.plugin("hydra_optuna_sweeper")
+def test_a_study_in_a_file_continues(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
+    words = [word for word in words_of("sqlite") if not word.startswith("model.")]
+    words += [*SMALL[:1], "model.hidden=range(3, 6)", *SMALL[2:]]
+    words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    for trials in (3, 6):
+        run(tmp_path, *words)
+        ended = programs.statuses(tmp_path / "runs" / "search")
+        assert (set(ended.values()), len(ended)) == ({"finished"}, trials)
+    monkeypatch.chdir(tmp_path)
+    (code,) = (code for code in SWEEPS.blocks("python") if "get_param_importances" in code)
+    exec(code, {})
+    found = capsys.readouterr().out
+    assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))

@@ -1,8 +1,12 @@
-"""A run's line in the HParams table: its columns, and which of them come first."""
+"""What a run says of itself: its line in the HParams table, its versions and command line."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from fixtures import Patch
 from hydra.types import RunMode
 from in_process import composed
 from omegaconf import DictConfig, OmegaConf
@@ -11,6 +15,7 @@ from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.run.description import find_varied, format_section, hparams, ops_in_words
+from mpframe.tracking.environment import environment_text, format_command
 
 ALWAYS = {
     *("dtype", "loss_scaling", "model", "optimizer", "scheduler", "dataset", "optimizer.lr"),
@@ -85,3 +90,39 @@ def test_lists_of_ops_are_a_file_and_what_was_moved() -> None:
     plain, own = (ops_in_words(OpLists.from_mapping(vars(config_of(*w).ops))) for w in ([], moved))
     assert plain == "`default`"
     assert own == "`default`, moved `exp` to none, `softmax` to allow, pinned `head` to fp32"
+
+
+def test_environment_has_versions_and_commit(monkeypatch: Patch, tmp_path: Path) -> None:
+    def rows() -> dict[str, str]:
+        lines = environment_text().splitlines()[2:]
+        return dict(line.strip("| ").split(" | ", 1) for line in lines)
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
+    monkeypatch.chdir(tmp_path)
+    shown = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch.__version__}
+    shown |= {"command": r"`scripts/train.py 'ops.modules={a\|b: fp32}'`", "git commit": "none"}
+    assert rows() == rows() | shown
+    assert all(rows().values())
+    assert "must-not-appear" not in environment_text()
+    Path("file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        git(*words)
+    assert rows()["git commit"] == git("rev-parse", "HEAD")
+    Path("file").write_text("2")
+    assert rows()["git commit"] == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_command_line_is_shown_without_its_secrets() -> None:
+    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
+    for argument, shown in (
+        ("+hub={API_KEY: abc}", "+hub=***"),
+        ("model.max_tokens=8", "model.max_tokens=8"),
+        ("url=https://me:pw@host/x", "url=https://***@host/x"),
+        ("name=filled-in-by-the-shell", "name=***"),
+    ):
+        assert format_command([argument], environment).strip("'") == shown
