@@ -13,6 +13,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,7 @@ PATTERNS: dict[str, tuple[str, float]] = {
 def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
     """Each paragraph of prose with the number of its first line."""
     source = path.read_text()
-    blocks = _of_code(source) if path.suffix == ".py" else [(1, source)]
-    for first, block in blocks:
+    for first, block in _of_code(source) if path.suffix == ".py" else [(1, source)]:
         yield from _split(first, block)
 
 
@@ -46,16 +46,11 @@ def _of_code(source: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
-    last, first = -1, 0
-    lines: list[str] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1:
-                yield first, "\n".join(lines)
-                lines, first = [], token.start[0]
-            lines.append(token.string.lstrip("#: "))
-            last = token.start[0]
-    yield first, "\n".join(lines)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = enumerate(token for token in tokens if token.type == tokenize.COMMENT)
+    for _, block in groupby(comments, lambda own: own[1].start[0] - own[0]):
+        lines = [token for _, token in block]
+        yield lines[0].start[0], "\n".join(token.string.lstrip("#: ") for token in lines)
 
 
 def _split(first: int, block: str) -> Iterator[tuple[int, str]]:
@@ -78,13 +73,9 @@ def _split(first: int, block: str) -> Iterator[tuple[int, str]]:
 
 def count(paths: list[Path]) -> tuple[int, dict[str, int]]:
     """The words in these files, and the places of each pattern."""
-    words, found = 0, dict.fromkeys(PATTERNS, 0)
-    for path in paths:
-        for _, text in paragraphs(path):
-            words += len(text.split())
-            for name, (pattern, _) in PATTERNS.items():
-                found[name] += len(re.findall(pattern, text))
-    return words, found
+    texts = [text for path in paths for _, text in paragraphs(path)]
+    found = {n: sum(len(re.findall(p, text)) for text in texts) for n, (p, _) in PATTERNS.items()}
+    return sum(len(text.split()) for text in texts), found
 
 
 def parts() -> dict[str, list[Path]]:

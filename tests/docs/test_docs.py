@@ -1,4 +1,4 @@
-"""The pages of the documentation: commands, options, blocks of Python, links.
+"""The pages of the documentation: commands, options, blocks of Python, links, answers, the site.
 
 Every command is composed and checked, as its program would do. Those of the guides are run as
 well, in their order and in one folder, except those that say behind a `#` what they need.
@@ -8,6 +8,8 @@ import ast
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -16,23 +18,28 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Patch
+from fixtures import Patch, Shown
+from hydra import compose
 from in_process import train
 from pages import PAGES, Command, Page
 from safetensors.torch import save_file
 from torchvision.models import resnet18
 
+import mpframe
 from mpframe import checkpoint
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
+from mpframe.config.overrides import hydra_over
 from mpframe.core.errors import DivergedError
 
-GUIDES = ["choosing_precision", "debugging", "first_run", "gpus", "several"]
-COMING_FROM = Page(ROOT / "docs" / "coming_from.md")
+DOCS = ROOT / "docs"
+README, CONTRIBUTING = Page(ROOT / "README.md"), Page(ROOT / "CONTRIBUTING.md")
+COMING_FROM = Page(DOCS / "coming_from.md")
 # Programs of others, which no test starts.
 OTHERS = {
     *(".", "./dev", "apt-get", "cd", "git", "pip", "pytest", "python3", "srun", "tensorboard"),
@@ -41,13 +48,19 @@ OTHERS = {
 # Words that decide which others there are.
 SHAPING = {"experiment", "model", "dataset", "+size", "resume"}
 SHAPING |= {"model._target_", "dataset._target_"}
+PARTS = 4  # of the commands, which several workers compose
+RUN = "first_run"  # in ./dev, which need not compose its commands
+
+
+def is_run(command: Command) -> bool:
+    """Whether a guide's test runs it."""
+    return command.of_ours and not command.note.startswith("needs ")
 
 
 def accept(command: Command, plain: dict[tuple[str, ...], list[list[str]]]) -> None:
     """Refuse a command as its program would; `plain` gets the words of a training to compose."""
     assert command.program in {*COMMANDS, "bench"}, command
-    if command.words[0] == "python":
-        assert (ROOT / command.words[1]).exists(), command
+    assert command.words[0] != "python" or (ROOT / command.words[1]).exists(), command
     given = command.arguments
     if command.program not in ("train", "doctor"):  # The others take words of their own.
         return
@@ -60,28 +73,35 @@ def accept(command: Command, plain: dict[tuple[str, ...], list[list[str]]]) -> N
         plain[shaping].append([word for word in given if word not in shaping])
 
 
-def is_run(command: Command) -> bool:
-    """Whether a guide's test runs it."""
-    return command.of_ours and not command.note.startswith("needs ")
+def together(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Rows that set different things in one command line, as composing takes its time."""
+    lines: list[list[str]] = []
+    for row in rows:
+        line = next((line for line in lines if not any(map(clash, product(line, row)))), None)
+        if line is None:
+            lines.append(line := [])
+        line.extend(word for word in row if word not in line)
+    return lines
 
 
-PARTS = 4  # of the commands, which several workers compose
-RUN = "first_run"  # in ./dev, which need not compose its commands
-OURS = {
-    str(command): command
-    for path in PAGES
-    for command in Page(path).commands()
-    if command.of_ours and not (path.stem == RUN and is_run(command))
-}
+def clash(words: tuple[str, str]) -> bool:
+    """Whether two words set the same option, or one chooses the group that the other changes."""
+    keys = sorted(re.split(r"[+-]?=", word)[0].lstrip("+") + "." for word in words)
+    return words[0] != words[1] and keys[1].startswith(keys[0])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_command_is_accepted(part: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conf").symlink_to(ROOT / "conf")
-    assert len(OURS) >= 50
+    commands = {
+        str(command): command
+        for path in PAGES
+        for command in Page(path).commands()
+        if command.of_ours and not (path.stem == RUN and is_run(command))
+    }
     plain: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
-    for command in [*OURS.values()][part::PARTS]:
+    for command in [*commands.values()][part::PARTS]:
         for word in command.arguments:
             folder = word.partition("=")[2]
             if folder.startswith("runs/"):  # A folder that exists may be named without quotes.
@@ -89,35 +109,37 @@ def test_every_command_is_accepted(part: int, tmp_path: Path, monkeypatch: Patch
         accept(command, plain)
     rows = re.findall(r"^\|(.+)\|(.+)\|(.*)\|$", COMING_FROM.text, re.M)
     cells = sorted({code for _, here, _ in rows for code in re.findall(r"`([^`]+)`", here)})
-    assert len(cells) >= 50
+    assert min(len(commands), len(cells)) >= 50
     plain[()] += map(shlex.split, cells[part::PARTS])
     for shaping, words in plain.items():
         for line in together(words):
             assert next(jobs([*shaping, *line])).config, line
 
 
-def test_no_command_is_unknown() -> None:
-    for path in PAGES:
-        for command in Page(path).commands():
-            assert command.of_ours or command.words[0] in OTHERS, (path, command)
-            for word in command.words:
-                if word.startswith("tests/"):
-                    assert (ROOT / word.partition("::")[0]).exists(), (path, command)
+def test_what_a_page_names_is_there_and_its_python_is_python() -> None:
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in map(Page, PAGES):
+        for command in page.commands():
+            assert command.of_ours or command.words[0] in OTHERS, (page.path, command)
+            files = [word.partition("::")[0] for word in command.words if word[:6] == "tests/"]
+            assert all((ROOT / file).exists() for file in files), (page.path, command)
+        assert {*re.findall(r"`(test_\w+\.py)`", page.text)} <= tests, page.path
+        for code in page.blocks("python"):
+            ast.parse(code, str(page.path))
+        for link in page.links():
+            name, _, anchor = link.partition("#")
+            target = page.path.parent / name if name else page.path
+            if "://" not in link:
+                assert target.exists(), (page.path, link)
+                assert not anchor or anchor in Page(target).anchors(), (page.path, link)
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
-    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    for path in PAGES:
-        named = set(re.findall(r"`(test_\w+\.py)`", Page(path).text))
-        assert named <= there, (path, named - there)
-
-
-def story(page: Path) -> list[str]:
+def story(page: Page) -> list[str]:
     """Run a page's commands in the current folder and in this process, and name the programs.
 
     A training takes two steps, unless it says how many; of a sweep the first job runs.
     """
-    commands = list(filter(is_run, Page(page).commands()))
+    commands = list(filter(is_run, page.commands()))
     for number, command in enumerate(commands):
         words = command.arguments
         if command.program != "train":
@@ -145,17 +167,21 @@ def start(number: int, words: list[str]) -> None:
     train(folder, *given, *short)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != RUN)) for n in GUIDES]
-)
+GUIDES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != RUN))
+    for name in ("choosing_precision", "debugging", RUN, "gpus", "several")
+]
+
+
+@pytest.mark.parametrize("name", GUIDES)
 def test_the_commands_of_a_guide_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    page = Page(ROOT / "docs" / f"{name}.md")
+    page = Page(DOCS / f"{name}.md")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for file, text in page.files().items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
-    assert story(page.path)
+    assert story(page)
 
 
 @pytest.mark.slow
@@ -166,55 +192,155 @@ def test_the_commands_of_tuning_run(tmp_path: Path, monkeypatch: Patch, tiny_dat
     train(Path("runs/mine"), "trainer.max_steps=1")
     own = weights_of(checkpoint.load(Path("runs/mine")), "trained", Path())
     save_file({f"net.{name}": tensor for name, tensor in own.items()}, "own.safetensors")
-    programs = story(ROOT / "docs" / "fine_tuning.md")
+    programs = story(Page(DOCS / "fine_tuning.md"))
     assert programs == ["train", "evaluate", "predict", *["train"] * 4]
     (table,) = Path("runs/tuned").glob("predictions_folder_step_*.csv")
     assert "0/0000.jpg" in table.read_text()
 
 
-def test_every_block_of_python_is_python() -> None:
-    for path in PAGES:
-        for code in Page(path).blocks("python"):
-            ast.parse(code, str(path))
+def block(page: Page, mark: str) -> str:
+    """The block behind a mark in a page."""
+    (found,) = re.findall(rf"<!-- {mark} -->\n```\w*\n(.*?)```", page.text, re.S)
+    return str(found)
 
 
-def test_the_blocks_of_the_page_for_others_run_one_after_the_other() -> None:
+def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
+    exec(block(README, "run: own loop"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert ["skipped False" in line for line in printed] == [True] * 20
+    first, last = (float(line.split()[1]) for line in (printed[0], printed[-1]))
+    assert 0.0 < last < 10.0
+    assert first != last
+
+
+def test_blocks_of_python_run_one_after_the_other_and_the_joint_optimizer_steps() -> None:
     names: dict[str, Any] = {}
     assert len(COMING_FROM.blocks("python")) == 2
     for code in COMING_FROM.blocks("python"):
-        exec(compile(code, "coming_from.md", "exec"), names)
+        exec(code, names)
+    torch.manual_seed(0)  # Where the first outputs are large their gradients overflow at 2^16.
+    model = torch.nn.Linear(4, 3)
+    names = {"torch": torch, "model": model, "matrices": [model.weight], "others": [model.bias]}
+    exec(block(Page(DOCS / "several.md"), "run: several"), names)
+    with names["precision"].cast():
+        loss = model(torch.ones(2, 4)).float().square().mean()
+    (loss * names["scaler"].scale).backward()
+    assert not names["optimizer"].step(names["scaler"], max_norm=1.0).skipped
 
 
-def together(rows: Iterable[list[str]]) -> list[list[str]]:
-    """Rows that set different things in one command line, as composing takes its time."""
-    lines: list[list[str]] = []
+def test_the_layout_names_what_is_there_and_the_readme_is_read_in_three_minutes() -> None:
+    lines = block(CONTRIBUTING, "layout").splitlines()
+    for line in lines:
+        folder = ROOT / "mpframe" if line.startswith("  ") else ROOT
+        assert (folder / line.split()[0]).exists(), line
+    packages = {path.parent.name for path in (ROOT / "mpframe").glob("*/__init__.py")}
+    assert packages <= {line.split()[0].rstrip("/") for line in lines}
+    assert len(README.text.splitlines()) <= 120
+
+
+def source_of(text: str, name: str) -> str:
+    """The source of a class, a function, a method (`Class.method`) or a constant in a module."""
+    node: Any = ast.parse(text)
+    for part in name.split("."):
+        node = next(own for own in node.body if part in _names(own))
+    return ast.get_source_segment(text, node) or ""
+
+
+def _names(node: Any) -> list[str | None]:
+    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
+
+
+def test_every_answer_is_still_there() -> None:
+    """Each row has a file, what in the file answers a question, and a piece of its text."""
+    rows = re.findall(r"^\| .+\? \|.*$", CONTRIBUTING.text, re.M)
+    assert len(rows) >= 20
     for row in rows:
-        line = next((line for line in lines if not any(map(clash, product(line, row)))), None)
-        if line is None:
-            lines.append(line := [])
-        line.extend(word for word in row if word not in line)
-    return lines
-
-
-def clash(words: tuple[str, str]) -> bool:
-    """Whether two words set the same option, or one chooses the group that the other changes."""
-    if words[0] == words[1]:
-        return False
-    keys = sorted(re.split(r"[+-]?=", word)[0].lstrip("+") + "." for word in words)
-    return keys[1].startswith(keys[0])
-
-
-def test_every_link_leads_somewhere() -> None:
-    for path, link in ((page, link) for page in PAGES for link in Page(page).links()):
-        name, _, anchor = link.partition("#")
-        target = path.parent / name if name else path
-        if "://" not in link:
-            assert target.exists(), (path, link)
-            assert not anchor or anchor in Page(target).anchors(), (path, link)
+        ((file, name, text),) = re.findall(r"\? \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|$", row)
+        found = (ROOT / file).read_text()
+        if file.endswith(".py"):
+            found = source_of(found, name)
+        else:  # a top-level key of a YAML file, with all below it
+            (found,) = re.findall(rf"^{re.escape(name)}:.*?(?=^\S|\Z)", found, re.M | re.S)
+        assert text in found, row
 
 
 def test_every_page_is_on_the_site() -> None:
-    docs = ROOT / "docs"
-    lists = "\n".join(Page(docs / "index.md").blocks("{toctree}"))
-    there = [str(p.relative_to(docs).with_suffix("")) for p in docs.rglob("*.md")]
+    lists = "\n".join(Page(DOCS / "index.md").blocks("{toctree}"))
+    there = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md")]
     assert sorted(["index", *re.findall(r"^[\w/]+$", lists, re.M)]) == sorted([*there, "api"])
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Of dead links, unknown anchors, pages that no list names, docstrings that cannot be read."""
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(package, reason="builds the site; pip install -e .[docs] brings it")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
+    command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    reference = (tmp_path / "site" / "api.html").read_text()
+    for name in mpframe.__all__:
+        assert f".{name}</" in reference or f'descname"><span class="pre">{name}<' in reference
+    assert not (DOCS / "_build").exists()
+
+
+SWEEPS = Page(DOCS / "sweeps.md")
+LAUNCHERS = [
+    pytest.param(name, marks=programs.plugin(f"hydra_{name.partition('_')[0]}_launcher"))
+    for name in ("joblib", "submitit_local")
+]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
+
+
+def words_of(name: str) -> list[str]:
+    """The arguments of the page's command that holds a word."""
+    lines = "\n".join(SWEEPS.blocks("shell")).replace("\\\n", " ").splitlines()
+    (line,) = (line for line in lines if name in line)
+    return shlex.split(line)[2:]
+
+
+def run(folder: Path, *words: str) -> None:
+    done = programs.command(folder, *words)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
+    words = [*words_of(launcher), *SMALL]
+    (place,) = (word.partition("=")[2] for word in words if word.startswith("hydra.sweep.dir="))
+    tables = []
+    for _ in range(2):  # The second time every job has its result already.
+        run(tmp_path, *words)
+        tables.append((tmp_path / place / "sweep.csv").read_text())
+    ended = programs.statuses(tmp_path / place)
+    assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
+    assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
+
+
+@programs.plugin("hydra_submitit_launcher")
+def test_the_slurm_command_composes() -> None:
+    words = [word for word in words_of("submitit_slurm") if not word.startswith(("-", "seed="))]
+    with hydra_over():
+        launcher = compose("config", overrides=words, return_hydra_config=True).hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert (launcher.partition, launcher.gpus_per_node, launcher.max_num_timeout) == ("gpu", 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Of optuna 2.10 and its sqlalchemy.
+@programs.plugin("hydra_optuna_sweeper")
+def test_a_study_in_a_file_continues(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
+    words = [word for word in words_of("sqlite") if not word.startswith("model.")]
+    words += [*SMALL[:1], "model.hidden=range(3, 6)", *SMALL[2:]]
+    words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    for trials in (3, 6):
+        run(tmp_path, *words)
+        ended = programs.statuses(tmp_path / "runs" / "search")
+        assert (set(ended.values()), len(ended)) == ({"finished"}, trials)
+    monkeypatch.chdir(tmp_path)
+    (code,) = (code for code in SWEEPS.blocks("python") if "get_param_importances" in code)
+    exec(code, {})
+    found = capsys.readouterr().out
+    assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))

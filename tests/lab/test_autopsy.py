@@ -1,26 +1,34 @@
-"""An autopsy's parts: replays, what is kept as evidence, what is said, what is advised to type."""
+"""Replays, what is kept as evidence, what is said, what is advised to type; runs in trouble."""
 
 import copy
+import json
 import math
 import re
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from faulty_steps import case_of, net, times
-from in_process import composed
+from fixtures import Log, Patch, Shown
+from in_process import composed, train
+from refusal import refused
+from test_diagnosis import case_of, net, times
 from torch import Tensor, nn
 from vocabulary import differing
 
+from mpframe import checkpoint
+from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
+from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.config.command_line import check_config, prepare
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
+from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.core.tree import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
@@ -28,10 +36,12 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
+from mpframe.lab.ranges import read_ranges
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.run.parts import build_precision
 
 CPU = torch.device("cpu")
+NO_EVIDENCE = "not the evidence of a step"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -53,8 +63,7 @@ def test_nothing_is_left_changed(mode: str) -> None:
 
 
 def test_the_random_numbers_of_the_step_are_drawn() -> None:
-    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0)
-    case = replace(case, random=RandomState.now(CPU))
+    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0, random=RandomState.now(CPU))
     inputs, targets = case.batches[0]
     loss = float(nn.functional.cross_entropy(case.model(inputs), targets).detach())
     torch.rand(7)
@@ -74,14 +83,13 @@ class Holder:
 def saved(folder: Path, *batches: Any) -> Evidence:
     """Written and read again."""
     samples = [[4, 5]] * len(batches)
-    step = Evidence(3, "asked", list(batches), samples, 0, 2, {"": 1.0}, {}, "none")
-    step = replace(step, updates=2, clips=True)
+    more: Any = {"updates": 2, "clips": True}
+    step = Evidence(3, "asked", list(batches), samples, 0, 2, {"": 1.0}, {}, "none", **more)
     return evidence.load(evidence.save(folder, step, {"weight": torch.ones(1)}, "a: 1"))[0]
 
 
 def same(left: Any, right: Any) -> bool:
-    pairs = zip(named_tensors(left), named_tensors(right), strict=True)
-    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    return differing(dict(named_tensors(left)), dict(named_tensors(right))) == []
 
 
 def test_tuples_lists_and_dicts_as_they_are(tmp_path: Path) -> None:
@@ -115,10 +123,9 @@ def test_tuples_lists_and_dicts_as_they_are(tmp_path: Path) -> None:
 def test_a_class_comes_back_by_the_example_of_another_batch(batch: Any, tmp_path: Path) -> None:
     step = saved(tmp_path, batch)
     (plain,), (restored,) = step.batches, step.like(batch).batches
-    assert not step.plain
-    assert type(plain) in (dict, tuple)
-    assert same(plain, batch)
+    assert (step.plain, type(plain) in (dict, tuple)) == (False, True)
     assert type(restored) is type(batch)
+    assert same(plain, batch)
     assert same(restored, batch)
     if isinstance(batch, tuple):
         assert [type(item) for item in restored[1]] == [Pair, Pair]
@@ -126,22 +133,19 @@ def test_a_class_comes_back_by_the_example_of_another_batch(batch: Any, tmp_path
     assert type(other) is type(plain)
 
 
-def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_view_is_saved_by_itself_and_a_batch_without_a_tensor_is_no_evidence(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, {"x": torch.zeros(2**20)[:2]})
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.pt")) < 2**16
-
-
-@pytest.mark.parametrize("batch", [1, [[], {"a": 1}]])
-def test_a_batch_without_a_tensor_is_no_evidence(batch: Any, tmp_path: Path) -> None:
-    with pytest.raises(evidence.CheckpointError, match="not the evidence of a step"):
-        saved(tmp_path, batch)
+    for batch in (1, [[], {"a": 1}]):
+        assert NO_EVIDENCE in refused(CheckpointError, saved, tmp_path, batch)
 
 
 FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
 STEP = Evidence(
     12, "the loss is nan", [], [range(100, 120)], 2, 5, {"": 1024.0}, {"": 1.0}, "Backoff"
 )
-CLIPS, FIRST = replace(STEP, clips=True), replace(STEP, updates=0)
 REPLAYS = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
 
 
@@ -165,73 +169,59 @@ def test_a_remedy_is_given_as_words_and_one_that_does_not_help_is_not_sold_as_on
     assert advice(report(Kind.BEYOND_FORMAT, remedy=remedy, proven=True)) == proven
     made = report(Kind.BEYOND_FORMAT, remedy=Setting(pins=("fc",)), proven=False)
     assert made.title == "autopsy of step 12: activation beyond float16 in 0"
-    assert advice(made) == (
-        "train with dtype=fp32 or dtype.half=bfloat16; 'ops.modules={fc:fp32}' alone does not help"
-    )
+    tried = "; 'ops.modules={fc:fp32}' alone does not help"
+    assert advice(made) == f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
 
 
-@pytest.mark.parametrize(
-    ("scaling", "floor", "said"),
-    [
+def test_a_scale_that_is_too_high_or_too_low() -> None:
+    for scaling, floor, said in (
         ("Backoff", 1.0, "nothing: the scale goes from 1024 to 16 by itself, in about 6 skipped"),
         ("Backoff", 64.0, "loss_scaling.min_scale=16: there the step is finite"),
         ("static", 1024.0, "loss_scaling.scale=16 is finite; or loss_scaling=Backoff"),
-    ],
-)
-def test_a_scale_that_is_too_high(scaling: str, floor: float, said: str) -> None:
-    made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
-    normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
-    assert made.title == f"autopsy of step 12: scale too high{normal}"
-    assert advice(made).startswith(said)
-
-
-def test_a_scale_that_is_too_low() -> None:
+    ):
+        made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
+        normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
+        assert made.title == f"autopsy of step 12: scale too high{normal}"
+        assert advice(made).startswith(said)
     shares = {"underflow": 0.9, "underflow_then": 0.02, "zeros": 0.4}
-    for scaling, said in (
-        ("static", "loss_scaling.scale=8192: at scale 8192 it is 2%"),
-        ("none", "loss_scaling=static loss_scaling.scale=8192: "),
-        ("LogMax", "loss_scaling.init_scale=8192: "),
+    for scaling, option in (
+        ("static", "loss_scaling.scale"),
+        ("none", "loss_scaling=static loss_scaling.scale"),
+        ("LogMax", "loss_scaling.init_scale"),
     ):
         made = report(Kind.UNDERFLOW, scaling, octaves=3, proven=True, **shares)
-        assert advice(made).startswith(said)
-    assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
-
-
-@pytest.mark.parametrize(
-    ("step", "direction", "said"),
-    [
-        (STEP, "data", "correct or remove the samples"),
-        (STEP, "weights", "lower optimizer.lr; or start from an earlier"),
-        (FIRST, "weights", "start from a checkpoint whose weights are finite"),  # Never were.
-        (STEP, "forward", "no format helps: lower optimizer.lr"),
-    ],
-)
-def test_what_fp32_cannot_hold_either(step: Evidence, direction: str, said: str) -> None:
-    culprit = replace(FOUND, direction=direction, value=math.nan, samples=(103, 104))
-    made = report(Kind.NOT_FINITE_IN_FP32, culprit=culprit, step=step)
-    assert advice(made).startswith(said)
-    assert dict(made.facts)["samples"] == "103, 104 (2 of 20), epoch 2, batch 5"
+        assert advice(made) == f"{option}=8192: at scale 8192 it is 2%"
+        assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
 
 
 ZERO = "look for a division by zero, a logarithm of zero, or first weights that are too large"
 
 
 @pytest.mark.parametrize(
-    ("step", "advised", "cause"),
+    ("step", "calm"),
     [
-        (STEP, "lower optimizer.lr or set trainer.clip_norm", "model, data or learning rate"),
-        (CLIPS, "lower optimizer.lr", "model, data or learning rate"),
-        (FIRST, ZERO, "model or data"),
+        (STEP, "lower optimizer.lr or set trainer.clip_norm"),
+        (replace(STEP, clips=True), "lower optimizer.lr"),
+        (replace(STEP, updates=0), ZERO),
     ],
 )
-def test_what_is_set_is_not_advised(step: Evidence, advised: str, cause: str) -> None:
-    made = report(Kind.NOT_FINITE_IN_FP32, step=step)
-    then = "and look at these samples and at this op's inputs"
-    assert advice(made) == f"no format helps: {advised}, {then}"
-    assert made.title == f"autopsy of step 12: not finite in fp32 too: {cause}"
+def test_what_is_set_is_not_advised_where_fp32_fails_too(step: Evidence, calm: str) -> None:
+    cause, earlier = "model, data or learning rate", "lower optimizer.lr; or start from an earlier"
+    if not step.updates:  # The weights never were finite.
+        cause, earlier = "model or data", "start from a checkpoint whose weights are finite"
+    for direction, said in (
+        ("data", "correct or remove the samples"),
+        ("weights", earlier),
+        ("forward", f"no format helps: {calm}, and look at these samples and at this op's inputs"),
+    ):
+        culprit = replace(FOUND, direction=direction, value=math.nan, samples=(103, 104))
+        made = report(Kind.NOT_FINITE_IN_FP32, culprit=culprit, step=step)
+        assert made.title == f"autopsy of step 12: not finite in fp32 too: {cause}"
+        assert advice(made).startswith(said)
+        assert dict(made.facts)["samples"] == "103, 104 (2 of 20), epoch 2, batch 5"
     made = report(Kind.DIVERGING, step=step)
     loss = "in fp32 too the loss is 1e+07, and it was 2 at the first step"
-    assert advice(made) == f"{advised}: {loss}"
+    assert advice(made) == f"{calm}: {loss}"
     assert made.text().startswith(f"{made.title}\n")
     assert made.markdown().startswith(f"# {made.title}\n")
     for word, sentence in made.facts:  # The terminal and the page say the same.
@@ -259,3 +249,152 @@ def test_ops_are_denied() -> None:
     assert after.deny == before.deny | {*moved}
     assert not {*moved} & (after.allow | after.infer)
     assert (pin_words([]), deny_words([])) == ((), ())
+
+
+OWN = "model._target_=overflowing.Overflowing"
+SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
+STOPS = "trainer.max_consecutive_skips=4"
+HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216"]
+MASTERS = "start again with dtype.master_weights=true: the optimizer's eps=1e-08 is 0 in float16"
+
+
+def page_of(folder: Path, step: int = 1) -> str:
+    return (evidence.folder_of(folder, step) / "report.md").read_text()
+
+
+def diverge(folder: Path, *words: str) -> str:
+    """The text of the error that a run ends with."""
+    with pytest.raises(DivergedError) as error:
+        train(folder, *SHORT, STOPS, *words)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that fails in its first step."""
+    folder = tmp_path_factory.mktemp("failed")
+    assert diverge(folder, OWN).endswith("step_00000001/report.md")
+    return folder
+
+
+def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
+    summary = json.loads((failed / "summary.json").read_text())
+    assert summary["status"] == "diverged"
+    assert summary["reason"].endswith(f"; see {evidence.folder_of(failed, 1) / 'report.md'}")
+    text = page_of(failed)
+    assert text.startswith("# autopsy of step 1: activation beyond float16 in gain\n")
+    assert "- **where**: gain (Gain), op mul, forward pass" in text
+    assert "'ops.modules={gain:fp32}'   (replayed with it: finite)" in text
+    assert "epoch 0, batch 0" in text
+    _, weights, _ = evidence.load(evidence.folder_of(failed, 1))
+    assert not weights["norm.running_mean"].any()  # As before the step.
+    for folder in (failed, evidence.folder_of(failed, 1)):
+        autopsy_command.main([f"run={folder}", OWN])
+        assert capsys.readouterr().out.startswith(text.splitlines()[0][2:])
+        assert page_of(failed) == text
+
+
+def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
+    """The backward pass of sqrt at 0 is not finite in any format: no scale and no pin helps."""
+    error = diverge(tmp_path, "model._target_=overflowing.Root")
+    page = evidence.all_in(tmp_path)[0] / "report.md"
+    assert error == f"{STOPS} reached: not finite in fp32 too: model or data; see {page}"
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error
+
+
+def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for words, said in (
+        ("", "run: must be given"),
+        ("run=/nowhere", "no readable checkpoint"),
+        (f"run={failed} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
+        (f"run={failed} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
+        (f"run={failed}", f"if you trust it, add {OWN}"),
+    ):
+        assert re.search(said, refused(MpframeError, autopsy_command.main, words.split()))
+
+
+def test_evidence_that_is_none_or_of_another_model_is_refused(failed: Path, tmp_path: Path) -> None:
+    snapshot = checkpoint.read(evidence.folder_of(failed, 1))
+    for entry, value, said in (
+        ("scales", {"": -1.0}, NO_EVIDENCE),
+        ("random", [1, None], NO_EVIDENCE),
+        ("weights", {"": 1}, NO_EVIDENCE),
+        ("batches", [(torch.zeros(4, 3), torch.zeros(4).long())], "does not run with this model"),
+    ):
+        changed = replace(snapshot, state={**snapshot.state, entry: value})
+        (tmp_path / entry).mkdir()
+        folder = save_as(evidence.folder_of(tmp_path / entry, 1), changed)
+        assert said in refused(CheckpointError, autopsy_command.of_evidence, folder, [OWN])
+
+
+@pytest.mark.parametrize(
+    ("words", "title", "said"),
+    [
+        ("dtype.master_weights=false", "", f"- **do**: {MASTERS}, the format it works in\n"),
+        ("optimizer.lr=1e4 trainer.max_steps=200", "diverging, in fp32", "lower optimizer.lr"),
+        ("dtype=fp32 optimizer=sgd optimizer.lr=1e30", "step 2: not finite in fp32 too", ""),
+        ("loss_scaling=static loss_scaling.scale=16777216", "step 1: scale too high", "floor"),
+    ],
+)
+def test_a_rate_is_told_from_a_format(words: str, title: str, said: str, tmp_path: Path) -> None:
+    diverge(tmp_path, "model=mlp", *words.split())
+    (folder,) = evidence.all_in(tmp_path)
+    first, text = (folder / "report.md").read_text().split("\n", 1)
+    assert (title in first, said in text) == (True, True), first
+
+
+def test_a_scale_on_its_way_down_is_normal(tmp_path: Path) -> None:
+    more = ["callbacks.autopsy.after=2", "trainer.accumulate=3"]
+    train(tmp_path, "model=mlp", *SHORT, *HIGH, *more)
+    text = page_of(tmp_path, 2)
+    assert text.startswith("# autopsy of step 2: scale too high (normal)\n")
+    assert "2 steps in a row were skipped" in text
+    assert "nothing: the scale goes from 8.38861e+06 to" in text
+
+
+def test_off_or_failing_it_does_nothing(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    fail = Mock(side_effect=RuntimeError("out of memory\nand more"))
+    monkeypatch.setattr("mpframe.lab.autopsy.report.diagnose", fail)
+    failing = diverge(tmp_path / "failing", OWN)
+    assert "the autopsy of a failed step failed: out of memory" in caplog.text
+    assert diverge(tmp_path / "off", OWN, "callbacks.autopsy=null") == failing
+    assert not (tmp_path / "off" / "autopsy").exists()
+
+
+def test_it_changes_no_bit(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mpframe.lab.range_watch.RangeWatch.draw", lambda self: None)
+    options = [OWN, *SHORT, *HIGH, "ops.modules={gain:fp32}", "numerics=on", "numerics.every=1"]
+    folders = [tmp_path / name for name in ("with", "without")]
+    for folder, own in zip(folders, (".after=1", "=null"), strict=True):
+        assert train(folder, *options, f"callbacks.autopsy{own}").steps == 3
+    assert evidence.all_in(folders[0])
+    assert not differing(*(checkpoint.load(folder)["trainer"]["weights"] for folder in folders))
+    watched = [read_ranges(folder) for folder in folders]
+    assert len(watched[0]) > 3
+    for one, other in zip(*watched, strict=True):
+        assert np.array_equal(one.rows, other.rows)  # No replay was counted.
+
+
+def test_on_demand_a_checkpoints_next_step_is_examined(tmp_path: Path, capsys: Shown) -> None:
+    for scale, verdict, advice in (
+        ("1024", "no fault found", "nothing"),
+        ("1e-6", "underflow: scale too low", "loss_scaling.scale=262144"),
+    ):
+        static, folder = ["loss_scaling=static", f"loss_scaling.scale={scale}"], tmp_path / scale
+        train(folder, "model=mlp", *SHORT, *static)
+        autopsy_command.main([f"run={folder}"])
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"autopsy of step 4: {verdict}\n")
+        assert advice in printed
+        assert (folder / "autopsy_after_step_00000003.md").exists()
+
+
+def test_two_losses_are_told_apart(tmp_path: Path) -> None:
+    words = ["experiment=digits_gan", "device=cpu", "optimizer.parts.generator.lr=1e6"]
+    with pytest.raises(DivergedError):
+        train(tmp_path, *words, STOPS)
+    (folder,) = evidence.all_in(tmp_path)
+    assert set(evidence.load(folder)[0].scales) == {"discriminator", "generator"}
+    autopsy_command.main([f"run={tmp_path}"])
+    assert "- **loss**: discriminator" in (folder / "report.md").read_text()

@@ -1,5 +1,6 @@
 """Planted faults, and what the autopsy says of them: module, direction and diagnosis."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,36 +9,117 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_steps import (
-    ROWS,
-    Each,
-    attention,
-    case_of,
-    conv,
-    data,
-    exp,
-    large,
-    linear,
-    loud,
-    louder,
-    net,
-    prepared,
-    recurrent,
-    times,
-)
-from torch import nn
+from planted import faint
+from torch import Tensor, nn
 
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.core.casting.op_lists import OpLists
-from mpframe.core.objective import NamedObjective, StepOutput, supervised
+from mpframe.core.objective import NamedObjective, supervised
+from mpframe.core.optim.master_weights import MasterWeights
+from mpframe.core.precision import Precision
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose, underflow_share
 from mpframe.lab.autopsy.evidence import Evidence
-from mpframe.lab.autopsy.replay import Setting, replay
+from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 
 BEYOND, TOO_HIGH, NONE = Kind.BEYOND_FORMAT, Kind.SCALE_TOO_HIGH, Kind.NO_FAULT
 FP32, LOW = Kind.NOT_FINITE_IN_FP32, Kind.UNDERFLOW
 CROSS_ENTROPY = supervised(nn.CrossEntropyLoss())
+ROWS = 8
+linear = partial(nn.Linear, 16, 16)
+
+
+class Each(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], **children: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def louder(factor: float) -> nn.Module:
+    """The identity, whose backward pass multiplies by a number."""
+    return Each(lambda x: _Louder.apply(x, factor))
+
+
+def times(factor: float) -> nn.Module:
+    return Each(lambda x: x * factor)
+
+
+def exp(shift: float) -> nn.Module:
+    return Each(lambda x: torch.exp(0.01 * x + shift))
+
+
+def attention() -> nn.Module:
+    """Self-attention over a sequence of length 2."""
+    inner = nn.MultiheadAttention(16, 2, batch_first=True)
+    return Each(
+        lambda x: inner(*[torch.stack([x, x], dim=1)] * 3, need_weights=False)[0].mean(dim=1),
+        inner=inner,
+    )
+
+
+def recurrent() -> nn.Module:
+    inner = nn.GRU(16, 16, batch_first=True)
+    return Each(lambda x: inner(x[:, None])[0][:, 0], inner=inner)
+
+
+def conv(kind: type[nn.Module] = nn.Conv2d) -> nn.Module:
+    """A convolution over 16 features seen as channels and places."""
+    return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), kind(4, 4, 1), nn.Flatten())
+
+
+def large(layer: nn.Module, factor: float = 1e5) -> nn.Module:
+    """The same layer with large weights."""
+    for parameter in layer.parameters():
+        parameter.detach().mul_(factor)
+    return layer
+
+
+def net(middle: nn.Module) -> nn.Module:
+    """Layers around a middle; the norm behind it keeps what it does from the others."""
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), nn.Tanh(), middle, nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def data(rows: tuple[int, ...] = (), factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Random numbers, some rows of them multiplied."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS, 16, generator=generator)
+    inputs[list(rows)] *= factor
+    return inputs, torch.randint(0, 4, (ROWS,), generator=generator)
+
+
+def prepared(
+    model: nn.Module, mode: str = "mixed", compute: str = "emulated", half: str = "float16",
+    ops: OpLists | None = None, products: str = "none", scale: float = 1024.0, **more: Any,
+) -> tuple[Case, MasterWeights]:  # fmt: skip
+    precision = Precision(mode, half, compute=compute, ops=ops, products=products)
+    model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = {"batches": [data()], **more}
+    objectives = [NamedObjective("", CROSS_ENTROPY)]
+    return Case(model, precision, objectives, scales={"": scale}, **own), masters
+
+
+def case_of(*arguments: Any, **more: Any) -> Case:
+    return prepared(*arguments, **more)[0]
 
 
 def blamed(diagnosis: Diagnosis) -> Culprit:
@@ -61,6 +143,10 @@ UNBALANCED = partial(nn.Sequential, times(1e-6), times(1e6))
 BACK = {"direction": "backward"}
 
 
+def loud() -> nn.Module:
+    return nn.Sequential(OrderedDict(loud=louder(1e9), layer=linear()))
+
+
 @pytest.mark.parametrize(
     ("mode", "middle", "options", "found"),
     [
@@ -72,7 +158,7 @@ BACK = {"direction": "backward"}
         fault("exp", lambda: exp(13.0), "2", "exp", ops=HALF_EXP),
         fault("exp in fp32", lambda: nn.Sequential(exp(13.0), linear()), "2.0"),
         fault("exp beyond fp32", lambda: exp(100.0), "2", "exp", FP32),
-        fault("linear backward", lambda: loud(linear()), "2.loud", **BACK),
+        fault("linear backward", loud, "2.loud", **BACK),
         fault("own function", lambda: louder(1e9), "2", "_Louder", **BACK),
         fault("product backward", UNBALANCED, "2.1", **BACK),
         fault("beyond fp32 backward", lambda: louder(1e38 * 1e3), "2", "", FP32, **BACK),
@@ -92,34 +178,32 @@ def test_a_planted_fault_is_found(mode: Any, middle: Any, options: Any, found: A
         assert culprit.value > culprit.limit == 65504.0
 
 
-@pytest.mark.parametrize("factor", [1.0, 64.0])
-def test_a_product_that_saturates_is_named(factor: float) -> None:
+def test_a_product_that_saturates_is_named() -> None:
     """The history knows of values 64 times smaller; behind the layer a norm makes up for them."""
     torch.manual_seed(0)
     model = nn.Sequential(linear(), times(1.0), linear(), nn.LayerNorm(16), linear())
-    case, masters = prepared(
-        model, "mixed", "emulated", "bfloat16", products="fp8_delayed", scale=1.0
-    )
+    recipe = {"half": "bfloat16", "products": "fp8_delayed", "scale": 1.0}
+    case, masters = prepared(model, **recipe)
     with case.precision.cast():
         y = case.model(data()[0])
     nn.functional.cross_entropy(y.float(), data()[1]).backward()
     masters.step()
-    model[1].function = times(factor)
+    sound = diagnose(case)
+    assert (sound.kind, sound.saturation) == (NONE, None)
+    model[1].function = times(64.0)
     diagnosis = diagnose(case)
-    found = diagnosis.saturation
-    if factor == 1.0:
-        assert (diagnosis.kind, found) == (NONE, None)
-        return
-    assert found is not None
+    assert (found := diagnosis.saturation) is not None
     assert (diagnosis.kind, found.layer, found.operand) == (Kind.SATURATED, "2", "forward.x")
     # Of values cut off at 1/64 of the largest 63/64 of nearly all is lost: below 1 dB.
-    assert found.noise.saturated > 0.5
-    assert found.noise.snr_db < 1
+    assert (found.noise.saturated > 0.5, found.noise.snr_db < 1) == (True, True)
     step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
     text = report_on(diagnosis, case, step).text()
-    assert "autopsy of step 1: saturated: beyond the scale of a product" in text
-    assert "where  2, operand forward.x of its products" in text
-    assert "add to the command line: ops.modules.2=none, which keeps its products in half" in text
+    for said in (
+        "autopsy of step 1: saturated: beyond the scale of a product",
+        "where  2, operand forward.x of its products",
+        "add to the command line: ops.modules.2=none, which keeps its products in half",
+    ):
+        assert said in text
 
 
 @pytest.mark.parametrize(("mode", "bad"), [("fp32", "nan"), ("mixed", "inf")])
@@ -127,12 +211,10 @@ def test_a_bad_sample_is_named_by_its_path_and_index(mode: str, bad: str) -> Non
     inputs, targets = data((3,), float(bad))
     more = {"batches": [(inputs, targets)], "samples": [range(100, 100 + ROWS)]}
     case = case_of(net(nn.Identity()), mode, **more)
-    nested = {"views": [torch.zeros(ROWS), inputs], "y": targets}
+    batches = [{"views": [torch.zeros(ROWS), inputs], "y": targets}]
     whole = NamedObjective("", lambda m, batch: CROSS_ENTROPY(m, (batch["views"][1], batch["y"])))
-    for own, name in (
-        (case, "inputs"),
-        (replace(case, objectives=[whole], batches=[nested]), "views[1]"),
-    ):
+    nested = replace(case, objectives=[whole], batches=batches)
+    for own, name in ((case, "inputs"), (nested, "views[1]")):
         diagnosis = diagnose(own)
         culprit = blamed(diagnosis)
         assert (diagnosis.kind, culprit.direction, culprit.samples) == (FP32, "data", (103,))
@@ -150,11 +232,13 @@ def test_a_weight_that_is_nan_is_named(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["mixed", "amp"])
-def test_samples_that_overflow_are_named(mode: str) -> None:
-    more = {"batches": [data((1, 6), 1e6)], "samples": [range(50, 50 + ROWS)]}
-    diagnosis = diagnose(case_of(net(linear()), mode, **more))
-    assert (diagnosis.kind, blamed(diagnosis).call.module) == (BEYOND, "0")
-    assert blamed(diagnosis).samples == (51, 56)
+def test_samples_that_overflow_are_named_with_their_micro_batch(mode: str) -> None:
+    samples = [range(first, first + ROWS) for first in (0, 50, 100)]
+    batches = [data(), data((1, 6), 1e6), data()]
+    diagnosis = diagnose(case_of(net(linear()), mode, batches=batches, samples=samples))
+    culprit = blamed(diagnosis)
+    assert (diagnosis.kind, culprit.call.module) == (BEYOND, "0")
+    assert (culprit.batch, culprit.samples) == (1, (51, 56))
 
 
 @pytest.mark.parametrize(("mode", "first_loss"), [("mixed", None), ("mixed", 1.4), ("amp", 1.4)])
@@ -173,46 +257,36 @@ def test_an_op_of_the_model_itself_moves_to_fp32() -> None:
     assert diagnosis.remedy == Setting(octaves=-10, denied=("mul",))
 
 
-def masked() -> nn.Module:
-    return Each(lambda x: x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x)
+HARMLESS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda x, _: x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x,
+    "added mask": lambda x, mask: (x + mask).softmax(dim=-1) + 0.0 * x,
+    "quotient": lambda x, _: x * (1.0 / x.detach().relu()).clamp(max=1.0),  # inf in any format
+}
 
 
-def masked_by_adding() -> nn.Module:
-    own = Each(lambda x: (x + own.mask).softmax(dim=-1) + 0.0 * x)
-    own.register_buffer("mask", torch.tensor([0.0, float("-inf")]).repeat_interleave(8))
-    return own
+@pytest.mark.parametrize("name", HARMLESS)
+def test_an_infinity_that_does_no_harm_is_no_fault(name: str) -> None:
+    def with_it(*behind: nn.Module) -> Diagnosis:
+        own = Each(lambda x: HARMLESS[name](x, own.mask))
+        mask = torch.tensor([0.0, float("-inf")]).repeat_interleave(8)
+        own.register_buffer("mask", mask if name == "added mask" else None)
+        return diagnose(case_of(net(nn.Sequential(own, *behind))))
 
-
-def clamped() -> nn.Module:
-    """A quotient that is infinite in any format, and clamped."""
-    return Each(lambda x: x * (1.0 / x.detach().relu()).clamp(max=1.0))
-
-
-@pytest.mark.parametrize("harmless", [masked, masked_by_adding, clamped])
-def test_an_infinity_that_does_no_harm_is_no_fault(harmless: Callable[[], nn.Module]) -> None:
-    assert diagnose(case_of(net(harmless()))).kind is NONE
-    beyond = diagnose(case_of(net(nn.Sequential(harmless(), times(1e7), linear()))))
+    assert with_it().kind is NONE
+    beyond = with_it(times(1e7), linear())
     call = blamed(beyond).origin or blamed(beyond).call
     assert (beyond.kind, call.module) == (BEYOND, "2.1")
-    if harmless is not clamped:  # A mask is not taken for what fp32 cannot hold.
-        diagnosis = diagnose(case_of(net(nn.Sequential(harmless(), exp(100.0)))))
+    if name != "quotient":  # A mask is not taken for what fp32 cannot hold.
+        diagnosis = with_it(exp(100.0))
         assert (diagnosis.kind, blamed(diagnosis).call) == (FP32, OpCall("2.1", "exp"))
-
-
-def test_the_bad_micro_batch_is_named() -> None:
-    good, bad = data(), data(tuple(range(ROWS)), 1e6)
-    diagnosis = diagnose(case_of(net(nn.Identity()), batches=[good, bad, good]))
-    assert (diagnosis.kind, blamed(diagnosis).batch) == (BEYOND, 1)
 
 
 def test_only_the_loss_that_was_skipped_is_judged() -> None:
     base = case_of(nn.ModuleDict({"a": net(nn.Identity()), "b": net(times(1e6))}))
-
-    def loss_of(part: str, model: Any, batch: Any) -> StepOutput:
-        return CROSS_ENTROPY(model[part], batch)
-
-    parts = {n: list(base.model[n].parameters()) for n in "ab"}
-    objectives = [NamedObjective(n, partial(loss_of, n), parameters=parts[n]) for n in "ab"]
+    objectives = [
+        NamedObjective(n, lambda m, b, n=n: CROSS_ENTROPY(m[n], b), parameters=[*own.parameters()])
+        for n, own in base.model.items()
+    ]
     case = replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0})
     culprit = blamed(diagnose(case))
     assert (culprit.call.module, culprit.objective) == ("b.2", "b")
@@ -243,9 +317,8 @@ def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> Non
     quiet = nn.Sequential(*layers, louder(2.0**-16))
     noisy = nn.Sequential(nn.Linear(16, 2), louder(2.0**14), nn.Linear(2, 16))
     wide = Each(lambda x: quiet(x) + noisy(x), quiet=quiet, loud=noisy)
-    diagnosis = diagnose(
-        case_of(nn.Sequential(wide, nn.LayerNorm(16), nn.Linear(16, 4)), scale=2.0**16)
-    )
+    model = nn.Sequential(wide, nn.LayerNorm(16), nn.Linear(16, 4))
+    diagnosis = diagnose(case_of(model, scale=2.0**16))
     lower = [one for one in diagnosis.replays if not one.setting.recast and one.setting.octaves < 0]
     assert any(one.finite for one in lower)
     assert (diagnosis.kind, diagnosis.proven) == (BEYOND, True)
@@ -270,13 +343,8 @@ def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
 
 def test_gradients_that_are_all_0_are_an_underflow() -> None:
     """The loss itself is in fp32, so the size of its gradient does not bound the scale."""
-
-    def faint(model: nn.Module, batch: Any) -> StepOutput:
-        output = CROSS_ENTROPY(model, batch)
-        return replace(output, loss=output.loss.float() * 1e-9)
-
-    case = case_of(net(linear()), scale=1.0)
-    diagnosis = diagnose(replace(case, objectives=[NamedObjective("", faint)]))
+    case = replace(case_of(net(linear()), scale=1.0), objectives=[NamedObjective("", faint)])
+    diagnosis = diagnose(case)
     assert (diagnosis.kind, diagnosis.underflow, diagnosis.zeros) == (LOW, 1.0, 1.0)
     assert diagnosis.underflow_then < 0.1
 

@@ -12,14 +12,16 @@ import pytest
 import torch
 from fixtures import Log, Patch, Shown
 from in_process import StartRun
+from tiny_experiments import EXPERIMENTS, TINY, tiny
 from vocabulary import differing
 
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.command_line import jobs
 from mpframe.lab import hints
-from mpframe.lab.autopsy.replay import noises_of
-from mpframe.lab.doctor import CHECKS, Finding, Severity, Subject, checks, examine
+from mpframe.lab.autopsy.diagnosis import diagnose
+from mpframe.lab.doctor import CHECKS, Severity, Subject, checks, examine
+from mpframe.lab.ranges import KINDS, RangeProbe
 
 DIGITS = "dataset._target_=planted.digits"
 NET = "model._target_=planted.net"
@@ -110,10 +112,6 @@ def subject(words: str) -> Subject:
     return subject_of(job.config, job.overrides)
 
 
-def found(check: Check, words: str) -> list[Finding]:
-    return list(check(subject(words)))
-
-
 @pytest.mark.parametrize("words", FAULTY)
 def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(words: str) -> None:
     faulty, planted = subject(words), []
@@ -138,15 +136,6 @@ def test_every_check_has_a_case() -> None:
     assert planted | {hints.check_layers} == set(CHECKS)
 
 
-def test_what_is_counted_leaves_no_trace() -> None:
-    own = subject("dtype=mixed dtype.products=fp8_delayed")
-    before, drawn = copy.deepcopy(own.trainer.precision.state_dict()), torch.get_rng_state()
-    assert noises_of(own.case) == noises_of(own.case)
-    assert own.trainer.precision.state_dict() == before == {"generators": {}, "amax": {}}
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert all(parameter.grad is None for parameter in own.trainer.model.parameters())
-
-
 def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: StartRun) -> None:
     start_run(tmp_path, "model=mlp", "dtype=mixed_bf16", "trainer.max_steps=1")
     own = subject(f"init_from={tmp_path}")
@@ -155,8 +144,9 @@ def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Sta
         f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may be "
         "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
-    assert not list(checks.check_training_format(replace(own, trained_in="mixed(float16)")))
-    assert not found(checks.check_training_format, f"init_from={tmp_path} {finding.fix[0]}")
+    mended = subject(f"init_from={tmp_path} {finding.fix[0]}")
+    for sound in (mended, replace(own, trained_in="mixed(float16)")):
+        assert not list(checks.check_training_format(sound))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +160,7 @@ def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Sta
     ],
 )  # fmt: skip
 def test_where_no_pin_helps_it_is_said_in_one_line(check: Check, words: str, line: str) -> None:
-    assert re.fullmatch(line, "|".join(map(str, found(check, words))))
+    assert re.fullmatch(line, "|".join(map(str, check(subject(words)))))
 
 
 def test_a_run_says_what_the_doctor_says(tmp_path: Path, start_run: StartRun, caplog: Log) -> None:
@@ -182,7 +172,8 @@ def test_a_run_says_what_the_doctor_says(tmp_path: Path, start_run: StartRun, ca
 
 
 @pytest.mark.parametrize(
-    "words", ["dtype=mixed model.dropout=0.5", "experiment=digits_gan dtype=fp32"]
+    "words",
+    ["model.dropout=0.5", "dtype.products=fp8_delayed", "experiment=digits_gan dtype=fp32"],
 )
 def test_an_examination_changes_nothing(words: str) -> None:
     examined = subject(words)
@@ -190,8 +181,8 @@ def test_an_examination_changes_nothing(words: str) -> None:
 
     def state() -> Any:
         scales = {name: float(own.scale) for name, own in trainer.scalers.items()}
-        optimizer = trainer.state_dict()["optimizer"]
-        return trainer.weights(), optimizer, scales, torch.get_rng_state()
+        optimizer, precision = trainer.state_dict()["optimizer"], trainer.precision.state_dict()
+        return trainer.weights(), optimizer, precision, scales, torch.get_rng_state()
 
     before = copy.deepcopy(state())
     severities = [finding.severity for finding in examine(examined)]
@@ -199,6 +190,37 @@ def test_an_examination_changes_nothing(words: str) -> None:
     assert Severity.ERROR not in severities
     assert differing(before, state()) == []
     assert trainer.progress.global_step == 0
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+# Pairs, dicts, lists of dicts, two losses: each kind of batch and step once in ./dev.
+CHEAP = ("digits_mlp", "bert_spans", "detection_ssd", "digits_gan")
+ROWS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in CHEAP))
+    for name in EXPERIMENTS
+    if not name.endswith("_small")
+]
+
+
+@pytest.mark.parametrize("experiment", ROWS)
+def test_hints_doctor_ranges_and_autopsy_see_the_first_step(
+    experiment: str, tiny_data: Path
+) -> None:
+    """On each shipped workload at a small size."""
+    assert sorted(TINY) == EXPERIMENTS
+    (job,) = jobs([*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"])
+    own = subject_of(job.config, job.overrides)
+    assert hints.hints_on(own) == []
+    assert [str(f) for f in examine(own) if f.severity is Severity.ERROR] == []
+    # At a scale of 2^40 the gradient of the loss itself is beyond float16.
+    loud = replace(own.case, scales=dict.fromkeys(own.case.scales, 2.0**40))
+    culprit = diagnose(loud).culprit
+    assert culprit is not None
+    assert (culprit.direction, culprit.value > culprit.limit) == ("backward", True)
+    probe = RangeProbe(own.trainer, torch.float16)
+    own.trainer.train_step(own.batch)
+    ranges = probe.ranges()
+    assert all(ranges.bins(kind).sum() > 0 or kind == "updates" for kind in KINDS)
 
 
 def run(arguments: str) -> int:
@@ -230,16 +252,11 @@ def test_the_projects_configuration_is_named(tmp_path: Path, capsys: Shown) -> N
     assert capsys.readouterr().out.startswith("configuration mine:\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--info", "mpframe: --info: no such option; give option=value, and -m for a sweep"),
-        ("seed=1,2", "mpframe: seed=1,2: several values make a sweep; add -m"),
-        ("model=mlp init_from=/nonexistent", "mpframe: /nonexistent: no "),
-    ],
-)
-def test_a_slip_is_one_line(words: str, line: str, capsys: Shown) -> None:
-    assert run(words) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(line)
-    assert said.count("\n") == 1
+def test_a_slip_is_one_line(capsys: Shown) -> None:
+    for words, line in (
+        ("--info", "mpframe: --info: no such option; give option=value, and -m for a sweep\n"),
+        ("seed=1,2", "mpframe: seed=1,2: several values make a sweep; add -m\n"),
+        ("model=mlp init_from=/nonexistent", "mpframe: /nonexistent: no .*\n"),
+    ):
+        assert run(words) == 1
+        assert re.fullmatch(line, capsys.readouterr().err)

@@ -1,19 +1,37 @@
-"""The dtype map says what is done: op by op, module by module, in storage and in compute."""
+"""The dtype map says what is done, in storage and in compute; a pin is for one module alone.
+
+A run traces its first batch: which weights are half, the same in every command.
+"""
 
 import inspect
+import logging
+import signal
+from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from fixtures import Log, Patch
+from foreign import Foreign
+from in_process import StartRun, composed, texts
+from refusal import refused
 from torch import Tensor, nn
 from torch.optim import SGD
-from vocabulary import Kernels, formats
+from vocabulary import HALVES, Kernels, formats
 
 from mpframe import OpLists, Precision
+from mpframe.config.command_line import check_config
 from mpframe.core.casting.storage import op_of
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, RunInterrupted, UserCodeError
+from mpframe.run.parts import build_task, seed_everything
+from mpframe.run.trainer import build_trainer
 from mpframe.tracking.dtype_map import as_table, dtype_map
+from mpframe.tracking.tags import Tag
+from mpframe.training.trainer import Trainer
+from mpframe.workloads.gan import discriminator_objective, generator_objective
 
 FP32, HALF = torch.float32, torch.float16
 
@@ -34,20 +52,14 @@ class Own(nn.Linear):
     """A layer of a class that is not torch's."""
 
 
-class Weight(nn.Module):
+class Weight(nn.ParameterList):
     """A module with a weight and no op of torch.nn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
 
 
 def test_the_table() -> None:
     parts = {"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "act": nn.ReLU()}
-    parts |= {"soft": nn.Softmax(1), "head": nn.Linear(2, 2), "sub": Own(2, 2), "own": Weight()}
-    model = nn.Sequential()
-    for name, part in parts.items():
-        model.add_module(name, part)
+    parts |= {"soft": nn.Softmax(1), "head": nn.Linear(2, 2), "sub": Own(2, 2)}
+    model = nn.Sequential(OrderedDict(parts, own=Weight([torch.ones(2)])))
     precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
     assert as_table(dtype_map(precision, model)).splitlines()[2:] == [
         "conv    Conv2d       float16  float16       conv2d in ops.allow",
@@ -58,19 +70,17 @@ def test_the_table() -> None:
         "sub     Own          float16  float16       linear in ops.allow",
         "own     Weight       float32  -             no op of torch.nn: fp32 weights",
     ]
-    for mode, name, why in (
-        ("fp32", "default", "dtype.mode=fp32"),
-        ("mixed", "none", "ops=none: no casts"),
-    ):
-        rows = dtype_map(Precision(mode, ops=OpLists.named(name)), model[:1])
-        assert [row.why for row in rows] == [why]
+    for mode, name, why in (("fp32", "fast", "dtype.mode=fp32"), ("mixed", "none", NO_CASTS)):
+        (row,) = dtype_map(Precision(mode, ops=OpLists.named(name)), model[:1])
+        assert row.why == why
 
 
+NO_CASTS = "ops=none: no casts"
 PINNED = {"head": "fp32", "encoder": "half"}
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "modules", "half"),
+    ("mode", "name", "pins", "half"),
     [
         ("mixed", "fast", PINNED, "bfloat16"),
         ("mixed", "fp32_norms", {"head.0": "half"}, "float16"),
@@ -79,11 +89,9 @@ PINNED = {"head": "fp32", "encoder": "half"}
         ("fp32", "fast", PINNED, "float16"),
     ],
 )
-def test_storage_is_as_the_map_says(
-    mode: str, name: str, modules: dict[str, str], half: str
-) -> None:
+def test_storage_is_as_the_map_says(mode: str, name: str, pins: Any, half: str) -> None:
     model = transformer()
-    precision = Precision(mode, half, ops=lists(name, modules))
+    precision = Precision(mode, half, ops=lists(name, pins))
     before = dtype_map(precision, model)
     rows = {row.module: row.storage for row in before}
     precision.prepare(model, SGD(model.parameters()))
@@ -114,9 +122,7 @@ def test_inputs_and_gradients_follow_the_weights() -> None:
 def test_a_pin_that_matches_nothing_is_refused() -> None:
     model = transformer()
     precision = Precision("mixed", ops=OpLists(modules={"encoder.linear": "fp32"}))
-    with pytest.raises(ConfigError) as error:
-        precision.prepare(model, SGD(model.parameters()))
-    assert str(error.value) == (
+    assert refused(ConfigError, precision.prepare, model, SGD(model.parameters())) == (
         "ops.modules['encoder.linear'] matches no module; the model has embed, encoder, "
         "encoder.self_attn, encoder.self_attn.out_proj, encoder.linear1, encoder.dropout, "
         "encoder.linear2, encoder.norm1, ..."
@@ -156,17 +162,15 @@ def test_modules_compute_as_the_map_says() -> None:
         precision = Precision("mixed", compute="native")
         (row,) = (r for r in dtype_map(precision, model) if r.module == "0")
         precision.prepare(model, SGD([nn.Parameter(torch.ones(1))]))
-        floats = (isinstance(t, Tensor) and t.is_floating_point() for t in inputs)
-        given = [t.half() if cast else t for t, cast in zip(inputs, floats, strict=True)]
+        given = [t.half() if formats(t) else t for t in inputs]
         with Kernels() as kernels, precision.cast():
             result = model[0](*given)
         seen.add(row.compute)
         if row.compute == "float32":
-            assert kernels.given() <= ({FP32, HALF} if row.kind == "Softmin" else {FP32}), row
+            assert kernels.given() <= {FP32, *[HALF] * (row.kind == "Softmin")}, row
             assert formats(result) == {FP32}, row
         elif row.compute == "float16":
-            allowed = {HALF, FP32} if row.kind == "MultiheadAttention" else {HALF}
-            assert kernels.given() <= allowed, row
+            assert kernels.given() <= {HALF, *[FP32] * (row.kind == "MultiheadAttention")}, row
             assert row.storage in (HALF, None), row
     assert {"float32", "float16"} <= seen
 
@@ -180,3 +184,172 @@ def test_every_layer_of_torch_with_weights_is_known() -> None:
             nn.Module.__init__(module)
             module.mode, module.nonlinearity = "LSTM", "tanh"
             assert op_of(module) is not None, cls
+
+
+X = torch.rand(2, 4)
+
+
+def pinned(model: nn.Module, pins: dict[str, str], *mode: str, **options: Any) -> Precision:
+    """The precision that a model is prepared for."""
+    precision = Precision(*(mode or ("amp",)), ops=lists(pins=pins), **options)
+    precision.prepare(model, SGD(model.parameters()))
+    return precision
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("modules", "in_fp32", "mode", "half"),
+    [
+        ({}, set(), "mixed", "float16"),
+        ({"1": "fp32"}, {"1.0", "1.2"}, "amp", "float16"),
+        ({"1.*": "fp32"}, {"1.0", "1.2"}, "mixed", "bfloat16"),
+        ({"1": "fp32", "1.0": "half"}, {"1.2"}, "amp", "bfloat16"),
+        ({"1.0": "half", "1": "fp32"}, {"1.0", "1.2"}, "mixed", "float16"),
+        ({"1": "half"}, set(), "mixed", "float16"),
+        ({"*": "fp32", "2": "half"}, {"0", "1.0", "1.2"}, "amp", "bfloat16"),
+    ],
+)
+def test_what_computes_where(modules: Any, in_fp32: set[str], mode: str, half: str) -> None:
+    model = small()
+    precision = pinned(model, modules, mode, half, compute="native")
+    norms: list[torch.dtype] = []
+    model[1][1].register_forward_hook(lambda _, __, result: norms.append(result.dtype))
+    with Kernels() as kernels, precision.cast():
+        model(X)
+    products = [k.given for k in kernels.ran if k.name in ("addmm", "mm")]
+    names = ("0", "1.0", "1.2", "2")
+    assert products == [{FP32 if name in in_fp32 else HALVES[half]} for name in names]
+    assert norms == [HALVES[half] if modules.get("1") == "half" else FP32]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_exception_inside_or_before_leaves_the_pin(before: bool) -> None:
+    model = small()
+    precision = pinned(model, {"1": "fp32"})
+    failing, fail = model[1] if before else model[1][2], Mock(side_effect=ValueError("here"))
+    failing.register_forward_pre_hook(fail, prepend=before)
+    with precision.cast():
+        with pytest.raises(ValueError, match="here"):
+            model(X)
+        assert model[2](X).dtype == HALF
+    with precision.cast():
+        assert model[2](X).dtype == HALF
+
+
+def test_outside_a_cast_a_pin_does_nothing_and_hooks_once() -> None:
+    model = small()
+    pinned(model, {"1": "half"}).prepare(model, SGD(model.parameters()))
+    assert model(X).dtype == FP32
+    assert len(model[1]._forward_pre_hooks) == 1
+
+
+def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
+    class Takes(nn.Module):
+        def forward(self, pair: Any, *, options: Any) -> Any:
+            return [pair[0].dtype, pair[1].dtype, options["x"].dtype, options["n"]]
+
+    model = nn.ModuleDict({"takes": Takes(), "weight": nn.Linear(1, 1)})
+    with pinned(model, {"takes": "half"}).cast():
+        found = model["takes"]((X, X.double()), options={"x": X, "n": 3})
+    assert found == [HALF, torch.float64, HALF, 3]
+
+
+def test_attached_to_be_evaluated_in_another_mode() -> None:
+    """Pins of both count, each in its own blocks; a recurrent layer takes half between them."""
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "rnn": nn.LSTM(4, 3), "last": nn.Linear(3, 2)})
+    training = pinned(model, {"last": "fp32"})
+    evaluating = Precision("amp", "bfloat16", ops=lists(pins={"first": "fp32"}))
+    evaluating.attach(model)
+
+    def run(precision: Precision) -> list[torch.dtype]:
+        with precision.cast():
+            first: Tensor = model["first"](X)
+            hidden, _ = model["rnn"](first)
+            return [first.dtype, hidden.dtype, model["last"](hidden).dtype]
+
+    assert run(training) == [HALF, HALF, FP32]
+    assert run(evaluating) == [FP32, torch.bfloat16, torch.bfloat16]
+    assert formats(list(model.parameters())) == {FP32}
+
+
+FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed"]
+
+
+def built(*overrides: str) -> Trainer:
+    config = check_config(composed(*overrides))
+    seed_everything(0)
+    task = build_task(config)
+    seed_everything(0)
+    return build_trainer(config, task, 4)
+
+
+def half_weights(trainer: Trainer) -> list[str]:
+    return [name for name, p in trainer.model.named_parameters() if p.dtype == torch.float16]
+
+
+def test_weights_of_foreign_layers_are_half_and_the_run_is_as_it_would_be() -> None:
+    """Initial values, buffers and the numbers drawn next are those of a mode without a trace."""
+    traced = built(*FOREIGN)
+    assert half_weights(traced) == ["first.weight", "first.bias", "head.weight", "head.bias"]
+    number = torch.rand(())
+    weights = built(*FOREIGN, "dtype.mode=amp").weights()
+    assert torch.equal(torch.rand(()), number)
+    for name, value in traced.weights().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_every_loss_is_traced(monkeypatch: Patch) -> None:
+    """A generator's loss may call other layers than the discriminator's."""
+    traced: list[Any] = []
+    monkeypatch.setattr(Precision, "trace", lambda _, model, example: traced.append(example))
+    built("experiment=digits_gan")
+    assert [own.func for own in traced] == [discriminator_objective, generator_objective]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
+    trainer = built("model._target_=foreign.Lazy", f"dtype.mode={mode}")
+    assert trainer.model[1].weight.shape == (10, 64)
+    assert half_weights(trainer) == ["1.weight", "1.bias"] * (mode == "mixed")
+
+
+def test_the_map_says_what_stays_fp32(start_run: StartRun, tmp_path: Path, caplog: Log) -> None:
+    caplog.set_level(logging.INFO)
+    start_run(tmp_path, *FOREIGN, "trainer.max_steps=1")
+    text = """\
+idle     Product      float32  -             no op of torch.nn: fp32 weights, never called
+head     Product      float16  float16       addmm in ops.allow
+float32: 31.7 % of 3,530 weights
+  29.9 %: no op of torch.nn, never called: idle; half with ops.modules['idle']=half
+  1.81 %: batch_norm is in no list: norm"""
+    assert any(message.endswith(text) for message in caplog.messages)
+    assert text in texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_first_batch_that_fails_is_left_to_the_first_step(
+    error: type[BaseException], start_run: StartRun, tmp_path: Path, caplog: Log, monkeypatch: Patch
+) -> None:
+    """There a guard knows the batch; here the weights go by their classes, and that is said."""
+
+    fails = Mock(side_effect=error("this model takes no images"))
+    monkeypatch.setattr(Foreign, "forward", fails)
+    assert half_weights(built(*FOREIGN)) == []
+    assert caplog.messages == [
+        "warning: the first batch could not be traced (this model takes no images): weights of "
+        "classes that are not torch.nn's stay fp32"
+    ]
+    if error is ValueError:
+        with pytest.raises(UserCodeError, match="takes no images"):
+            start_run(tmp_path, *FOREIGN)
+
+
+def test_a_signal_ends_the_trace(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Foreign, "forward", Mock(side_effect=RunInterrupted(signal.SIGTERM)))
+    with pytest.raises(RunInterrupted):
+        built(*FOREIGN)

@@ -1,28 +1,35 @@
-"""Counts of magnitudes against a recount in float64; the ranges of a step against its values."""
+"""Counts of magnitudes against a recount in float64; a step's ranges and pictures of them."""
 
+import csv
 import math
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import StartRun, events
+from prepared import prepared
 from run_context import context
 from torch import Tensor, nn
-from vocabulary import CalledOps
+from vocabulary import CalledOps, same_bits
 
-from mpframe import Backoff, Precision, Trainer
+from mpframe import Backoff, Trainer
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import DataError
-from mpframe.core.objective import supervised
-from mpframe.lab import watch_ranges
+from mpframe.lab import pictures, watch_ranges
 from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows, amax_of, lost_fraction
 from mpframe.lab.exponents import count_exponents as count
+from mpframe.lab.pictures import draw_layers, draw_time
+from mpframe.lab.product_noise import NAMES
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
+from mpframe.tracking.tags import meaning_of
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
 
@@ -81,8 +88,8 @@ def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
     values = torch.tensor([smallest / 2, smallest * 0.50001, smallest])
     assert values.to(half).count_nonzero() == 2
     row = dict(zip(FIELDS, count(values, Limits.of(half)).tolist(), strict=False))
-    assert (row["lost"], row["subnormal"]) == (1, 2)
-    assert (row["lost_at_twice_scale"], row["lost_at_half_scale"]) == (0, 3)
+    found = {"lost": 1, "subnormal": 2, "lost_at_twice_scale": 0, "lost_at_half_scale": 3}
+    assert row == row | found
 
 
 @pytest.mark.parametrize("stored", HALVES)
@@ -135,19 +142,15 @@ MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
 def trainer_of(mode: str = "mixed", half: str = "float16") -> Trainer:
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)]
-    model, precision = nn.Sequential(*layers), Precision(mode, half)
-    model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    scaler = None if mode == "fp32" else Backoff(2.0**12)
-    loss, plan = supervised(nn.CrossEntropyLoss()), Plan(clip_norm=0.1)
-    return Trainer(model, masters, loss, precision, scaler=scaler, plan=plan)
+    own = {"scaler": None if mode == "fp32" else Backoff(2.0**12), "plan": Plan(clip_norm=0.1)}
+    own["optimizer"] = partial(torch.optim.AdamW, lr=1e-3)
+    return prepared(nn.Sequential(*layers), nn.CrossEntropyLoss(), mode, half, **own)
 
 
 def batches(number: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(6, 1, 8, 8, generator=generator), torch.randint(0, 3, (6,)))
-        for _ in range(number)
-    ]
+    images = torch.randn(number, 6, 1, 8, 8, generator=generator)
+    return list(zip(images, torch.randint(0, 3, (number, 6)), strict=True))
 
 
 def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
@@ -161,7 +164,7 @@ def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
 
         def watch(_: Any, __: Any, output: Tensor, layer: str = layer) -> None:
             keep("activations", layer, output)
-            output.register_hook(lambda g: keep("activation_gradients", layer, g))
+            output.register_hook(partial(keep, "activation_gradients", layer))
 
         module.register_forward_hook(watch)
         for parameter in module.parameters():
@@ -174,17 +177,6 @@ def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
 def masters_of(trainer: Trainer) -> dict[Tensor, Tensor]:
     masters = trainer.optimizer
     return {p: masters.master_of(p).detach().clone() for p in trainer.model.parameters()}
-
-
-def test_what_counts_is_not_asked_of_the_casts() -> None:
-    """The hooks of a module run in its cast block, where Python is asked about each op."""
-    trainer, called = trainer_of(), CalledOps()
-    probe = RangeProbe(trainer, torch.float16)
-    with called:
-        trainer.train_step(*batches(1))
-    probe.ranges()
-    assert "linear" in called.names
-    assert "bincount" not in called.names
 
 
 @pytest.mark.parametrize(
@@ -217,6 +209,7 @@ def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, half: str) -> None:
+    """Nor are casts asked about what counts: a module's hooks run in its cast block."""
     assert type(watch_ranges(None)) is Callback  # Off, it does nothing.
     plain, watched = trainer_of(mode, half), trainer_of(mode, half)
     with Tracker(tmp_path) as tracker:
@@ -225,9 +218,11 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
         for batch in batches(6):
             plain.train_step(batch)
             watch.on_step_begin(watched, [batch])
-            watch.on_optimizer_step(watched, watched.train_step(batch))
-    for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+            with CalledOps() as called:
+                result = watched.train_step(batch)
+            watch.on_optimizer_step(watched, result)
+            assert ("linear" in called.names, "bincount" in called.names) == (True, False)
+    assert same_bits(plain.model.parameters(), watched.model.parameters())
     assert not any(module._forward_hooks for module in watched.model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in watched.model.parameters())
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
@@ -246,7 +241,7 @@ def test_a_skipped_step_has_no_updates() -> None:
     inputs, targets = batches(1)[0]
     assert trainer.train_step((inputs * torch.inf, targets)).skipped
     ranges = probe.ranges()
-    assert (ranges.field("updates", "zeros") == ranges.field("updates", "count")).all()
+    assert np.array_equal(ranges.field("updates", "zeros"), ranges.field("updates", "count"))
     assert ranges.field("gradients", "bad").sum() > 0
     assert not ranges.rounded_away.any()
 
@@ -280,3 +275,76 @@ def test_the_record_is_read_back_and_a_resumed_run_drops_what_it_repeats(tmp_pat
     file.write_bytes(b"ab\n")
     with pytest.raises(DataError, match="damaged"):
         read_ranges(tmp_path)
+
+
+@pytest.fixture
+def drawn(monkeypatch: Patch) -> list[Any]:
+    """The axes of every picture, which is not written."""
+    axes: list[Any] = []
+    monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: axes.append(own))
+    return axes
+
+
+def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_path: Path) -> None:
+    draw_layers(made(7, layers=6), "weights", torch.float16, tmp_path)
+    (axes,) = drawn
+    rows = [label.get_text().split()[1:-1] for label in axes.get_yticklabels()]
+    assert rows == [[], ["fp32"], [], ["fp32"], [], ["fp32"]]
+    middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
+    assert middles == {0.0, 2.0, 4.0}
+    assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
+    for layer, lines in zip(made(7).layers, (3, 0), strict=True):  # Over time, likewise.
+        draw_time([made(7)] * 4, "weights", layer, torch.float16, tmp_path)
+        shown = [own for own in drawn[-1].patches if np.isfinite(own.get_data().values).all()]
+        assert len(shown) == len(drawn[-1].texts) == lines
+    many = made(7, layers=60)
+    assert np.allclose(many.headroom("weights", FLOAT16), np.log2(65504) - 3)
+    many.rows[:] = 0
+    assert not draw_layers(many, "weights", torch.float16, tmp_path)
+
+
+def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> None:
+    reports = [made(step, scale=2.0**step) for step in range(1, 5)]
+    draw_time(reports, "gradients", reports[0].layers[0], torch.float16, tmp_path)
+    (axes,) = drawn
+    for line in (patch.get_data() for patch in axes.patches):
+        assert (line.edges[0], line.edges[-1]) == axes.get_xlim()
+        assert np.diff(line.values).tolist() == [-1.0, -1.0, -1.0]
+
+
+def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
+    on = ["numerics=on", "numerics.every=2", "callbacks.ranges.layers=[head]"]
+    products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
+    options = ["model=mlp", "model.hidden=32", *products, *on]
+    with monkeypatch.context() as patched:
+        patched.setattr(RangeWatch, "draw", lambda self: None)  # It takes seconds.
+        start_run(tmp_path, *options, "trainer.max_steps=2")
+    start_run(tmp_path, *options, "trainer.max_steps=4", "resume=auto")
+    assert [report.step for report in read_ranges(tmp_path)] == [2, 4]
+    with (tmp_path / "numerics" / "products.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
+    counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
+    first, second = ({n: counted.get((f"hidden{k}.linear", n)) for n in NAMES} for k in (1, 2))
+    # Two micro-batches of 64 of 64 inputs, and the weight once for each. Inputs get no gradient.
+    assert first["forward.x"] == first["dw.x"] == 2 * 64 * 64
+    assert first["dx.dy"] is first["dx.w"] is None
+    assert second["forward.w"] == second["dx.w"]
+    assert second["dx.dy"] == second["dw.dy"] == first["dw.dy"]
+    found = events(tmp_path)
+    kinds = {kind: set(found.Tags()[kind]) for kind in ("scalars", "images", "histograms")}
+    figures = [f"products/{name}" for name in ("snr_db", "saturated", "lost", "scale_spread")]
+    for name in [*figures, *(f"{kind}/headroom_bits" for kind in KINDS)]:
+        assert any(tag.startswith(f"numerics/{name}/") for tag in kinds["scalars"])
+    shown = ("layers_by_exponent", "exponents_by_step/head")
+    names = [f"{kind}/{own}" for kind in KINDS for own in shown]
+    assert {f"numerics/{name}" for name in [*names, "products/signal_to_noise"]} <= kinds["images"]
+    assert {f"numerics/{kind}/exponents/head" for kind in KINDS} <= kinds["histograms"]
+    for tag in set().union(*kinds.values()):
+        assert found.SummaryMetadata(tag).summary_description == meaning_of(tag).markdown
+    for name in (*KINDS, "products"):
+        assert (tmp_path / "numerics" / f"{name}.png").stat().st_size > 5000
+    headroom = found.Scalars("numerics/weights/headroom_bits/head")
+    assert [event.step for event in headroom] == [2, 4]
+    counts = found.Histograms("numerics/weights/exponents/head")[-1].histogram_value
+    assert counts.num == read_ranges(tmp_path)[-1].bins("weights")[-1].sum()

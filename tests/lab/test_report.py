@@ -1,32 +1,102 @@
-"""Reports: what is compared with what, what is told of failed runs, which folders are runs."""
+"""Reports: what is compared with what, what is told of failed runs, which folders are runs.
 
+The page: text from runs stays text, and all of it fits.
+"""
+
+import base64
+import itertools
+import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fixtures import Log, Shown
-from reported_runs import MIXED, SUMMARY, MakeRun, make_run, read, table, texts, trace
 
 from mpframe.cli.commands import report as report_command
 from mpframe.config.locations import CONF
-from mpframe.lab.report.page import draw
-from mpframe.lab.report.records import find_runs
+from mpframe.lab.report.page import _panels, as_markdown, as_page, draw
+from mpframe.lab.report.records import Record, find_runs
 from mpframe.lab.report.tables import (
     EMULATED,
+    RunGroup,
     costs,
     every_run,
+    group_runs,
     recipes,
+    results,
     sections,
     tabulate_unfinished,
 )
-from mpframe.tracking.summary import Status
-from mpframe.tracking.tags import Tag
+from mpframe.tracking.summary import Status, Summary
+from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 
-__all__ = ["make_run"]  # a fixture
 MODE = "precision, scaling"
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+SUMMARY = Summary(
+    status=Status.FINISHED, steps=100, skipped_steps=0, epochs=1, train_loss=0.1, val_loss=0.2,
+    metric="accuracy", val_metric=0.9, best=0.96, best_step=80, seconds=10.0, seed=1,
+    samples_per_second=1000.0, median_step_seconds=0.004, peak_memory_bytes=100 * 2**20,
+    dtype="fp32", loss_scaling="none", device="cpu", torch="2.11.0",
+)  # fmt: skip
+MIXED = replace(SUMMARY, dtype="mixed", half="float16", loss_scaling="Backoff", final_scale=65536.0)
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Write a run's folder. Its options are given as option__name=value."""
+
+    def make(name: str, summary: Summary | None = SUMMARY, **more: Any) -> Path:
+        own = summary or SUMMARY
+        options: dict[str, Any] = {
+            "model": {"_target_": "mpframe.workloads.images.mlp", "hidden": 8},
+            "dtype": {"mode": own.dtype, "half": own.half or "float16"},
+            "loss_scaling": {"_target_": f"mpframe.core.loss_scaling.{own.loss_scaling}"},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+            "seed": own.seed,
+        }
+        for path, value in more.items():
+            section, _, option = path.partition("__")
+            options[section] = {**options[section], option: value} if option else value
+        folder = tmp_path / "sweep" / name
+        folder.mkdir(parents=True)
+        (folder / "config_resolved.yaml").write_text(yaml.safe_dump(options))
+        if summary is not None:
+            summary.write(folder)
+        return folder
+
+    return make
+
+
+def read(folder: Path) -> tuple[list[Record], list[RunGroup]]:
+    records = find_runs([folder])[1]
+    return records, group_runs(records)
+
+
+def table(folder: Path, of: Callable[..., list[list[str]]] = results) -> list[dict[str, str]]:
+    head, *rows = of(read(folder)[1])
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def texts(folder: Path, title: str = "t") -> tuple[str, str]:
+    """The page and the Markdown."""
+    records, groups = read(folder)
+    return as_page(title, groups, records), as_markdown(title, groups, records)
+
+
+def trace(folder: Path, *steps: dict[str, float]) -> None:
+    with Tracker(folder) as tracker:
+        for step, values in enumerate(steps, start=1):
+            tracker.scalars(step, values)
 
 
 def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Path) -> None:
@@ -52,10 +122,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_p
     full, mixed = table(tmp_path)
     one = {"accuracy": "0.9300\n0.9000 – 0.9500", "gap to fp32": ""}
     assert full == {**common, MODE: "fp32, none", **one}
-    one = {
-        "accuracy": "0.9200\n0.8900 – 0.9400",
-        "gap to fp32": "-0.0100\nfp32: n 3, spread 0.0500",
-    }
+    gap = "-0.0100\nfp32: n 3, spread 0.0500"
+    one = {"accuracy": "0.9200\n0.8900 – 0.9400", "gap to fp32": gap}
     assert mixed == {**common, MODE: "mixed float16, Backoff", **one}
     full, mixed = table(tmp_path, costs)
     assert full["step, ms"] == "4"
@@ -76,13 +144,11 @@ def test_one_seed_is_no_finding(make_run: MakeRun, tmp_path: Path) -> None:
     assert recipes(read(tmp_path)[1]) == []  # There is none to compare.
 
 
+FEW = "too few seeds to tell"
+
+
 @pytest.mark.parametrize(
-    ("seeds", "differ", "told"),
-    [
-        (3, 0.01, "spread 0.0200"),
-        (2, 0.01, "too few seeds to tell"),
-        (3, 0.0, "too few seeds to tell"),  # without any spread
-    ],
+    ("seeds", "differ", "told"), [(3, 0.01, "spread 0.0200"), (2, 0.01, FEW), (3, 0.0, FEW)]
 )
 def test_fp32_runs_that_differ_only_in_loss_scaling_count_once(
     seeds: int, differ: float, told: str, make_run: MakeRun, tmp_path: Path
@@ -107,17 +173,13 @@ def test_fp32_has_the_groups_own_options(make_run: MakeRun, tmp_path: Path) -> N
     assert list(rows)[:2] == ["fp32, none\noptimizer.lr=0.1", "fp32, none\noptimizer.lr=0.2"]
 
 
-@pytest.mark.parametrize(
-    ("device", "compute", "emulated"),
-    [("cpu", "auto", True), ("cpu", "native", False), ("cuda", "auto", False)],
-)
-def test_times_of_emulated_float16_are_not_a_gpu_s(
-    device: str, compute: str, emulated: bool, make_run: MakeRun, tmp_path: Path
-) -> None:
-    make_run("1", replace(MIXED, device=device), dtype__compute=compute)
-    shown = {section.title: section.warnings for section in sections(read(tmp_path)[1])}
-    assert list(shown["Speed and memory"]) == [EMULATED] * emulated
-    assert EMULATED not in texts(tmp_path)[0] or emulated
+def test_times_of_emulated_float16_are_not_a_gpu_s(make_run: MakeRun) -> None:
+    for words, warned in (("cpu auto", [EMULATED]), ("cpu native", []), ("cuda auto", [])):
+        device, compute = words.split()
+        folder = make_run(words, replace(MIXED, device=device), dtype__compute=compute)
+        shown = {section.title: section.warnings for section in sections(read(folder)[1])}
+        assert list(shown["Speed and memory"]) == warned
+        assert EMULATED not in texts(folder)[0] or warned
 
 
 def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: Path) -> None:
@@ -128,9 +190,8 @@ def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: 
         for name, gap in (("none", 0.0), ("mxfp8", 0.01), ("nvfp4", 0.05)):
             file = yaml.safe_load((Path(CONF) / "dtype" / "products" / f"{name}.yaml").read_text())
             own = {"dtype__products": name, "dtype__recipes": file.get("recipes", {})}
-            folder = make_run(
-                f"{name}{seed}", replace(bfloat, seed=seed, val_loss=loss + gap), **own
-            )
+            told = replace(bfloat, seed=seed, val_loss=loss + gap)
+            folder = make_run(f"{name}{seed}", told, **own)
             if name == "nvfp4":  # Of the last report, the worst operand.
                 first = {f"{saturated}/0/dw.x": 0.5, f"{saturated}/1/dx.dy": 0.9}
                 trace(folder, first, {f"{saturated}/0/dw.x": 0.01 * seed})
@@ -188,8 +249,8 @@ def test_repeated_steps_are_not_warned_of(make_run: MakeRun, caplog: Log) -> Non
     folder = make_run("resumed")
     for first in (1, 2):
         with Tracker(folder, purge_step=first) as tracker:
-            tracker.scalars(first, {Tag.LOSS_TRAIN: 1.0})
-            tracker.scalars(first + 1, {Tag.LOSS_TRAIN: 1.0})
+            for step in (first, first + 1):
+                tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0})
     (record,), _ = read(folder)
     assert [step for step, _ in record.curves[Tag.LOSS_TRAIN]] == [1, 2, 3]
     assert caplog.messages == []
@@ -203,35 +264,102 @@ def test_runs_are_in_the_order_of_their_numbers(make_run: MakeRun, tmp_path: Pat
     assert (home, [run.name for run in runs]) == (sweep, ["2", "1", "3", "10"])
 
 
-def run(*words: str) -> int:
-    try:
-        report_command.main(list(words))
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    return 0
-
-
 def test_both_files_lie_in_the_sweep_or_in_out(make_run: MakeRun, tmp_path: Path) -> None:
     folders = [str(make_run(name, MIXED)) for name in "0123"]
     sweep, out = tmp_path / "sweep", tmp_path / "a" / "b"
-    assert run(str(sweep), f"out={out}") == 0
-    assert (out / "report.html").exists()
-    assert not (sweep / "report.html").exists()
+    report_command.main([str(sweep), f"out={out}"])
+    assert [(folder / "report.html").exists() for folder in (out, sweep)] == [True, False]
     for named, title in ((folders[:1], "sweep"), (folders, "0, 1, 2 and 1 more")):
-        assert run(*named) == 0
+        report_command.main(named)
         assert (sweep / "report.md").read_text().startswith(f"# Runs of {title}\n")
         assert (sweep / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
+def test_a_slip_is_one_line(tmp_path: Path, capsys: Shown) -> None:
+    for word, line in (
         ("", "no folder given; name runs or a sweep, e.g. runs/2026-11-21/05-45-42"),
         ("--all", "--all: no such option; give folders of runs, and out=FOLDER"),
-        ("{0}/a", "{0}/a: no such folder; name the folder of a run or of a sweep"),
-        ("{0}", "{0}: holds no run; name the folder of a run or of a sweep"),
-    ],
-)
-def test_a_slip_is_one_line(words: str, line: str, tmp_path: Path, capsys: Shown) -> None:
-    assert run(*words.format(tmp_path).split()) == 1
-    assert capsys.readouterr().err == f"mpframe: {line.format(tmp_path)}\n"
+        (f"{tmp_path}/a", f"{tmp_path}/a: no such folder; name the folder of a run or of a sweep"),
+        (str(tmp_path), f"{tmp_path}: holds no run; name the folder of a run or of a sweep"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            report_command.main(word.split())
+        assert (ended.value.code, capsys.readouterr().err) == (1, f"mpframe: {line}\n")
+
+
+EVIL = "<script>alert(1)</script>"
+ESCAPE = "\x1b[2J\u202e"
+HARMLESS = "html head meta title style body h1 h2 p div table thead tbody tr th td br span figure "
+HARMLESS += "img figcaption details summary"
+
+
+def test_what_comes_from_runs_is_text_in_one_file_without_an_address(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Every text of the runs is hostile, on the page and in the Markdown."""
+    told = {"reason": f"x {EVIL} | y{ESCAPE}", "metric": f"a{EVIL}{ESCAPE}"}
+    bad = replace(MIXED, status=Status.FAILED, device=f'"{EVIL}{ESCAPE}', **told)
+    hidden = f'"><img src=x onerror={EVIL}{ESCAPE}'
+    folder = make_run(f"x<script>alert(1)<{ESCAPE}", bad, model__hidden=hidden)
+    (folder / "numerics").mkdir()
+    (folder / "numerics" / '"><script>.png').write_bytes(PNG)
+    trace(folder, {Tag.LOSS_TRAIN: 1.0, ESCAPE: 2.0})
+    make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}$")
+    page, markdown = texts(tmp_path, EVIL)
+    tags: list[tuple[str, dict[str, str | None]]] = []
+    text: list[str] = []
+    parser: Any = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append((tag, dict(attrs)))
+    parser.handle_data = text.append
+    parser.feed(page)
+    assert EVIL in "".join(text)
+    assert {tag for tag, _ in tags} <= {*HARMLESS.split()}
+    names = {name for _, attrs in tags for name in attrs}
+    assert not [n for n in names if n.startswith("on") or n in ("href", "srcset")]
+    assert not {"\x1b", "\u202e"} & set(page + markdown)  # Nothing steers the terminal.
+    sources = [str(attrs["src"]) for tag, attrs in tags if tag == "img"]
+    assert [source[:11] for source in sources] == ["data:image/"] * 2
+    assert "http" not in re.sub(r'content="default|http-equiv|base64,[^"]*', "", page)
+    assert any("default-src 'none'" in str(attrs.get("content")) for _, attrs in tags)
+    assert "<" not in markdown.replace("\\<", "")
+    for block in re.findall(r"(?:^\|.*\n)+", markdown, re.M):  # What a cell holds ends none.
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_path: Path) -> None:
+    """Not what is no picture, too large, or in a folder elsewhere."""
+    folder, private = make_run("0") / "numerics", tmp_path / "private"
+    folder.mkdir()
+    private.mkdir()
+    (folder / "weights.png").write_bytes(PNG)
+    (folder / "no_picture.png").write_bytes(b"text")
+    (folder / "far_too_large.png").write_bytes(PNG + bytes(8 * 2**20))
+    (private / "passport.png").write_bytes(PNG)
+    (folder / "link.png").symlink_to(private / "passport.png")
+    (make_run("1") / "numerics").symlink_to(private)
+    assert [run.pictures for run in read(tmp_path)[0]] == [(("weights.png", PNG),), ()]
+    page, _ = texts(tmp_path)
+    assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
+    assert "<figcaption>0: weights.png</figcaption>" in page
+
+
+def test_a_page_of_nine_runs_is_below_two_megabytes(make_run: MakeRun, tmp_path: Path) -> None:
+    noise = random.Random(0)
+    picture = PNG + noise.randbytes(30_000)
+    modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]
+    tags = [Tag.LOSS_TRAIN, Tag.SCALE, Tag.LOSS_VAL, *map(metric_tag, ("accuracy", "top5"))]
+    for number, (summary, seed) in enumerate(itertools.product(modes, (1, 2, 3))):
+        name = f"optimizer.lr=0.003,dtype={summary.dtype},seed={seed}"
+        folder = make_run(name, replace(summary, seed=seed), model__hidden=2 ** (number // 3))
+        (folder / "numerics").mkdir()
+        for index in range(10):
+            (folder / "numerics" / f"{index}.png").write_bytes(picture)
+        trace(folder, *({tag: noise.random() for tag in tags} for _ in range(40)))
+    page, _ = texts(tmp_path)
+    assert len(page.encode()) < 2_000_000
+    assert page.count("data:image/png") == 29  # of 90; the others by name
+    assert page.count("Too large for this page") == 7
+    groups = read(tmp_path)[1]
+    titles = ["training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps"]
+    assert [title for _, title in _panels(groups)] == titles
+    assert b"@media (prefers-color-scheme: dark) { svg {" in draw(groups)

@@ -14,53 +14,39 @@ from torch.nn import functional as F
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
-from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.lab.search import Pins, Search, SearchResult
 
 
-class Hot(nn.Linear):
-    """Its product is a million times too large for half, and is divided again."""
+class Scaled(nn.Linear):
+    """Its product with scaled inputs, scaled back; half has no room for it."""
+
+    scale = 1e6
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * 1e6, None) / 1e6
+        return F.linear(x * self.scale, self.weight, None) / self.scale + self.bias
 
 
-class Cold(nn.Linear):
-    """Its inputs are made so small that half has nothing left of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x * 1e-9, self.weight, None) * 1e9 + self.bias
+class Cold(Scaled):
+    scale = 1e-9
 
 
 def one_fault(inputs: int = 8, classes: int = 4) -> nn.Module:
     ends = nn.Linear(inputs, 32), nn.Linear(32, classes)
-    return nn.Sequential(nn.Flatten(), ends[0], nn.Tanh(), Hot(32, 32), nn.Tanh(), ends[1])
+    return nn.Sequential(nn.Flatten(), ends[0], nn.Tanh(), Scaled(32, 32), nn.Tanh(), ends[1])
 
 
 def two_faults() -> nn.Module:
     conv = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU())
-    rest = [Cold(32, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), Hot(16, 16)]
+    rest = [Cold(32, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), Scaled(16, 16)]
     return nn.Sequential(nn.Unflatten(1, (1, 2, 4)), conv, nn.Flatten(), *rest, nn.Linear(16, 4))
-
-
-def healthy() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 def trainer_of(model: nn.Module, precision: Precision) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, masters = precision.prepare(model, optimizer)
     return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision)
-
-
-def batches() -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator))
-        for _ in range(2)
-    ]
 
 
 def found_in(planted: Any, mode: str, half: str = "float16", target: float = 0.1) -> SearchResult:
@@ -73,7 +59,9 @@ def found_in(planted: Any, mode: str, half: str = "float16", target: float = 0.1
 
     torch.manual_seed(0)
     reference = trainer_of(planted(), Precision("fp32", half))
-    return Search(reference, make, batches(), target).run(["linear"])
+    torch.manual_seed(1)
+    batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(2)]
+    return Search(reference, make, batches, target).run(["linear"])
 
 
 @pytest.mark.parametrize(
@@ -88,6 +76,9 @@ def test_exactly_the_planted_modules_are_found(planted: Any, mode: str, faults: 
 
 
 def test_what_is_pinned_depends_on_the_target_and_the_format() -> None:
+    def healthy() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
     assert found_in(healthy, "mixed").pinned == ()
     found = found_in(healthy, "mixed", target=1e-12)
     # With every product in fp32 no bit differs from fp32.
@@ -140,9 +131,9 @@ def test_the_command_writes_lists_that_train(tmp_path: Path, capsys: Shown) -> N
     model = ["model._target_=test_search.one_fault", "+model.inputs=64", "+model.classes=10"]
     words = [*model, "dtype=mixed", "prove=20", "seeds=2"]
     printed, runs, pins = searched(tmp_path, capsys, *words)
+    assert (runs, pins) == (["fp32", "found", "all in half"], {"3": "fp32"})
     assert "found: 1 of 6 modules in fp32" in printed
     assert "    ops.modules.3=fp32\n" in printed
-    assert (runs, pins) == (["fp32", "found", "all in half"], {"3": "fp32"})
     assert "| all in half | 2 of 2 diverged | 2 of 2 diverged |" in printed
     assert "within the range of fp32's seeds" in printed
 
@@ -158,16 +149,13 @@ def test_the_command_writes_which_products_stay_in_half(tmp_path: Path, capsys: 
     assert (runs, pins) == (["half", "found", "all in nvfp4"], dict.fromkeys("1357", "none"))
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
+def test_a_mistake_is_one_line(capsys: Shown) -> None:
+    for word, line in (
         ("dtype=fp32", "dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp"),
         ("target=0", "target=0: must be a number > 0"),
         ("batches=none", "batches=none: must be a number > 0"),
         ("prove=-1", "prove=-1: must be a number >= 0"),
-    ],
-)
-def test_a_mistake_is_one_line(word: str, line: str, capsys: Shown) -> None:
-    with pytest.raises((SystemExit, ConfigError)):
-        main([word])
-    assert line in capsys.readouterr().err
+    ):
+        with pytest.raises((SystemExit, ConfigError)):
+            main([word])
+        assert line in capsys.readouterr().err

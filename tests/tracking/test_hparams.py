@@ -1,8 +1,12 @@
-"""A run's line in the HParams table: its columns, and which of them come first."""
+"""What a run says of itself: its line in the HParams table, its versions and command line."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from fixtures import Patch
 from hydra.types import RunMode
 from in_process import composed
 from omegaconf import DictConfig, OmegaConf
@@ -11,12 +15,14 @@ from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.run.description import find_varied, format_section, hparams, ops_in_words
+from mpframe.tracking.environment import environment_text, format_command
 
 ALWAYS = {
     *("dtype", "loss_scaling", "model", "optimizer", "scheduler", "dataset", "optimizer.lr"),
     *("dataset.batch_size", "trainer.accumulate", "trainer.clip_norm", "trainer.ema_decay"),
     *("trainer.epochs", "seed"),
 }
+MLP = "mlp in_features=[1,8,8] classes=10 hidden=256 depth=2 dropout=0.0"
 
 
 def config_of(*words: str) -> Config:
@@ -36,26 +42,22 @@ def job(folder: Path, words: list[str], sweep: list[str] | None = None) -> DictC
 def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
     columns, first = hparams(config_of("dtype=mixed_bf16", "model=mlp"), "none", {})
     assert (columns.keys(), first) == (ALWAYS, [])
-    assert columns["dtype"] == "mixed bfloat16"
-    assert columns["model"] == "mlp in_features=[1,8,8] classes=10 hidden=256 depth=2 dropout=0.0"
-    assert columns["scheduler"] == "warmup_cosine warmup=0.1 min_factor=0.0"
-    assert columns["optimizer.lr"] == 0.003
+    shown = {"dtype": "mixed bfloat16", "model": MLP, "optimizer.lr": 0.003}
+    assert columns == columns | shown | {"scheduler": "warmup_cosine warmup=0.1 min_factor=0.0"}
     both, _ = hparams(config_of("dtype=fp32", "optimizer=muon_adamw"), "none", {})
     names = "Muon lr=0.02 weight_decay=0.01 + AdamW lr=0.003 weight_decay=0.01"
     assert (both["dtype"], both["optimizer"]) == ("fp32", names)
     assert (format_section(None), find_varied(None)) == ("none", {})
 
 
-def test_every_job_of_a_sweep_has_the_same_columns(tmp_path: Path) -> None:
-    sweep = ["model=cnn,mlp", "dtype=fp32,mixed", "trainer.epochs=3", "trainer.log_every=1,2"]
-    words = ["model=mlp", "dtype=mixed", "trainer.epochs=3", "trainer.log_every=1"]
-    columns, first = hparams(config_of(*words), "Backoff", find_varied(job(tmp_path, words, sweep)))
-    assert (columns.keys(), first) == (ALWAYS, ["model", "dtype"])
-
-
 @pytest.mark.parametrize(
     ("words", "sweep", "columns"),
     [
+        (  # A fixed option is in no column, nor one that changes no number.
+            "model=mlp dtype=mixed trainer.epochs=3 trainer.log_every=1",
+            "model=cnn,mlp dtype=fp32,mixed trainer.epochs=3 trainer.log_every=1,2",
+            {"model": MLP, "dtype": "mixed float16"},
+        ),
         (  # null is no number, so no value is one
             "model.width=8 model.dropout=0.5 optimizer.weight_decay=1",
             "model.width=range(8,17,8) model.dropout=0,0.5 optimizer.weight_decay=1,null",
@@ -79,8 +81,8 @@ def test_what_differs_comes_first_and_has_a_column_of_its_own(
 ) -> None:
     told = find_varied(job(tmp_path, words.split(), sweep and sweep.split()))
     found, first = hparams(config_of(*words.split()), "Backoff", told)
-    assert {name: found[name] for name in first} == columns
-    assert first == list(columns)
+    assert [(name, found[name]) for name in first] == [*columns.items()]
+    assert found.keys() == ALWAYS | columns.keys()
 
 
 def test_lists_of_ops_are_a_file_and_what_was_moved() -> None:
@@ -88,3 +90,39 @@ def test_lists_of_ops_are_a_file_and_what_was_moved() -> None:
     plain, own = (ops_in_words(OpLists.from_mapping(vars(config_of(*w).ops))) for w in ([], moved))
     assert plain == "`default`"
     assert own == "`default`, moved `exp` to none, `softmax` to allow, pinned `head` to fp32"
+
+
+def test_environment_has_versions_and_commit(monkeypatch: Patch, tmp_path: Path) -> None:
+    def rows() -> dict[str, str]:
+        lines = environment_text().splitlines()[2:]
+        return dict(line.strip("| ").split(" | ", 1) for line in lines)
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
+    monkeypatch.chdir(tmp_path)
+    shown = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch.__version__}
+    shown |= {"command": r"`scripts/train.py 'ops.modules={a\|b: fp32}'`", "git commit": "none"}
+    assert rows() == rows() | shown
+    assert all(rows().values())
+    assert "must-not-appear" not in environment_text()
+    Path("file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        git(*words)
+    assert rows()["git commit"] == git("rev-parse", "HEAD")
+    Path("file").write_text("2")
+    assert rows()["git commit"] == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_command_line_is_shown_without_its_secrets() -> None:
+    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
+    for argument, shown in (
+        ("+hub={API_KEY: abc}", "+hub=***"),
+        ("model.max_tokens=8", "model.max_tokens=8"),
+        ("url=https://me:pw@host/x", "url=https://***@host/x"),
+        ("name=filled-in-by-the-shell", "name=***"),
+    ):
+        assert format_command([argument], environment).strip("'") == shown

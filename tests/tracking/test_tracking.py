@@ -1,14 +1,23 @@
-"""What the tracker writes is read back with TensorBoard's own reader."""
+"""What the tracker and a run write is read back with TensorBoard's own reader.
+
+Of runs that are killed and resumed, or whose disk is full, too; and the table of numbers.
+"""
 
 import math
 import re
+import sys
+import time
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from checkout import ROOT
-from in_process import events, scalars, texts
+from fixtures import Log, Patch
+from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
+from pages import Page
+from refusal import refused
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -16,8 +25,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
+from mpframe.tracking import event_file
+from mpframe.tracking.metrics_csv import FILE_NAME, MetricsCsv
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
+
+SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
 
 
 def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
@@ -41,7 +54,7 @@ class CountedTransfers(TorchFunctionMode):
 
 def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_path: Path) -> None:
     """torch promotes float16 beside int64 to float16, whose largest number is 65504."""
-    small = {"half": torch.ones((), dtype=torch.half), "truth": torch.tensor(True)}
+    small = {"half": torch.ones(()).half(), "truth": torch.tensor(True)}
     small |= {"count": torch.tensor(100_000)}
     wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
     wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
@@ -92,32 +105,28 @@ def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
             tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0, "mine": 2.0})
             tracker.histogram(tag, [1.0], [0.0, 1.0], step)
     read = events(tmp_path)
-    metadata = read.SummaryMetadata(Tag.LOSS_TRAIN)
-    assert metadata.summary_description == Tag.LOSS_TRAIN.meaning.markdown
+    data = read.SummaryMetadata(Tag.LOSS_TRAIN)
+    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
     # The fast reader of TensorBoard's server wants these two beside it.
-    assert metadata.plugin_data.plugin_name == "scalars"
-    assert metadata.data_class == DATA_CLASS_SCALAR
+    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
     assert read.SummaryMetadata(tag).summary_description.startswith("**Exponents of `head`**")
     assert scalars(tmp_path)["mine"] == [(1, 2.0), (2, 2.0)]
     with pytest.raises(KeyError):
         read.SummaryMetadata("mine")
 
 
-def test_text_is_markdown_without_a_table_around_it(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
-        tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
-    assert texts(tmp_path, "text/config") == [(0, "seed: **é**")]
-    (event,) = events(tmp_path).Tensors("text/config")
-    assert len(event.tensor_proto.tensor_shape.dim) == 0
-    assert events(tmp_path).SummaryMetadata("text/config").plugin_data.plugin_name == "text"
-
-
-def test_columns_that_differ_and_the_success_of_a_run(tmp_path: Path) -> None:
+def test_columns_that_differ_success_and_another_type_that_is_refused(
+    tmp_path: Path,
+) -> None:
     config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
     with Tracker(tmp_path) as tracker:
         tracker.hparams(config, [Tag.LOSS_VAL, metric_tag("accuracy")], ["n"])
         tracker.flush()
         data = hparams_data(tmp_path)
+        for kind, value in (("dict", {"a": 1}), ("Tensor", [torch.ones(1)])):
+            said = refused(MpframeError, tracker.hparams, {"optimizer.x": value}, [])
+            assert f": a {kind} cannot be a hyperparameter; allowed are bool, int, float, " in said
+            assert said.startswith("optimizer.x=")
         tracker.mark_finished()
     start = data["_hparams_/session_start_info"].session_start_info.hparams
     assert {key: start[key].number_value for key in ("lr", "n")} == {"lr": 0.1, "n": 3}
@@ -129,39 +138,196 @@ def test_columns_that_differ_and_the_success_of_a_run(tmp_path: Path) -> None:
     }
     tags = [info.name.tag for info in experiment.metric_infos]
     assert tags == ["loss/val", "metric/accuracy/val"]
-    assert "_hparams_/session_end_info" not in data
-    assert "_hparams_/session_end_info" in hparams_data(tmp_path)
+    assert {*hparams_data(tmp_path)} - {*data} == {"_hparams_/session_end_info"}
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize(("value", "kind"), [({"a": 1}, "dict"), ([torch.ones(1)], "Tensor")])
-def test_another_type_is_refused(tmp_path: Path, value: object, kind: str) -> None:
-    said = rf"optimizer\.x=.*: a {kind} cannot be a hyperparameter; allowed are bool, int, float, "
-    with Tracker(tmp_path) as tracker, pytest.raises(MpframeError, match=said):
-        tracker.hparams({"optimizer.x": value}, [])
-
-
-def test_the_page_of_charts(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+def test_a_text_charts_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
+    """A text is Markdown without a table around it."""
+    Figure(figsize=(2, 1)).savefig(tmp_path / "picture.png", dpi=50)
+    png = (tmp_path / "picture.png").read_bytes()
+    with Tracker(tmp_path / "run") as tracker:
+        tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
         tracker.layout(["accuracy"])
-    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
+        tracker.image("picture", png, 3)
+        tracker.histogram("counts", [0.0, 2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3)
+    read = events(tmp_path / "run")
+    assert texts(tmp_path / "run", "text/config") == [(0, "seed: **é**")]
+    assert len(read.Tensors("text/config")[0].tensor_proto.tensor_shape.dim) == 0
+    assert read.SummaryMetadata("text/config").plugin_data.plugin_name == "text"
+    (event,) = read.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {c.title: list(c.multiline.tag) for page in layout.category for c in page.chart}
     assert charts.pop("accuracy") == ["metric/accuracy/val"]
     tags = {tag for own in charts.values() for tag in own}
     assert {"loss/train", "loss/val", "loss_scale/skipped_total", "grad/amax"} <= tags <= {*Tag}
-
-
-def test_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
-    Figure(figsize=(2, 1)).savefig(tmp_path / "picture.png", dpi=50)
-    png = (tmp_path / "picture.png").read_bytes()
-    with Tracker(tmp_path / "run") as tracker:
-        tracker.image("picture", png, 3)
-        tracker.histogram("counts", [0.0, 2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3)
-    read = events(tmp_path / "run")
     (image,), (entry,) = read.Images("picture"), read.Histograms("counts")
     assert (image.encoded_image_string, image.width, image.height) == (png, 100, 50)
     counted = entry.histogram_value
     assert (counted.min, counted.max, counted.num) == (1.0, 4.0, 3.0)
     assert (counted.sum, counted.sum_squares) == (2 * 1.5 + 3.5, 2 * 1.5**2 + 3.5**2)
     assert list(zip(counted.bucket_limit, counted.bucket, strict=True)) == [(2, 2), (3, 0), (4, 1)]
+
+
+def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
+    train(tmp_path, *SMALL, "trainer.epochs=1")
+    train(tmp_path, *SMALL, "trainer.epochs=2", "resume=auto")
+    curves, accuracy = scalars(tmp_path), metric_tag("accuracy")
+    expected = {str(tag) for tag in Tag if not tag.startswith("text/")}
+    assert {*curves} == expected | {accuracy, metric_tag("accuracy", "test")}
+    assert [step for step, _ in curves[Tag.LOSS_TRAIN]] == list(range(1, 45))
+    assert [step for step, _ in curves[accuracy]] == [22, 44]
+    events_of = events(tmp_path)
+    pages = {tag for tag in events_of.Tags()["tensors"] if tag.startswith("text/")}
+    assert pages == {str(tag) for tag in Tag if tag.startswith("text/")} - {Tag.TEXT_PROFILE}
+    assert "linear in ops.allow" in texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
+    assert "overflow_probability: 0.001" in texts(tmp_path, Tag.TEXT_CONFIG)[0][1]
+    for tag in [*curves, *pages]:
+        told = events_of.SummaryMetadata(tag).summary_description
+        assert told == meaning_of(tag).markdown, tag
+    about = texts(tmp_path, Tag.TEXT_ABOUT)[0][1]
+    for said in ("**Precision**: mixed", "**Training**: AdamW", "ops `default`", "682 weights"):
+        assert said in about
+
+
+def test_the_tracker_of_own_parts_is_called(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Two logs and one validation in 20 steps; the package itself is not installed."""
+    wandb = MagicMock()
+    wandb.init.return_value = wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    blocks = Page(ROOT / "docs" / "own_parts.md").blocks("python")
+    (code,) = (code for code in blocks if code.startswith("import wandb"))
+    (tmp_path / "my_tracker.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["trainer.eval_every=20", "+callbacks.own._target_=my_tracker.WandB"]
+    train(tmp_path / "run", *SMALL[:2], "trainer.max_steps=20", *options)
+    assert [name for name, *_ in wandb.method_calls] == ["init", "log", "log", "log", "finish"]
+
+
+def logged_run(folder: Path, steps: range, purge_step: int | None, offset: float) -> Tracker:
+    tracker = Tracker(folder, purge_step)
+    tracker.text(Tag.TEXT_CONFIG, f"from {steps.start}")
+    tracker.layout()
+    for step in steps:
+        tracker.scalars(step, {Tag.LOSS_TRAIN: offset + step})
+        if step % 4 == 0:
+            tracker.scalars(step, {Tag.LOSS_VAL: offset + step})
+    tracker.flush()
+    return tracker
+
+
+def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
+    logged_run(tmp_path, range(1, 8), None, 50.0).close()  # An old run, which the new one hides.
+    killed = logged_run(tmp_path, range(1, 19), None, 0.0)  # a checkpoint at 10, killed at 18
+    logged_run(tmp_path, range(11, 15), 11, 100.0).close()  # killed again, before its checkpoint
+    logged_run(tmp_path, range(11, 21), 11, 200.0).close()
+    killed.close()
+    expected = [(s, float(s)) for s in range(1, 11)] + [(s, 200.0 + s) for s in range(11, 21)]
+    assert scalars(tmp_path)[Tag.LOSS_TRAIN] == expected
+    assert scalars(tmp_path)[Tag.LOSS_VAL] == [point for point in expected if point[0] % 4 == 0]
+    # This reader never hides a text; the server does, and shows one at 0 and one at 11.
+    pages = texts(tmp_path, Tag.TEXT_CONFIG)
+    assert pages[1:] == [(0, "from 1"), (11, "from 11"), (11, "from 11")]
+    layouts = [event.step for event in events(tmp_path).Tensors("custom_scalars__config__")]
+    assert layouts[1:] == [0, 11, 11]
+
+
+def test_a_clock_that_went_back_mixes_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Files are read in the order of their names, and the newer one hides what is repeated."""
+    now = time.time()
+    for ahead in (0, 10):
+        runs = (None, (1, 2, 3), now + ahead), (3, (3,), now), (2, (2,), now)
+        for purge_step, steps, clock in runs:
+            monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+            with Tracker(tmp_path / str(ahead), purge_step) as tracker:
+                for step in steps:
+                    tracker.scalars(step, {Tag.LOSS_TRAIN: float(purge_step or 1)})
+        assert scalars(tmp_path / str(ahead))[Tag.LOSS_TRAIN] == [(1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("folder", ["run", "elsewhere"])
+def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder: str) -> None:
+    """What a resumed run hides from its first step on is in its checkpoint, whatever its kind."""
+    with Tracker(tmp_path / "run") as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
+        tracker.scalars(2, {Tag.LOSS_TRAIN: math.inf})
+        tracker.histogram("counts", [1.0, 3.0], [0.0, 1.0, 2.0], 2)
+        kept = tracker.last_step()
+        tracker.scalars(3, {Tag.LOSS_TRAIN: 3.0})
+    with Tracker(tmp_path / folder, purge_step=2) as tracker:
+        tracker.write_again(kept)
+        tracker.scalars(2, {Tag.LOSS_VAL: 5.0})
+        assert len(tracker.last_step()["events"]) == 3
+    found, curves = events(tmp_path / folder), scalars(tmp_path / folder)
+    assert [curves[Tag.LOSS_TRAIN][-1], *curves[Tag.LOSS_VAL]] == [(2, math.inf), (2, 5.0)]
+    assert [e.step for e in found.Histograms("counts")] == [2]
+    assert found.SummaryMetadata(Tag.LOSS_TRAIN).summary_description
+
+
+def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(2, {"mine": 1.0})
+        kept = tracker.last_step()
+        tracker.flush()
+    with Tracker(tmp_path, purge_step=4) as tracker:  # resumed from step 4, which logged nothing
+        tracker.write_again(kept)
+        tracker.scalars(6, {"mine": 3.0})
+        with pytest.raises(ValueError, match=r"\S"):  # What was never a last step.
+            tracker.write_again({"step": 9, "events": ["bm90IGFuIGV2ZW50"]})
+    assert scalars(tmp_path)["mine"] == [(2, 1.0), (6, 3.0)]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    assert refused(MpframeError, Tracker, folder) == (
+        f"run folder {folder}: the event file cannot be written (Not a directory); "
+        "free space or set hydra.run.dir to a writable folder"
+    )
+
+
+def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
+    warned, raising, failed = (
+        Tracker(tmp_path / name, on_error=on_error)
+        for name, on_error in (("a", "warn"), ("b", "stop"), ("c", "stop"))
+    )
+    with monkeypatch.context() as patched:
+        full = Mock(side_effect=OSError(28, "No space left on device"))
+        patched.setattr(event_file, "append_whole", full)
+        for step in (1, 2):
+            warned.scalars(step, {"a": float(step)})
+            warned.flush()
+        for tracker in (raising, failed):
+            tracker.scalars(1, {"a": 1.0})
+        with pytest.raises(MpframeError, match=r"written \(No space left on device\); free space"):
+            raising.flush()
+        with pytest.raises(ZeroDivisionError), failed:
+            raise ZeroDivisionError
+    for tracker in (warned, raising):
+        tracker.close()
+    assert scalars(tmp_path / "a")["a"] == [(1, 1.0), (2, 2.0)]
+    assert scalars(tmp_path / "b")["a"] == [(1, 1.0)]
+    (line,) = caplog.messages
+    assert "cannot be written (No space left on device); the curves wait in memory" in line
+
+
+def test_a_row_is_a_step_and_a_resumed_run_cuts_what_it_repeats(tmp_path: Path) -> None:
+    file, table = tmp_path / FILE_NAME, MetricsCsv(tmp_path, ["step", "train_loss", "val_loss"])
+    table.add({"step": 10, "train_loss": 1 / 3})
+    table.add({"step": 20, "val_loss": float("nan")})
+    assert file.read_text() == "step,train_loss,val_loss\n10,0.333333333,\n20,,nan\n"
+    table = MetricsCsv(tmp_path, ["step", "a", "b"])  # A new run begins a new table.
+    for step in (1, 2, 3):
+        table.add({"step": step, "a": step, "b": 2})
+    MetricsCsv(tmp_path, ["step", "b", "c"], before=3).add({"step": 3, "b": 3, "c": 4})
+    assert file.read_text() == "step,a,b,c\n1,1,2,\n2,2,2,\n3,,3,4\n"
+    for there, left in (
+        ("a,b\n1,2\n", "step,a\n"),  # no table
+        ('step\n"1\n', "step,a\n"),
+        ("step,a\n1,0.5\n2,0.2", "step,a\n1,0.5\n"),  # A kill cut it short.
+    ):
+        file.write_text(there)
+        MetricsCsv(tmp_path, ["step", "a"], before=9)
+        assert file.read_text() == left
