@@ -1,7 +1,5 @@
 """Image folders made here: right pixels and classes, nothing outside the tree, no odd formats."""
 
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +98,9 @@ def test_without_val_one_training_image_in_ten_validates(
     assert caplog.messages[-1] == (
         f"{tree}: has no val/, so one image in 10 of train/ validates and is not trained on"
     )
-    limited = load(tree, limit_per_class=1)
+    limited = load(tree, limit_per_class=1)  # The first of each, in every part.
     assert torch.equal(raw(limited.val), raw(task.val))  # Held out before.
-    assert limited.test.targets.tolist() == [0, 1, 2]
-
-
-def test_limit_per_class_takes_the_first_of_each(tree: Path) -> None:
-    task = load(tree, limit_per_class=4)
-    assert task.train.targets.bincount().tolist() == [4, 4, 4]
-    assert task.val.targets.bincount().tolist() == [2, 2, 2]
-    assert torch.equal(raw(task.train)[4:8], raw(load(tree).train)[6:10])
+    assert torch.equal(raw(limited.test), raw(task.test)[::2])
 
 
 def test_what_is_left_out_is_counted(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,13 +176,9 @@ def test_unreadable_images_are_named(tree: Path, content: str) -> None:
 
 
 def test_a_picture_of_absurd_size_is_refused_from_its_header(tmp_path: Path) -> None:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + check
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8192, 8193, 8, 2, 0, 0, 0))
     path = tmp_path / "bomb.png"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 99)))
+    Image.new("1", (8192, 8193)).save(path)
+    path.write_bytes(path.read_bytes()[:60])
     text = refused(DataError, decode, str(path), 3, 8)
     assert "(8192 x 8193 pixels are too many); replace or remove" in text
 

@@ -46,50 +46,34 @@ def as_binary(part: int = 0) -> bytes:
     )
 
 
-def python2_string(text: bytes) -> bytes:
-    if len(text) < 256:
-        return b"U" + bytes([len(text)]) + text
-    return b"T" + struct.pack("<i", len(text)) + text
-
-
 def as_python2(part: int = 0) -> bytes:
     """The published files' own spelling: protocol 2 as Python 2 wrote it."""
     pixels, labels = content(part)
+    numbers = b"".join(b"K" + bytes([label]) for label in labels)
     array = (
-        b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85q\x09U\x01bq"
-        b"\x0a\x87q\x0bRq\x0c(K\x01" + b"K" + bytes([COUNT]) + b"M\x00\x0c\x86q\x0dcnumpy\ndtype\n"
-        b"q\x0eU\x02u1q\x0fK\x00K\x01\x87q\x10Rq\x11(K\x03U\x01|q\x12NNNJ\xff\xff\xff\xffJ\xff\xff"
-        b"\xff\xffK\x00tq\x13b\x89" + python2_string(pixels.tobytes()) + b"q\x14tq\x15b"
-    )
-    text = python2_string
-    told = text(b"batch_label") + text(b"training batch 1 of 5") + text(b"labels") + b"]q\x05("
-    numbers = b"".join(b"K" + bytes([label]) for label in labels) + b"e" + text(b"data")
-    files = b"".join(text(b"a_%d.png" % number) for number in range(COUNT))
-    names = text(b"filenames") + b"]q\x16(" + files + b"eu."
-    return b"\x80\x02}q\x01(" + told + numbers + array + names
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01"
+        b"K%cM\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xff"
+        b"J\xff\xff\xff\xffK\x00tb\x89T%btb"
+    ) % (COUNT, struct.pack("<i", pixels.nbytes) + pixels.tobytes())
+    return b"\x80\x02}(U\x06labels](" + numbers + b"eU\x04data" + array + b"u."
 
 
-@pytest.fixture
-def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], bytes]:
-    """Take some bytes for a published file."""
-
-    def published(content: bytes) -> bytes:
-        digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        monkeypatch.setattr(cifar, "PUBLISHED", cifar.PUBLISHED | {digest})
-        return content
-
-    return published
+def publish(monkeypatch: pytest.MonkeyPatch, *contents: bytes) -> None:
+    """Take these bytes for published files."""
+    digests = {hashlib.md5(own, usedforsecurity=False).hexdigest() for own in contents}
+    monkeypatch.setattr(cifar, "PUBLISHED", digests)
 
 
 @pytest.mark.parametrize(("version", "direct"), [("bin", True), ("py", False)])
 def test_the_task_joins_five_files_and_tests_on_the_sixth(
-    tmp_path: Path, version: str, direct: bool, publish: Callable[[bytes], bytes]
+    tmp_path: Path, version: str, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / f"cifar-10-batches-{version}"
     folder.mkdir()
-    for part, name in enumerate(NAMES):
-        path = folder / (f"{name}.bin" if direct else name)
-        path.write_bytes(as_binary(part) if direct else publish(as_python2(part)))
+    files = [as_binary(part) if direct else as_python2(part) for part in range(6)]
+    publish(monkeypatch, *files)
+    for name, file in zip(NAMES, files, strict=True):
+        (folder / (f"{name}.bin" if direct else name)).write_bytes(file)
     assert direct or pickle.loads(as_python2(), encoding="latin1")["labels"] == content()[1]
     task: Any = cifar10(str(folder if direct else tmp_path))
     pixels = np.concatenate([content(part)[0] for part in range(6)])
@@ -104,30 +88,21 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
     assert augments == ["crop_flip", "none", "none"]
 
 
-class RunsCommand:
-    """What an attacker's object says on being unpickled: run this."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.witness}",)
-
-
 @pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (4, True), (5, True)])
 def test_an_attack_is_refused_and_not_run(
-    tmp_path: Path, protocol: int, published: bool, publish: Callable[[bytes], bytes]
+    tmp_path: Path, protocol: int, published: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even with the digest of a published file."""
-    witness = tmp_path / "it_ran"
-    attack = pickle.dumps({"data": RunsCommand(witness)}, protocol)
-    path = tmp_path / "data_batch_1"
-    path.write_bytes(publish(attack) if published else attack)
+    path, witness = tmp_path / "data_batch_1", tmp_path / "it_ran"
+    call = os.system, (f"touch {witness}",)
+    attack = pickle.dumps(type("Attacker", (), {"__reduce__": lambda _: call})(), protocol)
+    path.write_bytes(attack)
+    if published:
+        publish(monkeypatch, attack)
     named = "it names 'posix system', which was not called"
     why = named if published else "its bytes are not the published ones"
     assert refused(DataError, read_python, path) == (
-        f"{path}: refused, not a file of CIFAR-10's Python version "
-        f"({why}); "
+        f"{path}: refused, not a file of CIFAR-10's Python version ({why}); "
         "get cifar-10-python.tar.gz again, or use the binary version"
     )
     assert not witness.exists()
@@ -262,7 +237,7 @@ def test_files_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
     text = refused(DataError, fashion_mnist, root)
     assert text.startswith(f"dataset.root={root}: Fashion-MNIST's train-images-idx3-ubyte[.gz] is")
     assert f"{root}/FashionMNIST/raw" in text
-    assert f"FashionMNIST as F; F({root!r}, download=True)" in text
+    assert f"F({root!r}, download=True)" in text
     write_all(tmp_path)
     path = tmp_path / "train-labels-idx1-ubyte"
     for labels, said in (
