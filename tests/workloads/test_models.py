@@ -76,13 +76,9 @@ def test_tabular_by_hand() -> None:
     assert sizes == [(2, round(1.6 * 2**0.56)), (10, round(1.6 * 10**0.56))] == [(2, 2), (10, 6)]
     categorical, continuous = torch.tensor([[1, 9], [0, 0]]), torch.tensor([[2.0], [3.0]])
     net.values_norm.running_mean += 1.0
-    joined = torch.cat(
-        [
-            *(e.weight[categorical[:, i]] for i, e in enumerate(net.embeddings)),
-            (continuous - 1.0) / torch.sqrt(torch.tensor(1.0 + net.values_norm.eps)),
-        ],
-        dim=1,
-    )
+    embedded = [own.weight[categorical[:, i]] for i, own in enumerate(net.embeddings)]
+    normed = (continuous - 1.0) / torch.sqrt(torch.tensor(1.0 + net.values_norm.eps))
+    joined = torch.cat([*embedded, normed], dim=1)
     linear, norm = net.blocks.block1.linear, net.blocks.block1.norm
     hidden = linear(joined).relu() / torch.sqrt(torch.tensor(1.0 + norm.eps))
     torch.testing.assert_close(net(categorical, continuous), net.head(hidden))
@@ -100,14 +96,6 @@ def test_unet_joins_the_features_of_the_same_side() -> None:
     assert torch.equal(net(image), net.head(net.decoder[0](joined)))
     with torch.device("meta"):  # The published number of parameters.
         assert size(UNet(channels=3, classes=9)) == 7_703_497
-
-
-def test_unet_refuses_sides_that_it_cannot_halve() -> None:
-    net = UNet(channels=1, classes=2, width=2)
-    assert refused(ConfigError, net, torch.zeros(1, 1, 16, 20)) == (
-        "model.stages: halves images of [16, 20] to no whole number; use sides that are multiples "
-        "of 8 (dataset.image_size) or fewer stages"
-    )
 
 
 OTHERS: dict[Any, dict[str, Any]] = {
@@ -132,6 +120,8 @@ WHOLE, SHARE = "must be a whole number >=", "must be >= 0 and < 1"
         (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
         (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
         (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
+        (lambda: UNet(1, 2, 2)(torch.zeros(1, 1, 16, 20)), {}, "model.stages: halves images of [16"
+         ", 20] to no whole number; use sides that are multiples of 8 (dataset.image_size) or fe"),
         (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
         (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
         (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),

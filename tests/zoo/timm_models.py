@@ -4,7 +4,7 @@ Names say sizes. Where none does, the first of the alphabet is taken.
 """
 
 import torch
-from example import Example, NotBuiltError, images
+from example import Example, NotBuiltError, called, images
 from torch import nn
 
 SIZES = ("test", "atto", "femto", "pico", "zepto", "nano", "xxs", "micro", "xxtiny", "xtiny")
@@ -42,7 +42,7 @@ def build(name: str) -> Example:
             except Exception as error:
                 refusal = error
             else:
-                return Example(model, (images(side, count=4),), recompute=_recompute(model))
+                return called(model, images(side, count=4), recompute=_recompute(model))
     raise NotBuiltError(f"{type(refusal).__name__}: {refusal}")
 
 

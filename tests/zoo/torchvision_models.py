@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from example import Example, images
+from example import Example, called, images
 from torch import Tensor, nn
 from torchvision import models
 
@@ -57,7 +57,7 @@ def build(name: str) -> Example:
         model = make(weights=None, weights_backbone=None, num_classes=CLASSES, **sized)
         taught = (list(images(64)), [_target(), _target()])
         inputs = taught if detects else (images(64, count=4),)
-    return Example(_without_chance(model), inputs, recompute=_memory_efficient(model))
+    return called(_without_chance(model), *inputs, recompute=_memory_efficient(model))
 
 
 def _target() -> dict[str, Tensor]:
@@ -94,17 +94,17 @@ def _without_chance(model: nn.Module) -> nn.Module:
 
 def _vit() -> Example:
     model = models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES)
-    return Example(model, (images(32),))
+    return called(model, images(32))
 
 
 def _maxvit() -> Example:
     model = models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES)
-    return Example(model, (images(64),))
+    return called(model, images(64))
 
 
 def _raft() -> Example:
     model = models.optical_flow.raft_small(weights=None)
-    return Example(model, (images(128), images(128).flip(-1)), {"num_flow_updates": 2})
+    return called(model, images(128), images(128).flip(-1), num_flow_updates=2)
 
 
 OWN: dict[str, Callable[[], Example]] = {"maxvit": _maxvit, "raft_small": _raft, "vit": _vit}

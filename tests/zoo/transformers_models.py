@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from example import Example, NotBuiltError, images, loss_of
+from example import Example, NotBuiltError, called, images, loss_of, noise
 from torch import Tensor, nn
 
 TOKENS, LENGTH, SIDE = 99, 16, 32
@@ -98,7 +98,7 @@ def _example(kind: Any, name: str) -> Example:
     for labels in ({"labels": _tokens(model)}, {}):
         try:
             if loss_of(model(**named, **labels)).isfinite():
-                return Example(model, named={**named, **labels}, recompute=_recompute(model))
+                return called(model, **named, **labels, recompute=_recompute(model))
         except Exception as error:
             refusal = error
     raise refusal
@@ -200,15 +200,13 @@ def _pixels(config: Any) -> Tensor:
 
 def _features(config: Any) -> Tensor:
     bins = getattr(config, "num_mel_bins", getattr(config, "feature_size", 16))
-    random = torch.Generator().manual_seed(3)
     positions = getattr(config, "max_source_positions", None)
     if positions is not None and config.model_type == "whisper":
-        return torch.randn(2, bins, 2 * positions, generator=random)
-    return torch.randn(2, 64, bins, generator=random)
+        return noise(2, bins, 2 * positions, seed=3)
+    return noise(2, 64, bins, seed=3)
 
 
 def _waves(config: Any) -> Tensor:
-    random = torch.Generator().manual_seed(3)
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-        return torch.randn(2, config.max_length, config.num_mel_bins, generator=random)
-    return torch.randn(2, 1600, generator=random)
+        return noise(2, config.max_length, config.num_mel_bins, seed=3)
+    return noise(2, 1600, seed=3)
