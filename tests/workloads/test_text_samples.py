@@ -3,9 +3,9 @@
 import csv
 import logging
 import math
-import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,34 +46,21 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 WORDS = "a naïve fox, boxes of foxes and Boxers; 3 taxis! wax, mixes, fixed vexed taxes axes exits"
 TEXTS = [f"{WORDS} {WORDS[number:]} {WORDS[::-1]}" for number in range(60)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = "\n".join([*SPECIAL, ""]).encode()
 
 
-@pytest.fixture
-def needs_tokenizers() -> None:
-    pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
-
-
-tokenizes = pytest.mark.usefixtures("needs_tokenizers")
-
-
-def vocabulary(path: Path, *pieces: str) -> str:
-    path.write_text("\n".join([*SPECIAL, *pieces]) + "\n")
-    return str(path)
+NEEDED = "needs pip install mpframe[text]"
+tokenizes = pytest.mark.skipif(not find_spec("tokenizers"), reason=NEEDED)
 
 
 @tokenizes
 def test_the_same_texts_give_the_same_pieces_in_every_process() -> None:
     code = (
-        "from test_text_samples import TEXTS; "
         "from mpframe.workloads.text.classification import word_piece; "
-        "print(word_piece(TEXTS, None, 200, 16).pieces)"
+        f"print(word_piece({TEXTS!r}, None, 200, 16).pieces)"
     )
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == str(word_piece(TEXTS, None, 200, 16).pieces)
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert printed.strip() == str(word_piece(TEXTS, None, 200, 16).pieces)
 
 
 @tokenizes
@@ -86,7 +73,8 @@ def test_characters_come_first_and_frequent_pieces_after() -> None:
 
 @tokenizes
 def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
-    vocab = vocabulary(tmp_path / "vocab.txt", "fox", "##es", "naive", "!", "un")
+    vocab = str(tmp_path / "vocab.txt")
+    Path(vocab).write_bytes(PIECES + b"fox\n##es\nnaive\n!\nun\n")
     tokenizer = word_piece([], vocab, 10, 7)
     encoding = tokenizer.encode("Naïve foxes! unknown")
     assert encoding.ids == [2, 7, 5, 6, 8, 1, 3]
@@ -103,23 +91,21 @@ def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "size", "length", "text"),
     [
-        ("fox box", 6, 8, "dataset.vocab_size=6: FILE has 7 pieces; set it to 7"),
+        (PIECES + b"fox\nbox", 6, 8, "dataset.vocab_size=6: FILE has 7 pieces; set it to 7"),
         (None, 8, 8, "dataset.vocab_size=8: the texts have 2 different"),
         (None, 80, 2, "dataset.max_tokens=2: must be a whole number >= 3"),
-        ("a a", 7, 8, "FILE: has a piece twice; give BERT's vocab.txt, or null to train one"),
+        (PIECES + b"a\na", 7, 8, "FILE: has a piece twice; give BERT's vocab.txt, or null to t"),
         (b"[PAD]\n[UNK]\nfox\n", 7, 8, "FILE: has no [CLS]; give BERT's"),
         (b"\xff\xfe", 7, 8, "FILE: cannot be read (not UTF-8); give a vocabulary with one piece a"),
-        ("", 7, 8, "FILE: cannot be read (No such file or directory)"),
+        (b"", 7, 8, "FILE: cannot be read (No such file or directory)"),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(
-    tmp_path: Path, content: Any, size: int, length: int, text: str
+    tmp_path: Path, content: bytes | None, size: int, length: int, text: str
 ) -> None:
     path = tmp_path / "vocab.txt"
-    if isinstance(content, bytes):
+    if content:
         path.write_bytes(content)
-    elif content:
-        vocabulary(path, *content.split())
     error = DataError if text.startswith("FILE") else ConfigError
     text = text.replace("FILE:", f"dataset.vocab={path}:").replace("FILE", f"{path}")
     given = ["ab"], None if content is None else str(path), size, length
@@ -188,11 +174,13 @@ def test_bytes_that_are_not_utf8_are_latin1(tmp_path: Path, caplog: Any) -> None
 
 @tokenizes
 def test_trees_and_options_that_do_not_fit(tree: Path, tmp_path: Path) -> None:
-    text = refused(ConfigError, text_folder, str(tree), **{**SIZES, "classes": 3})
-    assert text.startswith("dataset.classes=3: ")
-    assert "has 2; set dataset.classes=2" in text
-    text = refused(ConfigError, text_folder, str(tree), **SIZES, pad_to=0)
-    assert text.startswith("dataset.pad_to=0: must be a whole number >= 1")
+    for changed, begin, end in (
+        ({"classes": 3}, "dataset.classes=3: ", "has 2; set dataset.classes=2"),
+        ({"pad_to": 0}, "dataset.pad_to=0: must be a whole number >= 1", ""),
+    ):
+        text = refused(ConfigError, text_folder, str(tree), **{**SIZES, **changed})
+        assert text.startswith(begin)
+        assert end in text
     for root in (tree / "none", tree / "art"):
         text = refused(DataError, text_folder, str(root))
         assert text.startswith(f"dataset.root={root}: needs a folder of *.txt")
@@ -215,14 +203,10 @@ def table(path: Path, *rows: tuple[str, str, str], head: list[str] = HEAD) -> Pa
 
 
 def test_rows_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        ('so "good", today', '"good"', "positive"),
-        ("", "", "neutral"),
-        ("two\nlines", "two\nlines", "neutral"),
-    ]
+    first, last = ('so "good", today', '"good"', "positive"), (*["two\nlines"] * 2, "neutral")
     with caplog.at_level(logging.INFO):
-        tweets = read_tweets(table(tmp_path / "train.csv", *rows))
-    assert [tuple(tweet) for tweet in tweets] == [rows[0], rows[2]]
+        tweets = read_tweets(table(tmp_path / "train.csv", first, ("", "", "neutral"), last))
+    assert [tuple(tweet) for tweet in tweets] == [first, last]
     assert "1 of 3 rows have no text and are left out" in caplog.text
 
 
@@ -232,11 +216,7 @@ def test_rows_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         (("a b", "c", "neutral"), HEAD, "row 2: its selected_text is missing or not in its text"),
         (("a b", " ", "neutral"), HEAD, "row 2: its selected_text is missing"),
         (("a b", "b", ""), HEAD, "row 2: its sentiment is missing"),
-        (
-            ("", "", ""),
-            ["textID", "text"],
-            "has no column selected_text; needed are textID, text, ",
-        ),
+        (("", "", ""), HEAD[:2], "has no column selected_text; needed are textID, text, "),
     ],
 )
 def test_tables_that_are_wrong_are_refused(tmp_path: Path, row: Any, head: Any, text: str) -> None:
@@ -250,7 +230,7 @@ def test_tables_that_are_wrong_are_refused(tmp_path: Path, row: Any, head: Any, 
 
 @pytest.fixture(scope="module")
 def task() -> Any:
-    pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
+    pytest.importorskip("tokenizers", reason=NEEDED)
     return tweet_spans(vocab_size=512)
 
 
@@ -290,33 +270,26 @@ def test_answers_of_odd_signs(task: Any, tmp_path: Path) -> None:
     own = tweet_spans(str(table(tmp_path / "train.csv", *rows)), vocab_size=60)
     answers = set()
     for sample in own.train:
-        first, last = (sample["arguments"][f"{end}_positions"] for end in ("start", "end"))
-        offsets = sample["offsets"]
-        answers.add((sample["text"], int(offsets[first, 0]), int(offsets[last, 1])))
+        first, last = (int(sample["arguments"][f"{end}_positions"]) for end in ("start", "end"))
+        begin, end = sample["offsets"][first, 0], sample["offsets"][last, 1]
+        answers.add((sample["text"], int(begin), int(end)))
     # A sign that the tokenizer drops is no token, and all of the text takes its place; a part of a
     # word is its whole tokens.
     assert answers == {("hm \u0007 yes", 0, 8), ("nice!!", 0, 5)}
     text = refused(ConfigError, tweet_spans, vocab_size=512, max_tokens=10)
     assert text.startswith("dataset.max_tokens=10: a text has more tokens ('")
-    empty = table(
-        tmp_path / "train.csv", *[("fine", "fine", "neutral"), ("\u0007",) * 2 + ("bad",)] * 5
-    )
+    rows = [("fine", "fine", "neutral"), ("\u0007", "\u0007", "bad")] * 5
+    empty = table(tmp_path / "train.csv", *rows)
     text = refused(DataError, tweet_spans, str(empty), vocab_size=60)
     assert text.startswith("dataset: '\\x07' has no token; remove the row")
 
 
-@pytest.mark.parametrize(
-    ("found", "true", "value"),
-    [
-        ("Good  DAY", "good day", 1.0),
-        ("a good day", "good", 1 / 3),
-        ("no no no", "no way", 1 / 2),
-        ("", "two", 0.0),
-        ("", " ", 1.0),
-    ],
-)
-def test_jaccard(found: str, true: str, value: float) -> None:
-    assert jaccard(found, true) == value
+def test_jaccard() -> None:
+    for found, true, value in (
+        *(("Good  DAY", "good day", 1.0), ("a good day", "good", 1 / 3)),
+        *(("no no no", "no way", 1 / 2), ("", "two", 0.0), ("", " ", 1.0)),
+    ):
+        assert jaccard(found, true) == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -338,10 +311,8 @@ def test_the_mean_over_uneven_batches(dtype: torch.dtype) -> None:
     start[:, 1], end[0, 1], end[1, 2], end[2, 3] = 2.0, 2.0, 2.0, 2.0  # a | a good | a good day
     texts = ["a good day"] * 3
     for rows in (slice(0, 1), slice(1, 3)):
-        metric.update(
-            {"start_logits": start[rows], "end_logits": end[rows]},
-            {"offsets": offsets[rows], "text": texts[rows], "selected": texts[rows]},
-        )
+        targets = {"offsets": offsets[rows], "text": texts[rows], "selected": texts[rows]}
+        metric.update({"start_logits": start[rows], "end_logits": end[rows]}, targets)
     # The sum of 1/3, 2/3 and 1 in float64.
     assert metric.compute().item() == pytest.approx(2 / 3, rel=1e-15)
     assert metric.compute().dtype == torch.float64
