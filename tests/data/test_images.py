@@ -1,9 +1,10 @@
-"""Whole-batch images: right pixels, right scale, augmentation by (seed, epoch, index) alone."""
+"""Random numbers by key, samples kept once they are made, and images in whole batches."""
 
 import json
 import math
 import sys
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,109 @@ import pytest
 import torch
 from refusal import refused
 from torch import Tensor
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.tree import tensors_in
 from mpframe.data import ArrayImages, Normalize, Task, classification, digits
 from mpframe.data.images import mirror, require_augmentation, shift_crop
-from mpframe.data.samples import draw_uniforms
+from mpframe.data.samples import Generated, _mix64, draw_uniforms, hash_key, hold_out
+from mpframe.workloads.detection import scenes
+from mpframe.workloads.segmentation.data import shapes
+from mpframe.workloads.speech import phonemes
+
+GAMMA = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+
+
+def reference_mix64(z: int) -> int:
+    """mix64 in Python's own integers."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def test_stream_is_splitmix64() -> None:
+    # The first outputs of SplitMix64 seeded with 0, as its reference implementation prints them.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert _mix64(np.arange(1, 4, dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
+
+
+@pytest.mark.parametrize("words", [(0,), (2**63 - 1, 7, 3), (-5, 2**64 - 1, 11)])
+def test_state_folds_the_words_and_draws_follow_it(words: tuple[int, ...]) -> None:
+    state = 0
+    for word in words:
+        state = reference_mix64((state + word + GAMMA) & MASK)
+    assert hash_key(*words).tolist() == [state]
+    bits = [reference_mix64((state + j * GAMMA) & MASK) >> 11 for j in (1, 2, 3)]
+    assert draw_uniforms(3, *words).tolist() == [[b * 2.0**-53 for b in bits]]
+    assert np.array_equal(draw_uniforms(2, *words), draw_uniforms(6, *words)[:, :2])
+
+
+# The split of 100 samples in four classes: pinned, for a changed split would move every result.
+HELD_OF_100 = [3, 10, 17, 23, 42, 45, 47, 48, 52, 58, 60, 61, 62, 63, 71, 76, 77, 81, 84, 86]
+
+
+def test_the_split_never_changes_and_parts_share_what_is_held_out() -> None:
+    targets = torch.arange(100) % 4
+    train, held = hold_out(targets, one_in=5)
+    assert sorted(train.tolist() + HELD_OF_100) == list(range(100))
+    assert held.tolist() == HELD_OF_100
+    shared, first, second = hold_out(targets, one_in=5, parts=2)
+    assert torch.equal(shared, train)
+    assert (first.diff() > 0).all()
+    assert sorted(first.tolist() + second.tolist()) == HELD_OF_100
+    assert targets[first].bincount().tolist() == [3, 2, 3, 2]
+
+
+class Made(Generated):
+    """Samples of 12 bytes, with a note of each that was made."""
+
+    def draw(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        self.made = [*getattr(self, "made", []), index]
+        return torch.full((2,), float(index)), {"label": torch.tensor(index, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(("cache_bytes", "again"), [(48, []), (47, [3]), (11, [0, 1, 2, 3])])
+def test_samples_are_made_once_as_long_as_they_fit(cache_bytes: int, again: list[int]) -> None:
+    kept = Made(4, (0,), 0.0, cache_bytes)
+    for epoch in (0, 1):
+        for index in range(4):
+            values, rest = kept[index]
+            assert (values.tolist(), int(rest["label"])) == ([float(index)] * 2, index)
+            values.zero_()  # It changes no later one.
+            rest["label"].zero_()
+        assert kept.made == list(range(4)) + again * epoch
+    for index in (-1, 4):
+        with pytest.raises(IndexError, match=f"{index}: there are 4 samples"):
+            kept[index]
+
+
+COUNTS = {"train": 10, "val": 1, "test": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "longer"),
+    [
+        (shapes, {"image_size": 16, "images": 10}, "images"),
+        (scenes, {"image_size": 16, **COUNTS}, "train"),
+        (phonemes, COUNTS, "train"),
+    ],
+)
+def test_generated_samples_are_a_function_of_seed_part_and_index_kept_or_not(
+    make: Any, options: dict[str, Any], longer: str
+) -> None:
+    """A longer part begins with the shorter one."""
+    kept = make(**options, cache_bytes=2**20)
+    fresh = make(**{**options, longer: 20}, cache_bytes=0)
+    for index in (3, 0, 3):
+        assert not differing(kept.train[index], fresh.train[index])
+    parts = [kept.train, kept.val, kept.test]
+    assert [len(part) for part in parts] == [10, 1, 1]
+    others = [] if make is shapes else [make(**options, data_seed=1).train]
+    firsts = [next(tensors_in(part[0])) for part in (*parts, *others)]
+    assert all(a.shape != b.shape or not torch.equal(a, b) for a, b in combinations(firsts, 2))
+
 
 PLAIN = Normalize((0.0, 0.0), (1.0, 1.0))
 
@@ -38,12 +137,11 @@ def test_normalize_takes_bytes_and_fractions_alike(dtype: torch.dtype) -> None:
 
 
 def test_statistics_may_be_lists_and_pixels_of_two_kinds_take_turns() -> None:
+    bytes_, floats = torch.tensor([[[[0, 255]]]]).byte(), torch.tensor([[[[0.0, 1.0]]]])
     normalize = Normalize([0.5], [0.25])
-    bytes_, floats = torch.tensor([[[[0, 255]]]], dtype=torch.uint8), torch.tensor([[[[0.0, 1.0]]]])
     for _ in range(2):  # What is kept of one kind must not serve the other.
         assert normalize(bytes_).tolist() == normalize(floats).tolist() == [[[[-2.0, 2.0]]]]
-    whole = Normalize([3], [2])(bytes_)
-    torch.testing.assert_close(whole, torch.tensor([[[[-1.5, -1.0]]]]))
+    torch.testing.assert_close(Normalize([3], [2])(bytes_), torch.tensor([[[[-1.5, -1.0]]]]))
 
 
 def by_hand(raw: Tensor, how: Any) -> Tensor:
@@ -58,8 +156,8 @@ def test_a_stranger_prepares_images_by_the_description() -> None:
     how = json.loads(json.dumps(normalize.described(8)))
     # As above, and the division by 255 rounds once more.
     torch.testing.assert_close(by_hand(data.images, how), normalize(data.images), rtol=0, atol=6e-7)
-    assert (how["size"], how["layout"], how["resize"]) == ([8, 8], "NCHW", None)
-    assert how["channel_order"] == "grey"
+    told = {"size": [8, 8], "layout": "NCHW", "resize": None, "channel_order": "grey"}
+    assert how.items() >= told.items()
     assert Normalize((0.5,) * 3, (1.0,) * 3).described(8)["channel_order"] == "RGB"
 
 
@@ -89,13 +187,11 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
     inputs, targets = data.fetch_batch([7, 3, 3, 39])
     assert torch.equal(inputs, whole[[7, 3, 3, 39]])
     assert torch.equal(targets, torch.tensor([1, 0, 0, 0]))
-    assert torch.equal(data[3][0], whole[3])
-    assert torch.equal(data[-1][0], whole[39])
+    assert torch.equal(torch.stack([data[3][0], data[-1][0]]), whole[[3, 39]])
     with pytest.raises(IndexError):
         data[40]
     assert torch.equal(images(1, 2, everything[::-1]), whole.flip(0))
-    assert not torch.equal(images(1, 3, everything), whole)
-    assert not torch.equal(images(2, 2, everything), whole)
+    assert not any(torch.equal(images(*key, everything), whole) for key in ((1, 3), (2, 2)))
     assert torch.equal(data.images, before)
     assert torch.equal(make().fetch_batch([7, 3])[0], PLAIN(make().images[[7, 3]]))
 
