@@ -44,8 +44,8 @@ def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
     assert [f"text {index}" for index in step.samples[0]] == batch["names"]
     written = (folder / "report.md").read_text()
     assert "beyond float16" in written.splitlines()[0]
-    again = autopsy_command.of_evidence(folder, [OWN[1], OWN[3]])  # The classes, named once more.
-    assert again.markdown() == written
+    # The classes, named once more.
+    assert autopsy_command.of_evidence(folder, [OWN[1], OWN[3]]).markdown() == written
     example = Texted(torch.zeros(1), torch.zeros(1), ["text"])
     assert type(step.like(example).batches[0]) is Texted
 

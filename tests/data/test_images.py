@@ -220,29 +220,26 @@ def test_mirror_flips_below_one_half() -> None:
 THREE = torch.zeros(3, 1, 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("error", "call", "text"),
-    [
-        (DataError, lambda: ArrayImages(THREE, torch.zeros(2), PLAIN),
-         "dataset: 3 images but 2 targets; give one for each"),
-        (ConfigError, lambda: ArrayImages(THREE, torch.zeros(3), PLAIN, "flips"),
-         "dataset.augment=flips: allowed are none, crop, crop_flip (nearest: crop_flip)"),
-        (ConfigError, lambda: require_augmentation("cropp"), "nearest: crop"),
-        (ConfigError, lambda: require_augmentation("xyz"), "dataset.augment=xyz: allowed are none"),
-        (DataError, lambda: classification(make(), make(), class_names="cat"),
-         "the class_names of its Task are a str; give a list of strings"),
-        (DataError, lambda: classification(make(), make(), class_names=[0, 1]),
-         "the class_names of its Task are a list of an int, an int; give"),
-        (DataError, lambda: classification(make(), make(), preprocessing={"mean": THREE}),
-         "of its Task cannot be written as JSON (Obj"),
-        (DataError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}),
-         "of its Task cannot be written as JSON (Out of"),
-        (ConfigError, lambda: digits(root="a"), "dataset.root=a: the digits come with scikit-lear"),
-        (ConfigError, lambda: digits(channels=3), "channels=3: digits has 1; set dataset.channels"),
-        (ConfigError, lambda: digits(image_size=28), "image_size=28: digits has 8; set dataset.im"),
-        (ConfigError, lambda: digits(classes=11), "classes=11: digits has 10; set dataset.classes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "call", "text"), [
+    (DataError, lambda: ArrayImages(THREE, torch.zeros(2), PLAIN),
+     "dataset: 3 images but 2 targets; give one for each"),
+    (ConfigError, lambda: ArrayImages(THREE, torch.zeros(3), PLAIN, "flips"),
+     "dataset.augment=flips: allowed are none, crop, crop_flip (nearest: crop_flip)"),
+    (ConfigError, lambda: require_augmentation("cropp"), "nearest: crop"),
+    (ConfigError, lambda: require_augmentation("xyz"), "dataset.augment=xyz: allowed are none"),
+    (DataError, lambda: classification(make(), make(), class_names="cat"),
+     "the class_names of its Task are a str; give a list of strings"),
+    (DataError, lambda: classification(make(), make(), class_names=[0, 1]),
+     "the class_names of its Task are a list of an int, an int; give"),
+    (DataError, lambda: classification(make(), make(), preprocessing={"mean": THREE}),
+     "of its Task cannot be written as JSON (Obj"),
+    (DataError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}),
+     "of its Task cannot be written as JSON (Out of"),
+    (ConfigError, lambda: digits(root="a"), "dataset.root=a: the digits come with scikit-lear"),
+    (ConfigError, lambda: digits(channels=3), "channels=3: digits has 1; set dataset.channels"),
+    (ConfigError, lambda: digits(image_size=28), "image_size=28: digits has 8; set dataset.im"),
+    (ConfigError, lambda: digits(classes=11), "classes=11: digits has 10; set dataset.classes"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(error: type[Exception], call: Any, text: str) -> None:
     assert text in refused(error, call)
 

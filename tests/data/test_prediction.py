@@ -33,26 +33,26 @@ def test_a_class_is_the_largest_output_and_has_its_name() -> None:
     assert torch.equal(shares, LOGITS.softmax(1))
 
 
-@pytest.mark.parametrize(
-    ("outputs", "names"),
-    [
-        (torch.zeros(2), ["output"]),
-        (torch.zeros(2, 1), ["output"]),
-        (torch.zeros(2, 2), ["output_0", "output_1"]),
-        ({"a": torch.zeros(2, 1), "b": (torch.zeros(2, 1, 2),)}, ["a", "b[0]_0_0", "b[0]_0_1"]),
-    ],
-)
-def test_raw_outputs_are_a_flattened_tree(outputs: Any, names: list[str]) -> None:
-    made = columns(outputs, outputs="raw")
-    assert list(made) == ["index", *names]
-    assert all(len(column) == 2 for column in made.values())
+PAIR = {"a": LOGITS, "b": LOGITS}
 
 
-def test_what_fits_is_chosen() -> None:
-    assert "class" in columns(LOGITS, torch.tensor([1, 2]))
-    assert "output_0" in columns(LOGITS, torch.zeros(2, 3))
-    assert "output" in columns(torch.zeros(2, 1), torch.tensor([1, 0]))
-    assert "a_0" in columns({"a": LOGITS, "b": LOGITS}, torch.tensor([1, 0]))
+def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
+    for outputs, targets, names in (
+        (torch.zeros(2), None, ["output"]),
+        (torch.zeros(2, 2), None, ["output_0", "output_1"]),
+        (
+            PAIR | {"b": (torch.zeros(2, 1, 2),)},
+            None,
+            ["a_0", "a_1", "a_2", "b[0]_0_0", "b[0]_0_1"],
+        ),
+        (LOGITS, torch.tensor([1, 2]), ["target", "class"]),
+        (LOGITS, torch.zeros(2, 3), ["output_0", "output_1", "output_2"]),
+        (torch.zeros(2, 1), torch.tensor([1, 0]), ["target", "output"]),
+        (PAIR, torch.tensor([1, 0]), ["target", "a_0", "a_1", "a_2", "b_0", "b_1", "b_2"]),
+    ):
+        made = columns(outputs, targets, outputs="raw" if targets is None else None)
+        assert list(made) == ["index", *names]
+        assert all(len(column) == 2 for column in made.values())
 
 
 def test_samples_are_numbered_over_batches_or_named() -> None:
@@ -68,16 +68,13 @@ SEVERAL = "needs one number for each of several classes, and the model gives"
 FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "kind", "line"),
-    [
-        (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
-        ({"a": LOGITS, "b": LOGITS}, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
-        (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
-        (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
-        (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("outputs", "kind", "line"), [
+    (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
+    (PAIR, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
+    (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
+    (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
+    (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
+])  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
     assert line in refused(ConfigError, columns, outputs, outputs=kind)
 

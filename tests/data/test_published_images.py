@@ -34,16 +34,14 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def content(part: int = 0) -> tuple[np.ndarray, list[int]]:
     """Pixels [COUNT, 3072] and labels of one file."""
-    generator = np.random.default_rng(part)
-    pixels = generator.integers(0, 256, (COUNT, 3072), dtype=np.uint8)
-    return pixels, generator.integers(0, 10, COUNT).tolist()
+    own = np.random.default_rng(part)
+    pixels = own.integers(0, 256, (COUNT, 3072), dtype=np.uint8)
+    return pixels, own.integers(0, 10, COUNT).tolist()
 
 
 def as_binary(part: int = 0) -> bytes:
-    pixels, labels = content(part)
-    return b"".join(
-        bytes([label]) + row.tobytes() for label, row in zip(labels, pixels, strict=True)
-    )
+    rows = zip(*content(part), strict=True)
+    return b"".join(bytes([label]) + pixels.tobytes() for pixels, label in rows)
 
 
 def as_python2(part: int = 0) -> bytes:
@@ -155,22 +153,24 @@ def part_of(split: str) -> tuple[Tensor, Tensor]:
     return images, (torch.arange(SPLITS[split]) % 10).to(torch.uint8)
 
 
-def write_all(folder: Path, *, packed: bool = False) -> None:
+def write_all(folder: Path, pack: Any = bytes, ending: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         for kind, values in zip(("images-idx3", "labels-idx1"), part_of(split), strict=True):
-            path, content = folder / f"{split}-{kind}-ubyte", idx_bytes(values)
-            if packed:
-                path, content = path.with_suffix(".gz"), gzip.compress(content)
-            path.write_bytes(content)
+            path = folder / f"{split}-{kind}-ubyte{ending}"
+            path.write_bytes(pack(idx_bytes(values)))
 
 
 @pytest.mark.parametrize(
-    ("layout", "packed"),
-    [(".", True), ("FashionMNIST/raw", False), ("usr/share/datasets/fashion-mnist", True)],
+    ("layout", "how"),
+    [
+        (".", (gzip.compress, ".gz")),
+        ("FashionMNIST/raw", ()),
+        ("usr/share/datasets/fashion-mnist", (gzip.compress, ".gz")),
+    ],
 )
-def test_every_layout_is_read(tmp_path: Path, layout: str, packed: bool) -> None:
-    write_all(tmp_path / layout, packed=packed)
+def test_every_layout_is_read(tmp_path: Path, layout: str, how: tuple[Any, ...]) -> None:
+    write_all(tmp_path / layout, *how)
     task: Any = fashion_mnist(str(tmp_path), augment="crop")
     train, val = hold_out(part_of("train")[1], one_in=12)
     rows = ((task.train, "train", train), (task.val, "train", val), (task.test, "t10k", ...))
@@ -189,9 +189,8 @@ PACKED = gzip.compress(IMAGES)
 WHOLE, READ = "not a whole idx file: ", "cannot be read ("
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+def test_damaged_files(tmp_path: Path) -> None:
+    for content, text in (
         (IMAGES[:10], f"{WHOLE}it does not begin with 00 00 08 03 and 3 sizes"),
         (bytes([0, 0, 9, 3]) + IMAGES[4:], f"{WHOLE}it does not begin with"),
         (bytes([0, 0, 8, 1]) + IMAGES[4:], f"{WHOLE}it does not begin with"),
@@ -204,14 +203,12 @@ WHOLE, READ = "not a whole idx file: ", "cannot be read ("
         (PACKED[: len(PACKED) // 2], READ),
         (PACKED[:12] + b"\xff\xff\xff\xff" + PACKED[16:], READ),
         (PACKED[:-8] + bytes(8), READ),  # the checksum
-    ],
-)
-def test_damaged_files(tmp_path: Path, content: bytes, text: str) -> None:
-    path = tmp_path / ("file.gz" if text == READ else "file")
-    path.write_bytes(content)
-    said = refused(DataError, read_idx, path, (28, 28))
-    assert said.startswith(f"{path}: {text}")
-    assert said.endswith("; get the file again")
+    ):
+        path = tmp_path / ("file.gz" if text == READ else "file")
+        path.write_bytes(content)
+        said = refused(DataError, read_idx, path, (28, 28))
+        assert said.startswith(f"{path}: {text}")
+        assert said.endswith("; get the file again")
 
 
 def test_a_small_file_cannot_unpack_into_a_large_one(

@@ -17,7 +17,7 @@ import torch
 from forks import forks
 from refusal import refused
 from time_limit import time_limit
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
 from mpframe.core.errors import ConfigError, DataError
@@ -74,8 +74,7 @@ class Trap(Dataset[Any]):
 
 class WholeBatches(Trap):
     def fetch_batch(self, indices: list[int]) -> Any:
-        samples = [self[index] for index in indices]
-        return torch.stack([inputs for inputs, _ in samples]), torch.tensor([t for _, t in samples])
+        return default_collate([self[index] for index in indices])
 
 
 def trapped(what: Any, kind: type[Trap] = Trap, **options: Any) -> Loader:
@@ -92,32 +91,29 @@ def message(batches: Iterable[Any]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_is_left_and_a_handler_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # torch installs its handler once in a process: let it, in every test.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     for module in ("loading", "workers"):
         monkeypatch.setattr(f"mpframe.data.{module}.POLL_SECONDS", 0.1)
-    handler = signal.getsignal(signal.SIGCHLD)
+    handler = signal.signal(signal.SIGCHLD, own := lambda *_: None)
     before = multiprocessing.active_children()
     yield
     assert [child for child in multiprocessing.active_children() if child not in before] == []
-    assert signal.getsignal(signal.SIGCHLD) == handler
+    assert signal.signal(signal.SIGCHLD, handler) is own
 
 
-@pytest.mark.parametrize(
-    ("what", "split", "line"),
-    [
-        ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
-         "the system kills what uses too much memory: try fewer dataset.workers"),
-        ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
-         "{}); dataset.workers=0 may show the error itself"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("what", "split", "line"), [
+    ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
+     "the system kills what uses too much memory: try fewer dataset.workers"),
+    ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
+     "{}); dataset.workers=0 may show the error itself"),
+])  # fmt: skip
 def test_a_worker_that_is_lost_is_named(what: str, split: str, line: str) -> None:
     loader = trapped(what, split=split, seed=5, shuffle=split == "validation")
     batch = next(n for n in range(4) if 7 in loader.batch_ids(0, n))
-    text = f"dataset.workers=2: worker {batch % 2} {line.format(batch)}"
-    assert message(loader.epoch(0)) == text
+    told = f"dataset.workers=2: worker {batch % 2} {line.format(batch)}"
+    assert message(loader.epoch(0)) == told
 
 
 @pytest.mark.parametrize(
@@ -166,15 +162,6 @@ def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: pytest.M
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_handler_of_ones_own_is_kept() -> None:
-    before = signal.signal(signal.SIGCHLD, own := lambda *_: None)
-    try:
-        list(trapped("nothing", workers=1).epoch(0))
-        assert signal.getsignal(signal.SIGCHLD) is own
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 @pytest.mark.parametrize("locked", [False, True])
 def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them(locked: bool) -> None:
     """An error and its traceback hold a loader in such a cycle.
@@ -210,9 +197,7 @@ RAISED, FETCHED = (
         ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {RAISED}"),
     ],
 )
-def test_what_a_dataset_raises_is_one_line(
-    what: str, workers: int, kind: type[Trap], line: str
-) -> None:
+def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, line: str) -> None:
     begin, _, end = line.partition(" .*")
     text, *notes = message(trapped(what, kind, workers=workers).epoch(0)).split("\n")
     assert text.startswith(f"dataset: {begin} cannot be read: ")

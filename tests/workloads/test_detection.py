@@ -203,15 +203,12 @@ def test_the_losses_are_summed_in_fp32() -> None:
     assert output.loss.item() == 2049.0  # which float16 does not hold
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "text"),
-    [
-        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
-         "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
-        (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
-        (Gives([torch.ones(3, 4)]), batch(), "model: Gives gave a list of float32 [3, 4]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "given", "text"), [
+    (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
+     "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
+    (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
+    (Gives([torch.ones(3, 4)]), batch(), "model: Gives gave a list of float32 [3, 4]"),
+])  # fmt: skip
 def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
     assert refused(UserCodeError, compute, detection, model, given).startswith(text)
 

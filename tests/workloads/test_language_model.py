@@ -111,9 +111,11 @@ def test_an_unknown_token_is_refused(numbered: Path) -> None:
     assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_what_makes_no_task(numbered: Path) -> None:
+    folder = numbered.parent
+    (folder / "odd").write_bytes(b"abc")
+    (folder / "empty").touch()
+    for options, text in (
         ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
         ({"token_bytes": 4}, "dataset.token_bytes=4: allowed are 1 and 2"),
         ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
@@ -124,15 +126,10 @@ def test_an_unknown_token_is_refused(numbered: Path) -> None:
         ({"root": "odd"}, "odd: 3 bytes are no row of tokens of 2 each; set dataset.token_bytes"),
         ({"root": "empty"}, "empty: 0 bytes are no row of tokens"),
         ({"root": ""}, "it has 0 of 0 bytes; join them"),
-    ],
-)
-def test_what_makes_no_task(numbered: Path, options: dict[str, Any], text: str) -> None:
-    folder = numbered.parent
-    (folder / "odd").write_bytes(b"abc")
-    (folder / "empty").touch()
-    root = folder / options.pop("root", "tokens.bin")
-    error = ConfigError if "must" in text or "allowed" in text else DataError
-    assert text in refused(error, task_of, root, **options)
+    ):
+        root = folder / str(options.pop("root", "tokens.bin"))
+        error = ConfigError if "must" in text or "allowed" in text else DataError
+        assert text in refused(error, task_of, root, **options)
 
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}

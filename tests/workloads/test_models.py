@@ -110,42 +110,39 @@ OTHERS: dict[Any, dict[str, Any]] = {
 WHOLE, SHARE = "must be a whole number >=", "must be >= 0 and < 1"
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "text"),
-    [
-        (mlp, {"in_features": [3, 0]}, f"model.in_features=0: {WHOLE} 1"),
-        (mlp, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
-        (mlp, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
-        (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
-        (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
-        (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
-        (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
-        (lambda: UNet(1, 2, 2)(torch.zeros(1, 1, 16, 20)), {}, "model.stages: halves images of [16"
-         ", 20] to no whole number; use sides that are multiples of 8 (dataset.image_size) or fe"),
-        (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
-        (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
-        (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),
-        (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
-        (LSTM, {"layers": 0}, f"model.layers=0: {WHOLE} 1"),
-        (LSTM, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
-        (SSD, {"width": 0.5}, f"model.width=0.5: {WHOLE} 1"),
-        (GPT, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
-        (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),
-        (phonemes, {"train": 0}, f"dataset.train=0: {WHOLE} 1"),
-        (phonemes, {"classes": 1}, f"dataset.classes=1: {WHOLE} 2"),
-        (phonemes, {"data_seed": -1}, f"dataset.data_seed=-1: {WHOLE} 0"),
-        (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
-        (scenes, {"val": 0}, f"dataset.val=0: {WHOLE} 1"),
-        (scenes, {"channels": 1}, "dataset.channels=1: scenes has 3; set dataset.channels=3"),
-        (scenes, {"classes": 3}, "dataset.classes=3: scenes has 4; set dataset.classes=4"),
-        (scenes, {"image_size": 8}, f"dataset.image_size=8: {WHOLE} 16"),
-        (shapes, {"image_size": 7}, "dataset.image_size=7: "),
-        (shapes, {"channels": 0}, "dataset.channels=0: "),
-        (shapes, {"most_shapes": 0}, "dataset.most_shapes=0: "),
-        (shapes, {"classes": 3}, "dataset.classes=3: "),
-        *((make, {"cache_bytes": -1}, f"dataset.cache_bytes=-1: {WHOLE} 0")
-          for make in (phonemes, scenes, shapes)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "given", "text"), [
+    (mlp, {"in_features": [3, 0]}, f"model.in_features=0: {WHOLE} 1"),
+    (mlp, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+    (mlp, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+    (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
+    (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
+    (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
+    (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
+    (lambda: UNet(1, 2, 2)(torch.zeros(1, 1, 16, 20)), {}, "model.stages: halves images of [16"
+     ", 20] to no whole number; use sides that are multiples of 8 (dataset.image_size) or fe"),
+    (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
+    (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
+    (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),
+    (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
+    (LSTM, {"layers": 0}, f"model.layers=0: {WHOLE} 1"),
+    (LSTM, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+    (SSD, {"width": 0.5}, f"model.width=0.5: {WHOLE} 1"),
+    (GPT, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+    (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),
+    (phonemes, {"train": 0}, f"dataset.train=0: {WHOLE} 1"),
+    (phonemes, {"classes": 1}, f"dataset.classes=1: {WHOLE} 2"),
+    (phonemes, {"data_seed": -1}, f"dataset.data_seed=-1: {WHOLE} 0"),
+    (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
+    (scenes, {"val": 0}, f"dataset.val=0: {WHOLE} 1"),
+    (scenes, {"channels": 1}, "dataset.channels=1: scenes has 3; set dataset.channels=3"),
+    (scenes, {"classes": 3}, "dataset.classes=3: scenes has 4; set dataset.classes=4"),
+    (scenes, {"image_size": 8}, f"dataset.image_size=8: {WHOLE} 16"),
+    (shapes, {"image_size": 7}, "dataset.image_size=7: "),
+    (shapes, {"channels": 0}, "dataset.channels=0: "),
+    (shapes, {"most_shapes": 0}, "dataset.most_shapes=0: "),
+    (shapes, {"classes": 3}, "dataset.classes=3: "),
+    *((make, {"cache_bytes": -1}, f"dataset.cache_bytes=-1: {WHOLE} 0")
+      for make in (phonemes, scenes, shapes)),
+])  # fmt: skip
 def test_what_is_out_of_range(make: Any, given: dict[str, Any], text: str) -> None:
     assert refused(ConfigError, make, **{**OTHERS.get(make, {}), **given}).startswith(text)

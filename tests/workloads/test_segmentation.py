@@ -116,20 +116,32 @@ NO_MASK = "not a readable PNG or BMP ("
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda _, mask: save(mask, np.full((8, 16), 2)),
-         "MASK: holds 2, and dataset.classes=2 allows 0 to 1; the number"),
-        (lambda _, mask: save(mask, np.zeros((8, 15))),
-         "MASK: is 15 x 8 pixels and IMAGE is 16 x 8; give both the same size"),
-        (lambda _, mask: save(mask, np.zeros((8, 16, 3))),
-         f"MASK: {NO_MASK}its pixels are RGB, and not one number of 8 bits"),
-        (lambda _, mask: mask.unlink(),
-         "IMAGE: has no counterpart in TREE/val/masks; a photograph and its mask have the"),
-        (lambda _, mask: save(mask.rename(mask.with_suffix(".jpg")), np.zeros((8, 16))),
-         f"TREE/val/masks/b.jpg: {NO_MASK}cannot"),
-        (lambda image, _: save(image.with_suffix(".bmp"), np.zeros((12, 9, 3))),
-         "TREE/val/images/b.png: TREE/val/images/b.bmp has the same name; remove one"),
+        (
+            lambda _, mask: save(mask, np.full((8, 16), 2)),
+            "MASK: holds 2, and dataset.classes=2 allows 0 to 1; the number",
+        ),
+        (
+            lambda _, mask: save(mask, np.zeros((8, 15))),
+            "MASK: is 15 x 8 pixels and IMAGE is 16 x 8; give both the same size",
+        ),
+        (
+            lambda _, mask: save(mask, np.zeros((8, 16, 3))),
+            f"MASK: {NO_MASK}its pixels are RGB, and not one number of 8 bits",
+        ),
+        (
+            lambda _, mask: mask.unlink(),
+            "IMAGE: has no counterpart in TREE/val/masks; a photograph and its mask have the",
+        ),
+        (
+            lambda _, mask: save(mask.rename(mask.with_suffix(".jpg")), np.zeros((8, 16))),
+            f"TREE/val/masks/b.jpg: {NO_MASK}cannot",
+        ),
+        (
+            lambda image, _: save(image.with_suffix(".bmp"), np.zeros((12, 9, 3))),
+            "TREE/val/images/b.png: TREE/val/images/b.bmp has the same name; remove one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_masks_that_do_not_fit(tree: Path, change: Any, text: str) -> None:
     image, mask = (tree / "val" / kind / "b.png" for kind in ("images", "masks"))
     change(image, mask)

@@ -24,11 +24,9 @@ FEATURES, CLASSES = 6, 5
 
 def batch_of(*lengths: tuple[int, int]) -> dict[str, Any]:
     """Random sequences of so many frames and labels."""
-    own = torch.Generator().manual_seed(0)
-    return collate([
-        (torch.randn(t, FEATURES, generator=own), torch.randint(1, CLASSES, (n,), generator=own))
-        for t, n in lengths
-    ])  # fmt: skip
+    torch.manual_seed(0)
+    sizes = [((t, FEATURES), (n,)) for t, n in lengths]
+    return collate([(torch.randn(f), torch.randint(1, CLASSES, n)) for f, n in sizes])
 
 
 def network(**options: Any) -> nn.Module:

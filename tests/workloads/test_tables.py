@@ -135,26 +135,23 @@ NO_LOG = "has no logarithm; the target must be above 0 (dataset.drop_zeros=true 
 EMPTY = {(number, "size"): "" for number in range(ROWS)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "text"),
-    [
-        *(({(7, "size"): cell}, {}, f"FILE: row 9, column size: {cell!r} {NO_NUMBER}")
-          for cell in ("tall", "", "nan", "-inf", "1e31", "1_000")),
-        *(({(7, "price"): cell}, {"drop_zeros": drop}, f"FILE: row 9, column price: {out} {NO_LOG}")
-          for cell, drop, out in (("0", False, 0), ("-1", True, -1), ("1e-60", False, 0))),
-        (EMPTY, {"fill_missing": True}, "FILE: column size is empty in all training rows; leave i"),
-        ({}, {"date": "kind"}, "FILE: row 2, column kind: 'a' is not a date as in 2015-07-31; cor"),
-        ({}, {"continuous": ["sise"]}, "FILE: has no column sise (nearest: size); name the column"),
-        ({}, {"categorical": {"kind": 5}}, "dataset.categorical.kind=5: the training part of FILE "
-         "has 4; set dataset.categorical.kind=4"),
-        ({}, {"split": "tim"}, "dataset.split=tim: allowed are hold_out, time; nearest: time"),
-        ({}, {"file": "other.csv"}, "dataset.root=FOLDER: no other.csv there; set dataset.root to"),
-        ({}, {"kinds": "abc"}, "FILE: row 5, column kind: 'd' is in no row of FOLDER/kinds.csv; a"),
-        ({}, {"kinds": "abca"}, "FOLDER/kinds.csv: row 5, column kind: 'a' is there twice; remove"),
-        ({}, {"join": {"file": "table.csv", "by": "sort"}}, "FILE: has no column sort (it has kin"),
-        ({}, {"join": {"file": "kinds.csv"}}, "dataset.join={'file': 'kinds.csv'}: needs file and"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "options", "text"), [
+    *(({(7, "size"): cell}, {}, f"FILE: row 9, column size: {cell!r} {NO_NUMBER}")
+      for cell in ("tall", "", "nan", "-inf", "1e31", "1_000")),
+    *(({(7, "price"): cell}, {"drop_zeros": drop}, f"FILE: row 9, column price: {out} {NO_LOG}")
+      for cell, drop, out in (("0", False, 0), ("-1", True, -1), ("1e-60", False, 0))),
+    (EMPTY, {"fill_missing": True}, "FILE: column size is empty in all training rows; leave i"),
+    ({}, {"date": "kind"}, "FILE: row 2, column kind: 'a' is not a date as in 2015-07-31; cor"),
+    ({}, {"continuous": ["sise"]}, "FILE: has no column sise (nearest: size); name the column"),
+    ({}, {"categorical": {"kind": 5}}, "dataset.categorical.kind=5: the training part of FILE "
+     "has 4; set dataset.categorical.kind=4"),
+    ({}, {"split": "tim"}, "dataset.split=tim: allowed are hold_out, time; nearest: time"),
+    ({}, {"file": "other.csv"}, "dataset.root=FOLDER: no other.csv there; set dataset.root to"),
+    ({}, {"kinds": "abc"}, "FILE: row 5, column kind: 'd' is in no row of FOLDER/kinds.csv; a"),
+    ({}, {"kinds": "abca"}, "FOLDER/kinds.csv: row 5, column kind: 'a' is there twice; remove"),
+    ({}, {"join": {"file": "table.csv", "by": "sort"}}, "FILE: has no column sort (it has kin"),
+    ({}, {"join": {"file": "kinds.csv"}}, "dataset.join={'file': 'kinds.csv'}: needs file and"),
+])  # fmt: skip
 def test_what_makes_no_task(
     tmp_path: Path, table: Table, changes: Any, options: dict[str, Any], text: str
 ) -> None:

@@ -210,18 +210,15 @@ def test_rows_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "1 of 3 rows have no text and are left out" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("row", "head", "text"),
-    [
+def test_tables_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    for row, head, text in (
         (("a b", "c", "neutral"), HEAD, "row 2: its selected_text is missing or not in its text"),
         (("a b", " ", "neutral"), HEAD, "row 2: its selected_text is missing"),
         (("a b", "b", ""), HEAD, "row 2: its sentiment is missing"),
         (("", "", ""), HEAD[:2], "has no column selected_text; needed are textID, text, "),
-    ],
-)
-def test_tables_that_are_wrong_are_refused(tmp_path: Path, row: Any, head: Any, text: str) -> None:
-    path = table(tmp_path / "train.csv", ("good day", "good", "positive"), row, head=head)
-    assert text in refused(DataError, read_tweets, path)
+    ):
+        path = table(tmp_path / "train.csv", ("good day", "good", "positive"), row, head=head)
+        assert text in refused(DataError, read_tweets, path)
     empty = table(tmp_path / "empty.csv", (" ", "", "neutral"))
     assert "has no row with a text" in refused(DataError, read_tweets, empty)
     none = refused(DataError, read_tweets, tmp_path / "none")

@@ -69,7 +69,7 @@ def compare(name: str, example: Example) -> Row:
     if not (plain.compared.isfinite().all() and plain.compared.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
     row.autocast = _distance_or_error(plain, example, autocast=torch.bfloat16)
-    sizes = [_distance_or_error(plain, example, rounded=True), row.autocast]
+    sizes = [_distance_or_error(plain, example, change="round"), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
     _judge(row, outcomes["fp32"], plain)
@@ -79,25 +79,22 @@ def compare(name: str, example: Example) -> Row:
     return row
 
 
-def train(
-    example: Example, mode: str = "", *, autocast: Any = None, rounded: bool = False,
-    recompute: bool = False,
-) -> Outcome:  # fmt: skip
+def train(example: Example, mode: str = "", autocast: Any = None, change: str = "") -> Outcome:
     """Steps of AdamW of a copy, by torch alone or in a mode, as a user's own loop takes them.
 
     Args:
         autocast: a format of torch's own.
-        rounded: whether the weights are rounded to bfloat16: how much does the model mind that?
-        recompute: with the model's own activation checkpointing.
+        change: `round` the weights to bfloat16: how much does the model mind that? Or `recompute`
+            with the model's own activation checkpointing.
 
     Raises:
         OverflowError: a step was not applied within TRIES.
     """
     model: Any = copy.deepcopy(example.model)
     loss_of = partial(_seeded, example)
-    if recompute and example.recompute is not None:
+    if change == "recompute" and example.recompute is not None:
         example.recompute(model)
-    if rounded:
+    if change == "round":
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())
@@ -149,7 +146,7 @@ def _try(
 ) -> Outcome | None:
     key = f"{mode} recomputed" if recompute else mode
     try:
-        outcome = train(example, mode, recompute=recompute)
+        outcome = train(example, mode, change="recompute" if recompute else "")
     except OverflowError as error:
         row.modes[key] = f"{error}, under torch.autocast too"
         if train(example, autocast=torch.float16).compared.isfinite().all():

@@ -41,7 +41,9 @@ def main() -> int:
     rows = []
     for row in _measured(names, asked.jobs, asked.limit):
         rows.append(row)
-        print(f"[{len(rows)}/{len(names)}] {row.name}: {_said(row)}", flush=True)
+        verdict = "; ".join(row.failures) or f"agrees ({row.seconds:.1f} s)"
+        said = f"not built: {row.built}" if row.built else verdict
+        print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
         if asked.write:
             import page
 
@@ -49,12 +51,6 @@ def main() -> int:
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} models, {sum(not r.built for r in rows)} built, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def _said(row: Any) -> str:
-    if row.built:
-        return f"not built: {row.built}"
-    return "; ".join(row.failures) or f"agrees ({row.seconds:.1f} s)"
 
 
 def _names() -> list[str]:

@@ -22,11 +22,7 @@ def names() -> list[str]:
 
 
 def build(name: str) -> Example:
-    """The model with four images, as small as it takes.
-
-    Raises:
-        NotBuiltError: it takes none of the sizes.
-    """
+    """The model with four images, as small as it takes."""
     import timm
 
     with torch.device("meta"):
@@ -39,20 +35,19 @@ def build(name: str) -> Example:
             try:
                 model = timm.create_model(name, num_classes=CLASSES, **sized).train()
                 model(images(side, count=4))
+                return called(model, images(side, count=4), recompute=_recompute(model))
             except Exception as error:
                 refusal = error
-            else:
-                return called(model, images(side, count=4), recompute=_recompute(model))
     raise NotBuiltError(f"{type(refusal).__name__}: {refusal}")
 
 
 def _smallest(candidates: list[str]) -> str:
-    return min(candidates, key=lambda name: (_rank(name), len(name), name), default="")
+    def size(name: str) -> tuple[int, int, str]:
+        words = set(name.replace(".", "_").split("_"))
+        rank = next((rank for rank, size in enumerate(SIZES) if size in words), len(SIZES))
+        return rank, len(name), name
 
-
-def _rank(name: str) -> int:
-    words = set(name.replace(".", "_").split("_"))
-    return next((rank for rank, size in enumerate(SIZES) if size in words), len(SIZES))
+    return min(candidates, key=size, default="")
 
 
 def _recompute(model: nn.Module) -> object:

@@ -57,7 +57,14 @@ def build(name: str) -> Example:
         model = make(weights=None, weights_backbone=None, num_classes=CLASSES, **sized)
         taught = (list(images(64)), [_target(), _target()])
         inputs = taught if detects else (images(64, count=4),)
-    return called(_without_chance(model), *inputs, recompute=_memory_efficient(model))
+    recompute = _memory_efficient if isinstance(model, models.DenseNet) else None
+    return called(_without_chance(model), *inputs, recompute=recompute)
+
+
+def _memory_efficient(copy: nn.Module) -> None:
+    for module in copy.modules():
+        if hasattr(module, "memory_efficient"):
+            module.memory_efficient = True
 
 
 def _target() -> dict[str, Tensor]:
@@ -72,18 +79,6 @@ def _target() -> dict[str, Tensor]:
     }
 
 
-def _memory_efficient(model: nn.Module) -> Callable[[nn.Module], object] | None:
-    if not isinstance(model, models.DenseNet):
-        return None
-
-    def turn_on(copy: nn.Module) -> None:
-        for module in copy.modules():
-            if hasattr(module, "memory_efficient"):
-                module.memory_efficient = True
-
-    return turn_on
-
-
 def _without_chance(model: nn.Module) -> nn.Module:
     """No dropout and no dropped paths: outcomes are compared."""
     for module in model.modules():
@@ -92,19 +87,14 @@ def _without_chance(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _vit() -> Example:
-    model = models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES)
-    return called(model, images(32))
-
-
-def _maxvit() -> Example:
-    model = models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES)
-    return called(model, images(64))
-
-
-def _raft() -> Example:
-    model = models.optical_flow.raft_small(weights=None)
-    return called(model, images(128), images(128).flip(-1), num_flow_updates=2)
-
-
-OWN: dict[str, Callable[[], Example]] = {"maxvit": _maxvit, "raft_small": _raft, "vit": _vit}
+OWN: dict[str, Callable[[], Example]] = {
+    "maxvit": lambda: called(
+        models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES), images(64)
+    ),
+    "raft_small": lambda: called(
+        models.optical_flow.raft_small(), images(128), images(128).flip(-1), num_flow_updates=2
+    ),
+    "vit": lambda: called(
+        models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES), images(32)
+    ),
+}
