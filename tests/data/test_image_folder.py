@@ -55,9 +55,17 @@ def raw(part: Images) -> Tensor:
 
 
 @pytest.mark.parametrize("cache_bytes", [(18 + 6) * 3 * 8 * 8, (18 + 6) * 3 * 8 * 8 - 1])
-def test_pixels_and_classes(tree: Path, cache_bytes: int) -> None:
+def test_pixels_and_classes_are_right_and_what_is_left_out_is_counted(
+    tree: Path, cache_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Memory is used up to cache_bytes; decoding late changes nothing."""
+    for name in ("y.gif", "z.gif"):
+        Image.fromarray(picture(0)).save(tree / "train" / "bee" / name)
     task = load(tree, cache_bytes=cache_bytes, augment="crop_flip")
+    assert caplog.messages == [
+        f"warning: {tree}/train: left out 2 .gif, 1 .txt; only .jpg, .jpeg, .png, .webp or .bmp "
+        "are read"
+    ]
     assert type(task.train) is type(task.val) is (FileImages if cache_bytes % 2 else ArrayImages)
     expected = torch.stack([pixels_of(picture(n)) for n in range(6)])
     assert torch.equal(raw(task.train), expected.repeat(3, 1, 1, 1))
@@ -66,16 +74,6 @@ def test_pixels_and_classes(tree: Path, cache_bytes: int) -> None:
     whole = load(tree, augment="crop_flip").train
     batches = [list(Loader(t, 4, seed=3, shuffle=True).epoch(1)) for t in (task.train, whole)]
     assert not differing(*batches)
-
-
-def test_the_task_says_how_a_stranger_prepares_an_image(tree: Path) -> None:
-    shown = picture(0, side=12)[:9]
-    save(tree / "val" / "ant" / "0.png", shown)
-    task = load(tree)
-    assert task.class_names == CLASSES
-    scope = {"PIL": PIL, "image": Image.fromarray(shown), "size": (8, 8)}
-    image = eval(task.preprocessing["resize"], scope)
-    assert torch.equal(pixels_of(image), raw(task.val)[0])
 
 
 def test_a_test_folder_is_the_test_part(tree: Path) -> None:
@@ -107,25 +105,6 @@ def test_without_val_one_training_image_in_ten_validates(
     assert torch.equal(raw(limited.test), raw(task.test)[::2])
 
 
-def test_what_is_left_out_is_counted(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("y.gif", "z.gif"):
-        Image.fromarray(picture(0)).save(tree / "train" / "bee" / name)
-    load(tree)
-    assert caplog.messages == [
-        f"warning: {tree}/train: left out 2 .gif, 1 .txt; only .jpg, .jpeg, .png, .webp or .bmp "
-        "are read"
-    ]
-
-
-def test_16_bits_of_grey_are_scaled_and_not_cut_off(tmp_path: Path) -> None:
-    values = np.array([[0, 128, 129, 255], [256, 5000, 40000, 65535]] * 2, dtype=np.uint16)
-    path = save(tmp_path / "deep.png", values)
-    # round(value / 257): 128 is below half of 257, 129 above.
-    expected = torch.tensor([[0, 0, 1, 1], [1, 19, 156, 255]] * 2, dtype=torch.uint8)
-    for channels in (1, 3):
-        assert torch.equal(decode(str(path), channels, 4), expected.expand(channels, 4, 4))
-
-
 @pytest.mark.parametrize("name", ["a.JPEG", "a.png", "a.bmp", "a.WEBP"])
 def test_pictures_of_every_format(tree: Path, name: str) -> None:
     """One flat colour: only JPEG's colour transform rounds, to within 2 of 255. PNG: a palette."""
@@ -137,7 +116,13 @@ def test_pictures_of_every_format(tree: Path, name: str) -> None:
     assert off.abs().max() <= (2 if name == "a.JPEG" else 0)
 
 
-def test_other_sizes_are_scaled_and_cut_to_their_middle(tmp_path: Path) -> None:
+def test_16_bits_of_grey_are_scaled_and_other_sizes_cut_to_their_middle(tmp_path: Path) -> None:
+    values = np.array([[0, 128, 129, 255], [256, 5000, 40000, 65535]] * 2, dtype=np.uint16)
+    path = str(save(tmp_path / "deep.png", values))
+    # round(value / 257): 128 is below half of 257, 129 above.
+    expected = torch.tensor([[0, 0, 1, 1], [1, 19, 156, 255]] * 2, dtype=torch.uint8)
+    for channels in (1, 3):
+        assert torch.equal(decode(path, channels, 4), expected.expand(channels, 4, 4))
     wide = np.zeros((4, 12, 3), dtype=np.uint8)
     wide[:, 4:8] = 200  # The middle third.
     path = str(save(tmp_path / "wide.png", wide))
@@ -225,9 +210,15 @@ def test_options_out_of_range(tree: Path) -> None:
         assert end in text
 
 
-def test_the_normalisation_may_be_given(tree: Path) -> None:
+def test_the_normalisation_may_be_given_and_a_stranger_is_told_the_rest(tree: Path) -> None:
+    shown = picture(0, side=12)[:9]
+    save(tree / "val" / "ant" / "0.png", shown)
     mean, std = [0.5, 0.25, 0.0], [0.5, 1.0, 2.0]
     task = load(tree, mean=mean, std=std)
+    assert task.class_names == CLASSES
+    scope = {"PIL": PIL, "image": Image.fromarray(shown), "size": (8, 8)}
+    image = eval(task.preprocessing["resize"], scope)
+    assert torch.equal(pixels_of(image), raw(task.val)[0])
     images, _ = task.train.fetch_batch([0])
     low, by = (torch.tensor(numbers).view(3, 1, 1) for numbers in (mean, std))
     expected = (raw(task.train)[:1].double() / 255 - low) / by

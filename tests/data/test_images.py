@@ -25,30 +25,24 @@ from mpframe.workloads.segmentation.data import shapes
 from mpframe.workloads.speech import phonemes
 
 GAMMA = 0x9E3779B97F4A7C15
-MASK = 2**64 - 1
 
 
-def reference_mix64(z: int) -> int:
-    """mix64 in Python's own integers."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def test_stream_is_splitmix64() -> None:
-    # The first outputs of SplitMix64 seeded with 0, as its reference implementation prints them.
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert _mix64(np.arange(1, 4, dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
+def mix64(*z: int) -> list[int]:
+    numbers: list[int] = _mix64(np.array([own % 2**64 for own in z], dtype=np.uint64)).tolist()
+    return numbers
 
 
 @pytest.mark.parametrize("words", [(0,), (2**63 - 1, 7, 3), (-5, 2**64 - 1, 11)])
-def test_state_folds_the_words_and_draws_follow_it(words: tuple[int, ...]) -> None:
+def test_the_stream_is_splitmix64_from_a_state_that_folds_the_words(words: tuple[int, ...]) -> None:
+    # The first outputs of SplitMix64 seeded with 0, as its reference implementation prints them.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert mix64(*(n * GAMMA for n in (1, 2, 3))) == published
     state = 0
     for word in words:
-        state = reference_mix64((state + word + GAMMA) & MASK)
+        (state,) = mix64(state + word + GAMMA)
     assert hash_key(*words).tolist() == [state]
-    bits = [reference_mix64((state + j * GAMMA) & MASK) >> 11 for j in (1, 2, 3)]
-    assert draw_uniforms(3, *words).tolist() == [[b * 2.0**-53 for b in bits]]
+    bits = mix64(*(state + n * GAMMA for n in (1, 2, 3)))
+    assert draw_uniforms(3, *words).tolist() == [[(b >> 11) * 2.0**-53 for b in bits]]
     assert np.array_equal(draw_uniforms(2, *words), draw_uniforms(6, *words)[:, :2])
 
 
@@ -197,8 +191,12 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "padding"), [(torch.uint8, 1), (torch.float32, 3)])
-def test_crop_is_a_window_of_the_padded_image(dtype: torch.dtype, padding: int) -> None:
+def test_a_crop_is_a_window_of_the_padded_image_and_a_mirror_flips_below_one_half(
+    dtype: torch.dtype, padding: int
+) -> None:
     images = make(dtype=dtype, count=6).images
+    flipped = mirror(images[:3], torch.tensor([0.49, 0.5, 0.0]))
+    assert torch.equal(flipped, torch.stack([images[0].flip(-1), images[1], images[2].flip(-1)]))
     uniforms = torch.from_numpy(draw_uniforms(2, range(6)))
     for row, end in enumerate((0.5, 0.0, 1 - 2.0**-53)):
         uniforms[row] = end
@@ -209,12 +207,6 @@ def test_crop_is_a_window_of_the_padded_image(dtype: torch.dtype, padding: int) 
     for image, result, (u, v) in zip(padded, cropped, uniforms.tolist(), strict=True):
         top, left = int(u * (2 * padding + 1)), int(v * (2 * padding + 1))
         assert torch.equal(result, image[:, top : top + 8, left : left + 8])
-
-
-def test_mirror_flips_below_one_half() -> None:
-    images = make(count=3).images
-    flipped = mirror(images, torch.tensor([0.49, 0.5, 0.0]))
-    assert torch.equal(flipped, torch.stack([images[0].flip(-1), images[1], images[2].flip(-1)]))
 
 
 THREE = torch.zeros(3, 1, 4, 4)

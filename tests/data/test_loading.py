@@ -115,12 +115,6 @@ def test_rows_of_tensors_are_fetched_a_batch_at_a_time(
     whole.close()
 
 
-def test_a_collate_gets_the_single_rows() -> None:
-    rows = TensorDataset(torch.arange(4.0))
-    batch = first_of(rows, collate=lambda got: torch.stack([row[0] for row in got]))
-    assert torch.equal(batch, torch.tensor([0.0, 1.0]))
-
-
 def generators() -> Any:
     return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
 
@@ -144,7 +138,10 @@ def test_any_start_continues_exactly_and_leaves_the_global_generators_alone(
         assert not differing(list(helped.epoch(3, start)), whole[start:])
 
 
-def test_a_collate_draws_anew_for_each_batch_and_epoch() -> None:
+def test_a_collate_gets_the_single_rows_and_draws_anew_for_each_batch_and_epoch() -> None:
+    rows = TensorDataset(torch.arange(4.0))
+    batch = first_of(rows, collate=lambda got: torch.stack([row[0] for row in got]))
+    assert torch.equal(batch, torch.tensor([0.0, 1.0]))
     same = loader(lambda index: {"labels": index % 3}, 3, seed=8, collate=mixed)
     drawn = [tuple(batch["mixed"].tolist()) for e in (0, 1) for batch in list(same.epoch(e))[:3]]
     assert len(set(drawn)) == 6
@@ -314,15 +311,6 @@ def test_the_wait_for_batches_is_counted_and_what_the_caller_does_is_not(
             now[0] += 100.0
 
 
-def test_a_new_epoch_ends_the_one_before() -> None:
-    own = loader(numbers())
-    old = own.epoch(0)
-    next(old)
-    next(own.epoch(1))
-    with pytest.raises(RuntimeError, match="epoch 0 was ended: the loader has begun another epoch"):
-        next(old)
-
-
 def unreadable(index: int) -> Any:
     raise DataError(f"picture {index}: cannot be read")
 
@@ -366,9 +354,13 @@ def test_what_no_loader_can_be_made_of(data: Any, options: dict[str, Any], text:
     assert refused(error, loader, given, **options).startswith(text)
 
 
-def test_the_ends_of_batch_size_and_start() -> None:
+def test_an_epoch_begins_within_its_batches_and_ends_the_one_before() -> None:
     assert len(loader(numbers(), 24)) == len(loader(numbers(), 23, drop_last=True)) == 1
-    epoch = loader(numbers(), 4).epoch
+    own = loader(numbers(), 4)
     for start in (-1, 7):
         text = f"dataset.batch_size=4: an epoch has 6 batches and cannot start at batch {start}; "
-        assert text in refused(DataError, epoch, 0, start)
+        assert text in refused(DataError, own.epoch, 0, start)
+    next(old := own.epoch(0))
+    next(own.epoch(1))
+    with pytest.raises(RuntimeError, match="epoch 0 was ended: the loader has begun another epoch"):
+        next(old)

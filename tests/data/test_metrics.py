@@ -50,12 +50,9 @@ def test_errors_over_uneven_batches(dtype: torch.dtype) -> None:
     assert own == math.sqrt((0.25 + 0.25 + 0.0625) / 3)
 
 
-def test_which_of_two_values_is_better() -> None:
+def test_which_of_two_values_is_better_and_no_update_waits_for_the_device() -> None:
     names = {m.name: m.higher_is_better for m in (Accuracy, Dice, IoU, RMSE, RMSPE)}
     assert names == {"accuracy": True, "dice": True, "iou": True, "rmse": False, "rmspe": False}
-
-
-def test_update_never_waits_for_the_device() -> None:
     targets = torch.zeros(4, dtype=torch.int64, device="meta")  # To read it back raises.
     Accuracy().update(torch.zeros(4, 3, device="meta"), targets)
     RMSE().update(targets.float(), targets.float())
@@ -87,11 +84,9 @@ def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
     assert measured(BitsPerByte(), *batches) == pytest.approx(2.0, rel=2**-24)
     assert measured(Perplexity(), *batches) == pytest.approx(4.0, rel=2**-22)
     assert measured(BitsPerByte(4.0), *batches) == pytest.approx(2 / 4, rel=2**-24)
-
-
-def test_bits_are_a_mean_over_tokens() -> None:
-    sure = torch.tensor([[[200.0, 0.0]]])  # exp(-200) is 0 beside 1: the loss is exactly 0
-    bits = measured(BitsPerByte(), (sure, TOKENS[:, :1]), (torch.zeros(1, 3, 2), TOKENS))
+    # exp(-200) is 0 beside 1: the loss of a sure token is exactly 0, beside three of 1 bit.
+    sure = (torch.tensor([[[200.0, 0.0]]], dtype=dtype), TOKENS[:, :1])
+    bits = measured(BitsPerByte(), sure, (torch.zeros(1, 3, 2, dtype=dtype), TOKENS))
     assert bits == pytest.approx(3 / 4, rel=2**-23)
 
 
@@ -103,7 +98,7 @@ def test_dice_and_iou_over_uneven_batches(dtype: torch.dtype) -> None:
     # shared 2, 4, 1; targets 5, 6, 1; predicted 3, 7, 2
     dice, iou = [4 / 8, 8 / 13, 2 / 3], [2 / 6, 4 / 9, 1 / 2]
     for metric, values in (
-        *((Dice(), dice), (Dice(False), dice[1:]), (IoU(), iou), (IoU(False), iou[1:])),
+        *((Dice(True), dice), (Dice(), dice[1:]), (IoU(True), iou), (IoU(), iou[1:])),
     ):
         own = measured(metric, (logits[:2], targets[:2]), (logits[2:], targets[2:]))
         assert own == pytest.approx(sum(values) / len(values), abs=1e-15)

@@ -55,12 +55,15 @@ def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
         assert all(len(column) == 2 for column in made.values())
 
 
-def test_samples_are_numbered_over_batches_or_named() -> None:
+def test_samples_are_numbered_over_batches_of_one_width_or_named() -> None:
     written: list[dict[str, Any]] = []
-    predictions = Predictions(written.append)
+    predictions = Predictions(written.append, outputs="raw")
     for logits in (LOGITS, LOGITS[:1]):
         predictions.update(logits, None)
     assert [own["index"].tolist() for own in written] == [[0, 1], [2]]
+    # Other columns would stand under the names of the first batch's.
+    text = refused(ConfigError, predictions.update, torch.zeros(2, 4), None)
+    assert "a batch has 5 columns and the one before it 4" in text
     assert columns(LOGITS, samples=["x.png", "y.png"])["name"] == ["x.png", "y.png"]
 
 
@@ -77,14 +80,6 @@ FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2
 ])  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
     assert line in refused(ConfigError, columns, outputs, outputs=kind)
-
-
-def test_batches_of_different_lengths_make_no_table() -> None:
-    """Their numbers would stand under the names of the first batch's."""
-    predictions = Predictions(lambda _: None, outputs="raw")
-    predictions.update(torch.zeros(2, 3), None)
-    text = refused(ConfigError, predictions.update, torch.zeros(2, 4), None)
-    assert "a batch has 5 columns and the one before it 4" in text
 
 
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)

@@ -5,7 +5,6 @@ import hashlib
 import os
 import pickle
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,14 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
         (folder / (f"{name}.bin" if direct else name)).write_bytes(file)
     assert direct or pickle.loads(as_python2(), encoding="latin1")["labels"] == content()[1]
     task: Any = cifar10(str(folder if direct else tmp_path))
-    pixels = np.concatenate([content(part)[0] for part in range(6)])
-    images = torch.from_numpy(pixels).view(-1, 3, 32, 32)
-    targets = torch.tensor([label for part in range(6) for label in content(part)[1]])
+    pixels, labels = map(np.concatenate, zip(*map(content, range(6)), strict=True))
+    images, targets = torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels)
     held = [*hold_out(targets[: 5 * COUNT], one_in=10), torch.arange(5 * COUNT, 6 * COUNT)]
     for part, indices in zip((task.train, task.val, task.test), held, strict=True):
         assert torch.equal(part.images, images[indices])
         assert torch.equal(part.targets, targets[indices])
         assert part.normalize == Normalize.measured(task.train.images)
-    augments = [part.augment for part in (task.train, task.val, task.test)]
-    assert augments == ["crop_flip", "none", "none"]
+    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop_flip", *2 * ["none"])
 
 
 @pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (4, True), (5, True)])
@@ -108,20 +105,16 @@ def test_an_attack_is_refused_and_not_run(
     assert witness.exists()
 
 
-@pytest.mark.parametrize("read", [read_binary, read_python])
-def test_what_is_no_data_file_is_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    """A link is one."""
-    text = refused(DataError, read, tmp_path / "gone")
-    assert text.startswith(f"{tmp_path}/gone: cannot be read (No such file")
-    os.mkfifo(tmp_path / "fifo")
-    with time_limit(20):
-        assert "Not a regular file" in refused(DataError, read, tmp_path / "fifo")
-    (tmp_path / "stored").write_bytes(as_binary())
-    (tmp_path / "link").symlink_to(tmp_path / "stored")
-    assert len(read_binary(tmp_path / "link")[1]) == COUNT
-
-
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for read in (read_binary, read_python):
+        text = refused(DataError, read, tmp_path / "gone")
+        assert text.startswith(f"{tmp_path}/gone: cannot be read (No such file")
+        with time_limit(20):
+            assert "Not a regular file" in refused(DataError, read, tmp_path / "fifo")
+    (tmp_path / "stored").write_bytes(as_binary())
+    (tmp_path / "link").symlink_to(tmp_path / "stored")  # A link is a file.
+    assert len(read_binary(tmp_path / "link")[1]) == COUNT
     path = tmp_path / "data_batch_1.bin"
     for change in (-1, 1, -3073):
         path.write_bytes((as_binary() + b"\0")[: len(as_binary()) + change])
@@ -148,9 +141,10 @@ def idx_bytes(values: Tensor) -> bytes:
 
 def part_of(split: str) -> tuple[Tensor, Tensor]:
     """Images and labels of one split."""
-    random = torch.Generator().manual_seed(SPLITS[split])
-    images = torch.randint(0, 256, (SPLITS[split], 28, 28), generator=random).to(torch.uint8)
-    return images, (torch.arange(SPLITS[split]) % 10).to(torch.uint8)
+    count = SPLITS[split]
+    random = torch.Generator().manual_seed(count)
+    images = torch.randint(0, 256, (count, 28, 28), generator=random)
+    return images.byte(), (torch.arange(count) % 10).byte()
 
 
 def write_all(folder: Path, pack: Any = bytes, ending: str = "") -> None:

@@ -65,20 +65,18 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
     )
 
 
-def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
+def test_a_box_belongs_to_what_it_overlaps_by_half_and_each_object_has_its_best_box() -> None:
     """The first default box is the object but for a strip: IoU 0.8. The second overlaps by 1/3."""
     boxes = torch.tensor([[0.0, 0, 20, 16], [25, 0, 45, 20]])
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
     places = torch.tensor([[10.0, 10, 20, 20], [10, 8, 20, 16], [10, 4, 20, 8]])
-    labels, _ = match(places, torch.tensor([[0.0, 0, 20, 20]]), torch.tensor([3]))
-    assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
-
-
-def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
-    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52, 80, 80]]), torch.tensor([3]))
-    assert labels.tolist() == [0, 0, 3]
+    for defaults, box, wanted in (
+        (places, [0.0, 0, 20, 20], [3, 3, 0]),  # IoU 1, 0.8 and 0.4
+        (DEFAULTS, [52.0, 52, 80, 80], [0, 0, 3]),  # however little it overlaps
+    ):
+        assert match(defaults, torch.tensor([box]), torch.tensor([3]))[0].tolist() == wanted
     labels, offsets = match(DEFAULTS, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert labels.tolist() == [0, 0, 0]
     assert torch.equal(offsets, torch.zeros(3, 4))
@@ -94,14 +92,11 @@ def test_offsets_by_hand_and_back() -> None:
     assert torch.allclose(det.decode(offsets, DEFAULTS[:1]), boxes, atol=64 * 8 * 2.0**-24)
 
 
-def test_three_background_boxes_count_for_each_object() -> None:
+def test_the_losses_by_hand() -> None:
+    """One object of two classes: its own entropy and the three largest of the four others'."""
     entropy = torch.tensor([[0.1, 0.9, -1.0, 0.4, 0.2, 0.8], [0.1, 0.9, 0.3, 0.4, 0.2, 0.8]])
     chosen = det.hardest(entropy, torch.tensor([1, 0]))
     assert chosen.tolist() == [[False, True, False, True, False, True], [False] * 6]
-
-
-def test_the_losses_by_hand() -> None:
-    """One object of two classes: its own entropy and the three largest of the four others'."""
     logits = torch.tensor([[[0.0, 0.0], [0.0, 1.0], [0.0, 3.0], [0.0, 2.0], [0.0, 0.0]]])
     labels = torch.tensor([[1, 0, 0, 0, 0]])
     offsets, wanted = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
@@ -267,12 +262,6 @@ def boxes(*rows: tuple[list[float], int, float], dtype: torch.dtype = torch.floa
     return {"boxes": own[0], "labels": own[1], "scores": torch.tensor(scores, dtype=dtype)}
 
 
-def value(found: Any, true: Any) -> float:
-    metric = MeanAveragePrecision()
-    metric.update([found], [true])
-    return metric.compute().item()
-
-
 def test_the_area() -> None:
     for right, true_boxes, area in (
         ([0, 1], 1, 0.5),
@@ -297,25 +286,28 @@ def test_two_classes_in_two_images(dtype: torch.dtype) -> None:
     assert metric.compute().item() == pytest.approx(((1 + 2 / 3) / 3 + 1) / 2, rel=1e-15)
 
 
-def test_a_true_box_is_found_once() -> None:
-    found = boxes((LEFT, 1, 0.9), (LEFT, 1, 0.8), (RIGHT, 1, 0.7))
-    assert value(found, boxes((LEFT, 1, 1), (RIGHT, 1, 1))) == pytest.approx((1 + 2 / 3) / 2)
-
-
-def test_the_overlap_decides() -> None:
+def test_a_true_box_is_found_once_by_an_overlap_of_half() -> None:
     """Of two boxes of 8 x 8 shifted by s the IoU is (8 - s) / (8 + s): 6/10, 5/11 and 7/9."""
-    for shift, hit in ((2.0, 1.0), (3.0, 0.0)):
-        assert value(boxes(([shift, 0.0, 8.0 + shift, 8.0], 1, 0.9)), boxes((LEFT, 1, 1))) == hit
+    one, nothing = boxes((LEFT, 1, 1)), boxes()
+    near, off, next_ = ([s, 0.0, 8.0 + s, 8.0] for s in (2.0, 3.0, 1.0))
+    for found, true, wanted in (
+        (
+            boxes((LEFT, 1, 0.9), (LEFT, 1, 0.8), (RIGHT, 1, 0.7)),
+            boxes((LEFT, 1, 1), (RIGHT, 1, 1)),
+            pytest.approx((1 + 2 / 3) / 2),
+        ),
+        (boxes((near, 1, 0.9)), one, 1.0),
+        (boxes((off, 1, 0.9)), one, 0.0),
+        (boxes((FAR, 1, 0.1), (LEFT, 1, 0.9)), one, 1.0),
+        (boxes((FAR, 1, 0.9), (LEFT, 1, 0.1)), one, 0.5),
+        (boxes((LEFT, 1, 0.9), (FAR, 2, 0.9)), one, 1.0),
+        (nothing, one, 0.0),
+        (boxes((LEFT, 1, 0.9)), nothing, pytest.approx(math.nan, nan_ok=True)),
+    ):
+        metric = MeanAveragePrecision()
+        assert math.isnan(metric.compute().item())
+        metric.update([found], [true])
+        assert metric.compute().item() == wanted
     strict = MeanAveragePrecision(iou=0.75)
-    strict.update([boxes(([1.0, 0.0, 9.0, 8.0], 1, 0.9))], [boxes((LEFT, 1, 1))])
+    strict.update([boxes((next_, 1, 0.9))], [one])
     assert (strict.name, strict.compute().item()) == ("map_75", 1.0)
-
-
-def test_scores_and_classes_without_true_boxes() -> None:
-    true, nothing = boxes((LEFT, 1, 1)), boxes()
-    assert value(boxes((FAR, 1, 0.1), (LEFT, 1, 0.9)), true) == 1.0
-    assert value(boxes((FAR, 1, 0.9), (LEFT, 1, 0.1)), true) == 0.5
-    assert value(boxes((LEFT, 1, 0.9), (FAR, 2, 0.9)), true) == 1.0
-    assert value(nothing, true) == 0.0
-    assert math.isnan(value(boxes((LEFT, 1, 0.9)), nothing))
-    assert math.isnan(MeanAveragePrecision().compute().item())

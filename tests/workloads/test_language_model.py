@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from refusal import refused
-from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data import Loader, Task
+from mpframe.data import Loader
 from mpframe.workloads.text.language_model import GPT, next_token
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`
@@ -31,22 +30,17 @@ def task_of(path: Path, **options: Any) -> Any:
     return next_token(str(path), **{**own, **options})
 
 
-def batches(task: Task, epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
-    return list(Loader(task.train, 16, seed=0, shuffle=True).epoch(epoch))
-
-
-def test_targets_are_the_next_tokens(numbered: Path) -> None:
-    task = task_of(numbered)
-    for inputs, targets in batches(task):
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-    assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
-
-
-def test_no_token_is_in_two_parts_and_validation_lies_side_by_side(numbered: Path) -> None:
+def test_targets_are_next_tokens_and_no_token_is_in_two_parts(numbered: Path) -> None:
+    """Windows of the validation lie side by side."""
     task, few = task_of(numbered), task_of(numbered, eval_windows=5)
-    read = torch.cat([torch.cat(pair).flatten() for e in range(3) for pair in batches(task, e)])
+    loader = Loader(task.train, 16, seed=0, shuffle=True)
+    batches = [batch for epoch in range(3) for batch in loader.epoch(epoch)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+    assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
+    read = torch.cat([inputs, targets], dim=1)
     val, test = (
         {int(token) // LENGTH for pair in part for tokens in pair for token in tokens}
         for part in (task.val, task.test)
@@ -157,14 +151,16 @@ def test_its_numbers_are_those_of_gpt2() -> None:
     torch.testing.assert_close(own(tokens), reference(tokens).logits, rtol=0, atol=2e-6)
 
 
-def test_a_logit_depends_on_no_later_token() -> None:
-    net = made().eval()
-    tokens = torch.arange(8).view(1, 8)
+def test_a_logit_depends_on_no_later_token_of_windows_up_to_its_length() -> None:
+    net, tokens = made().eval(), torch.arange(8).view(1, 8)
     changed = tokens.clone()
     changed[0, 5] = 10
     before, after = net(tokens), net(changed)
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.equal(before[:, 5], after[:, 5])
+    assert net(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
+    text = refused(DataError, net, torch.zeros(1, 9, dtype=torch.int64))
+    assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")
 
 
 def test_the_head_is_the_embedding() -> None:
@@ -185,9 +181,3 @@ def test_the_initialisation_is_that_of_gpt2() -> None:
             # Of n normal numbers the deviation is off by about std / sqrt(2 n): five times that.
             off = 5 * std / math.sqrt(2 * weight.numel())
             assert weight.std().item() == pytest.approx(std, abs=off), name
-
-
-def test_shorter_windows_are_taken_and_longer_ones_refused() -> None:
-    assert made()(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
-    text = refused(DataError, made(), torch.zeros(1, 9, dtype=torch.int64))
-    assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")

@@ -54,13 +54,6 @@ def parts_of(task: Any) -> list[list[float]]:
     return [part.fetch_batch(range(len(part)))["target"].tolist() for part in parts]
 
 
-def test_every_row_is_in_one_part(table: Table) -> None:
-    parts = parts_of(table(split="hold_out"))
-    assert [len(part) for part in parts] == [32, 4, 4]
-    assert sorted(parts[0] + parts[1] + parts[2]) == list(range(1, ROWS + 1))
-    assert parts == parts_of(table(split="hold_out"))
-
-
 def test_the_numbers_of_a_row(table: Table) -> None:
     task = table()
     batch = task.train.fetch_batch([5])
@@ -115,9 +108,13 @@ def test_the_last_days_test(tmp_path: Path, backwards: bool) -> None:
     assert told["when.weekday"] == list("1234567")
 
 
-def test_rows_of_one_time_are_in_one_part() -> None:
-    train, val, test = split_rows("time", np.array([0] * 15 + [1] * 3 + [2] * 2))
-    assert (len(train), len(val), len(test)) == (15, 3, 2)
+def test_every_row_and_all_rows_of_one_time_are_in_one_part(table: Table) -> None:
+    parts = parts_of(table(split="hold_out"))
+    assert [len(part) for part in parts] == [32, 4, 4]
+    assert sorted(parts[0] + parts[1] + parts[2]) == list(range(1, ROWS + 1))
+    assert parts == parts_of(table(split="hold_out"))
+    own = split_rows("time", np.array([0] * 15 + [1] * 3 + [2] * 2))
+    assert [len(part) for part in own] == [15, 3, 2]
     for when in ([0] * 40, [0] * 36 + [1] * 4, list(range(19))):
         text = refused(DataError, split_rows, "time", np.array(when))
         assert "make no training, validation and test part; give" in text

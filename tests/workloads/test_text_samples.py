@@ -82,15 +82,13 @@ def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
     assert word_piece([], vocab, 10, 4).encode("fox fox fox").ids == [2, 5, 5, 3]
     pair = tokenizer.encode("fox", "un !")
     assert (pair.ids, pair.type_ids) == ([2, 5, 3, 9, 8, 3], [0, 0, 0, 1, 1, 1])
-    described = tokenizer.described()
-    assert described["vocab"] == Path(vocab).read_text().rstrip("\n")
-    assert described["max_tokens"] == 7
+    told = {"vocab": Path(vocab).read_text().rstrip("\n"), "max_tokens": 7}
+    assert tokenizer.described().items() >= told.items()
 
 
 @tokenizes
-@pytest.mark.parametrize(
-    ("content", "size", "length", "text"),
-    [
+def test_what_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
+    for content, size, length, text in (
         (PIECES + b"fox\nbox", 6, 8, "dataset.vocab_size=6: FILE has 7 pieces; set it to 7"),
         (None, 8, 8, "dataset.vocab_size=8: the texts have 2 different"),
         (None, 80, 2, "dataset.max_tokens=2: must be a whole number >= 3"),
@@ -98,18 +96,14 @@ def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
         (b"[PAD]\n[UNK]\nfox\n", 7, 8, "FILE: has no [CLS]; give BERT's"),
         (b"\xff\xfe", 7, 8, "FILE: cannot be read (not UTF-8); give a vocabulary with one piece a"),
         (b"", 7, 8, "FILE: cannot be read (No such file or directory)"),
-    ],
-)
-def test_what_is_no_vocabulary_is_refused(
-    tmp_path: Path, content: bytes | None, size: int, length: int, text: str
-) -> None:
-    path = tmp_path / "vocab.txt"
-    if content:
-        path.write_bytes(content)
-    error = DataError if text.startswith("FILE") else ConfigError
-    text = text.replace("FILE:", f"dataset.vocab={path}:").replace("FILE", f"{path}")
-    given = ["ab"], None if content is None else str(path), size, length
-    assert text in refused(error, word_piece, *given)
+    ):
+        path = tmp_path / str(len(content or ""))
+        if content:
+            path.write_bytes(content)
+        error = DataError if text.startswith("FILE") else ConfigError
+        told = text.replace("FILE:", f"dataset.vocab={path}:").replace("FILE", f"{path}")
+        given = None if content is None else str(path)
+        assert told in refused(error, word_piece, ["ab"], given, size, length)
 
 
 SIZES: dict[str, Any] = {"classes": 2, "vocab_size": 100, "max_tokens": 12}
@@ -126,7 +120,6 @@ def write(root: Path, count: int, content: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The number of words of a text is its own number."""
     root = tmp_path_factory.mktemp("texts")
     (root / "empty").mkdir()
     (root / "readme.txt").write_text("of no class")
@@ -138,8 +131,8 @@ def test_no_text_is_in_two_parts_and_a_batch_is_what_bert_is_called_with(tree: P
     task: Any = text_folder(str(tree), **{**SIZES, "max_tokens": 64})
     assert task.class_names == ["art", "sport"]
     parts = (task.train, task.val, task.test)
-    assert [len(part) for part in parts] == [32, 4, 4]
-    assert all(sum(sample["labels"] for sample in part) * 2 == len(part) for part in parts)
+    labels = [[int(sample["labels"]) for sample in part] for part in parts]
+    assert [(len(part), sum(part)) for part in labels] == [(32, 16), (4, 2), (4, 2)]
     found = {(int(s["labels"]), len(s["input_ids"])) for part in parts for s in part}
     assert len(found) == 40  # A word is a piece or more, and so all lengths of a class differ.
     task = text_folder(str(tree), **SIZES, pad_to=16)
@@ -233,12 +226,11 @@ def task() -> Any:
 
 def test_the_tokens_of_the_answer_are_its_text_and_the_question_comes_before(task: Any) -> None:
     pieces = task.preprocessing["vocab"].splitlines()
-    for number in range(20):
-        sample = task.train[number]
+    for sample in map(task.train.__getitem__, range(20)):
         arguments, offsets = sample["arguments"], sample["offsets"]
         first, last = arguments["start_positions"], arguments["end_positions"]
-        begin, end = int(offsets[first, 0]), int(offsets[last, 1])
-        assert sample["text"][begin:end] == sample["selected"]
+        answer = sample["text"][int(offsets[first, 0]) : int(offsets[last, 1])]
+        assert answer == sample["selected"]
         words = [pieces[piece] for piece in arguments["input_ids"].tolist()]
         question = words.index("[SEP]")
         assert words[0] == "[CLS]"

@@ -1,20 +1,4 @@
-"""A small model of each library whose habits once broke a cast or a master here.
-
-What each of them does that a plain model does not:
-
-    rotary_embedding_torch     keeps a cache in a buffer and its length in a plain attribute
-    x_transformers             switches autocast off around its rotary positions
-    lightly                    moves a frozen momentum copy after each step
-    pytorch_metric_learning    casts a parameter's `.data` to its input's dtype in the forward pass
-    nflows                     fills parameters by `.data` in its first forward pass
-    peft                       trains adapters beside frozen weights
-    torch_geometric            scatters messages by index
-    diffusers                  asks for fp32 in time embeddings and norms
-    transformers               computes rotary positions and routers with autocast switched off
-    e3nn                       generates code that takes one dtype, behind autocast switched off
-    gpytorch                   factorises matrices likewise, fills parameters in the first pass
-    vit_pytorch                rearranges with einops, keeps a position embedding
-"""
+"""A small model of each library whose habits once broke a cast or a master here: README.md."""
 
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,9 +1,5 @@
 """Trains real models in every mode beside torch, and says where they come out otherwise.
 
-python tests/zoo/run.py                             every model of every installed library
-python tests/zoo/run.py timm transformers/bert      those whose library/name begins so
-python tests/zoo/run.py --jobs 4 --write            all, into zoo.csv and README.md beside this file
-
 Each model has a process of its own, and a time limit, so that none stops the others. Exit code 1
 where one of them fails. `pip install -e ".[zoo]"` for the libraries; nothing is downloaded.
 """
