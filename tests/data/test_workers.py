@@ -207,7 +207,6 @@ def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, l
 
 
 def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where workers are not forked the dataset is pickled."""
     spawn = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
     text = message(trapped(lambda: None, workers=1).epoch(0))
@@ -217,8 +216,8 @@ def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_more_workers_than_memory_or_cores_hold(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     pages = {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**12}  # 4 GiB: 64 pairs of 32 MiB.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     for workers in (2, 64):
         require_workers(workers)
@@ -237,7 +236,6 @@ RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
 def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Workers hand their batches over in files."""
     assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)

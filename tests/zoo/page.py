@@ -57,10 +57,8 @@ def tables(lines: list[dict[str, str]]) -> str:
         again = sum(_number(line["mixed float16 recomputed"]) is not None for line in own)
         cells = (len(own), *(verdicts[kind] for kind in ("not built", AGREES, "fails")), again)
         counts += _row(f"{library} {version(library)}", *map(str, cells))
-    distances = _row(
-        "mode", "models", "median distance from fp32", "beside torch's, median", "largest"
-    )
-    distances += "|---" * 5 + "|\n"
+    told = "median distance from fp32", "beside torch's, median", "largest"
+    distances = _row("mode", "models", *told) + "|---" * 5 + "|\n"
     for mode in MODES:
         pairs = [(_number(line[mode]), _number(line["torch.autocast bfloat16"])) for line in lines]
         both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs]
