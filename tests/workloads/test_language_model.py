@@ -40,7 +40,7 @@ def test_targets_are_next_tokens_and_no_token_is_in_two_parts(numbered: Path) ->
     assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
     assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
-    read = torch.cat([inputs, targets], dim=1)
+    read = torch.cat([inputs, targets]).flatten()
     val, test = (
         {int(token) // LENGTH for pair in part for tokens in pair for token in tokens}
         for part in (task.val, task.test)
