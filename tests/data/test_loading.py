@@ -242,7 +242,7 @@ def order_of(epoch: int, batch_size: int = 5, seed: int = 3, **options: Any) -> 
     return torch.cat([targets for _, targets in read])
 
 
-def test_order_is_a_function_of_seed_and_epoch() -> None:
+def test_order_is_a_function_of_seed_and_epoch_and_a_sample_of_its_index_too() -> None:
     orders = [order_of(epoch) for epoch in range(3)]
     assert all(torch.equal(order.sort().values, torch.arange(23)) for order in orders)
     others = orders[0], orders[2], order_of(1, seed=4)
@@ -251,8 +251,6 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert torch.equal(order_of(2, drop_last=True), orders[2][:20])
     assert torch.equal(order_of(4, shuffle=False), torch.arange(23))
 
-
-def test_a_sample_is_the_same_in_any_batch_size_and_new_in_each_epoch() -> None:
     def by_index(batch_size: int, epoch: int) -> Tensor:
         batches = loader(noisy, batch_size, seed=8, shuffle=True).epoch(epoch)
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))

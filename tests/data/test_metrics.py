@@ -22,7 +22,7 @@ def measured(metric: Any, *batches: tuple[Tensor, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_accuracy_over_uneven_batches(dtype: torch.dtype) -> None:
+def test_accuracy_and_errors_over_uneven_batches(dtype: torch.dtype) -> None:
     logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0], [1.0, 0.0], [0.0, 1.0]], dtype=dtype)
     targets = torch.tensor([0, 1, 1, 0, 0])  # right, right, wrong, right, wrong
     assert measured(Accuracy(), (logits[:4], targets[:4]), (logits[4:], targets[4:])) == 0.6
@@ -35,10 +35,6 @@ def test_accuracy_over_uneven_batches(dtype: torch.dtype) -> None:
     metric._sum, metric._seen = torch.tensor(2**24), 2**24
     metric.update(torch.tensor([[0.0, 1.0]], dtype=dtype), torch.tensor([1]))
     assert int(metric._sum) == 2**24 + 1  # which float32 does not hold
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_errors_over_uneven_batches(dtype: torch.dtype) -> None:
     # 300² = 90,000 is above float16's largest number, 65,504: they are squared in float64.
     outputs = torch.tensor([[300.0], [2.0], [4.0]], dtype=dtype)
     targets = torch.zeros(3, 1, dtype=dtype)

@@ -95,17 +95,7 @@ def test_the_library_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert b"own.py" not in bytes(tokens)
 
 
-def test_an_unknown_token_is_refused(numbered: Path) -> None:
-    # The first window of the validation is 540 to 547, and its last target 548.
-    assert int(task_of(numbered, vocab_size=549).val[0][1][-1]) == 548
-    text = refused(DataError, task_of(numbered, vocab_size=548).val.__getitem__, 0)
-    assert text.startswith("dataset.vocab_size=548: token 548 of the text is 548; set the size to")
-    metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
-    metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
-    assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
-
-
-def test_what_makes_no_task(numbered: Path) -> None:
+def test_what_makes_no_task_and_an_unknown_token_are_refused(numbered: Path) -> None:
     folder = numbered.parent
     (folder / "odd").write_bytes(b"abc")
     (folder / "empty").touch()
@@ -124,6 +114,13 @@ def test_what_makes_no_task(numbered: Path) -> None:
         root = folder / str(options.pop("root", "tokens.bin"))
         error = ConfigError if "must" in text or "allowed" in text else DataError
         assert text in refused(error, task_of, root, **options)
+    # The first window of the validation is 540 to 547, and its last target 548.
+    assert int(task_of(numbered, vocab_size=549).val[0][1][-1]) == 548
+    text = refused(DataError, task_of(numbered, vocab_size=548).val.__getitem__, 0)
+    assert text.startswith("dataset.vocab_size=548: token 548 of the text is 548; set the size to")
+    metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
+    metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
 
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}
@@ -163,15 +160,7 @@ def test_a_logit_depends_on_no_later_token_of_windows_up_to_its_length() -> None
     assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")
 
 
-def test_the_head_is_the_embedding() -> None:
-    net = made()
-    assert net.head.weight is net.token_embed.weight
-    with torch.device("meta"):
-        small = GPT(vocab_size=50257, context=1024)
-    assert sum(weight.numel() for weight in small.parameters()) == 124_439_808  # GPT-2 small
-
-
-def test_the_initialisation_is_that_of_gpt2() -> None:
+def test_the_initialisation_is_that_of_gpt2_and_the_head_is_the_embedding() -> None:
     net = made(width=256, depth=8)
     for name, weight in net.named_parameters():
         if weight.dim() == 1:
@@ -181,3 +170,7 @@ def test_the_initialisation_is_that_of_gpt2() -> None:
             # Of n normal numbers the deviation is off by about std / sqrt(2 n): five times that.
             off = 5 * std / math.sqrt(2 * weight.numel())
             assert weight.std().item() == pytest.approx(std, abs=off), name
+    assert net.head.weight is net.token_embed.weight
+    with torch.device("meta"):
+        small = GPT(vocab_size=50257, context=1024)
+    assert sum(weight.numel() for weight in small.parameters()) == 124_439_808  # GPT-2 small

@@ -86,13 +86,6 @@ def test_the_lstm_computes_in_half_and_ctc_in_fp32(mode: str, half: str) -> None
     assert computes["lstm"] == computes["head"] == ("float32" if mode == "fp32" else half)
 
 
-def test_a_batch_that_is_no_such_mapping() -> None:
-    assert refused(UserCodeError, compute, ctc, network(), {"inputs": torch.ones(1, 2, 3)}) == (
-        "objective: ctc takes a mapping with inputs, input_lengths, targets, target_lengths, and "
-        "the dataset gave a dict of inputs; let its collate make one"
-    )
-
-
 def test_every_label_is_heard_in_its_order_with_silence_between_and_has_one_spectrum() -> None:
     task = phonemes(train=20, val=1, test=1, noise=0.0, max_labels=12)
     for frames, labels in map(task.train.__getitem__, range(20)):
@@ -108,15 +101,19 @@ def test_every_label_is_heard_in_its_order_with_silence_between_and_has_one_spec
     assert len(seen) == len({label for label, _ in seen}) == len({own for _, own in seen}) == 16
 
 
-def test_batches_are_padded_and_the_lengths_stay_on_the_host() -> None:
+def test_batches_are_padded_mappings_and_the_lengths_stay_on_the_host() -> None:
     samples = [(torch.ones(2, 3), torch.tensor([4])), (torch.ones(1, 3), torch.tensor([5, 6]))]
     batch = collate(samples)
     assert batch["inputs"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
     assert batch["targets"].tolist() == [[4, 0], [5, 6]]
     assert (batch["input_lengths"], batch["target_lengths"]) == ([2, 1], [1, 2])
+    assert refused(UserCodeError, compute, ctc, network(), {"inputs": torch.ones(1, 2, 3)}) == (
+        "objective: ctc takes a mapping with inputs, input_lengths, targets, target_lengths, and "
+        "the dataset gave a dict of inputs; let its collate make one"
+    )
 
 
-def test_what_is_read_of_the_frames() -> None:
+def test_what_is_read_of_the_frames_and_how_far_apart_two_readings_are() -> None:
     for classes, blank, labels in (
         ([0, 0, 0], 0, []),
         ([1, 0, 1], 0, [1, 1]),
@@ -124,9 +121,6 @@ def test_what_is_read_of_the_frames() -> None:
         ([2, 0, 0, 2, 0, 1, 2], 2, [0, 0, 1]),
     ):
         assert collapse(classes, blank=blank) == labels
-
-
-def test_edit_distance() -> None:
     for first, second, distance in (
         *(("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2), ("abc", "bc", 1)),
     ):

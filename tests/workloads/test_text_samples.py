@@ -54,17 +54,13 @@ tokenizes = pytest.mark.skipif(not find_spec("tokenizers"), reason=NEEDED)
 
 
 @tokenizes
-def test_the_same_texts_give_the_same_pieces_in_every_process() -> None:
+def test_the_same_texts_give_the_same_pieces_in_every_process_frequent_ones_last() -> None:
     code = (
         "from mpframe.workloads.text.classification import word_piece; "
         f"print(word_piece({TEXTS!r}, None, 200, 16).pieces)"
     )
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert printed.strip() == str(word_piece(TEXTS, None, 200, 16).pieces)
-
-
-@tokenizes
-def test_characters_come_first_and_frequent_pieces_after() -> None:
     pieces = word_piece(["abab ab b"] * 2, None, 100, 8).pieces
     assert pieces == [*SPECIAL, "a", "b", "##a", "##b", "ab", "##ab", "abab"]
     few, more = (len(word_piece(TEXTS, None, size, 8).pieces) for size in (100, 110))
@@ -195,15 +191,14 @@ def table(path: Path, *rows: tuple[str, str, str], head: list[str] = HEAD) -> Pa
     return path
 
 
-def test_rows_of_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_a_table_are_read_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, last = ('so "good", today', '"good"', "positive"), (*["two\nlines"] * 2, "neutral")
     with caplog.at_level(logging.INFO):
         tweets = read_tweets(table(tmp_path / "train.csv", first, ("", "", "neutral"), last))
     assert [tuple(tweet) for tweet in tweets] == [first, last]
     assert "1 of 3 rows have no text and are left out" in caplog.text
-
-
-def test_tables_that_are_wrong_are_refused(tmp_path: Path) -> None:
     for row, head, text in (
         (("a b", "c", "neutral"), HEAD, "row 2: its selected_text is missing or not in its text"),
         (("a b", " ", "neutral"), HEAD, "row 2: its selected_text is missing"),
@@ -273,14 +268,6 @@ def test_answers_of_odd_signs(task: Any, tmp_path: Path) -> None:
     assert text.startswith("dataset: '\\x07' has no token; remove the row")
 
 
-def test_jaccard() -> None:
-    for found, true, value in (
-        *(("Good  DAY", "good day", 1.0), ("a good day", "good", 1 / 3)),
-        *(("no no no", "no way", 1 / 2), ("", "two", 0.0), ("", " ", 1.0)),
-    ):
-        assert jaccard(found, true) == value
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_best_span_begins_before_it_ends(dtype: torch.dtype) -> None:
     # Apart the best are start 2 and end 1; of the pairs s <= e, 1 to 1 has 3 + 5, 2 to 3 has 4 + 2.
@@ -292,7 +279,7 @@ def test_the_best_span_begins_before_it_ends(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_mean_over_uneven_batches(dtype: torch.dtype) -> None:
+def test_the_words_in_common_by_hand_and_their_mean_over_uneven_batches(dtype: torch.dtype) -> None:
     metric = WordJaccard()
     assert math.isnan(metric.compute().item())
     offsets = torch.tensor([[[-1, -1], [0, 1], [2, 6], [7, 10]]]).expand(3, 4, 2)
@@ -305,3 +292,8 @@ def test_the_mean_over_uneven_batches(dtype: torch.dtype) -> None:
     # The sum of 1/3, 2/3 and 1 in float64.
     assert metric.compute().item() == pytest.approx(2 / 3, rel=1e-15)
     assert metric.compute().dtype == torch.float64
+    for found, true, value in (
+        *(("Good  DAY", "good day", 1.0), ("a good day", "good", 1 / 3)),
+        *(("no no no", "no way", 1 / 2), ("", "two", 0.0), ("", " ", 1.0)),
+    ):
+        assert jaccard(found, true) == value
