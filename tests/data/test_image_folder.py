@@ -7,6 +7,7 @@ import numpy as np
 import PIL.ImageOps
 import pytest
 import torch
+from fixtures import Log
 from PIL import Image
 from refusal import refused
 from torch import Tensor
@@ -55,9 +56,7 @@ def raw(part: Images) -> Tensor:
 
 
 @pytest.mark.parametrize("cache_bytes", [(18 + 6) * 3 * 8 * 8, (18 + 6) * 3 * 8 * 8 - 1])
-def test_pixels_and_classes_are_right_and_what_is_left_out_is_counted(
-    tree: Path, cache_bytes: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pixels_and_classes_and_what_is_left_out(tree: Path, cache_bytes: int, caplog: Log) -> None:
     """Memory is used up to cache_bytes; decoding late changes nothing."""
     for name in ("y.gif", "z.gif"):
         Image.fromarray(picture(0)).save(tree / "train" / "bee" / name)
@@ -86,9 +85,7 @@ def test_a_test_folder_is_the_test_part(tree: Path) -> None:
     assert (task.test.augment, task.test.normalize) == ("none", task.train.normalize)
 
 
-def test_without_val_one_training_image_in_ten_validates(
-    tree: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_val_one_training_image_in_ten_validates(tree: Path, caplog: Log) -> None:
     every = load(tree).train
     (tree / "val").rename(tree / "test")
     with caplog.at_level("INFO"):
@@ -133,9 +130,7 @@ def test_16_bits_of_grey_are_scaled_and_other_sizes_cut_to_their_middle(tmp_path
 
 
 @pytest.mark.parametrize("link", ["train/ant/z.png", "train/dog", "val/bee/z.png", "val"])
-def test_links_that_leave_the_tree_are_refused(
-    tree: Path, tmp_path_factory: pytest.TempPathFactory, link: str
-) -> None:
+def test_links_that_leave_a_tree_are_refused(tree: Path, tmp_path_factory: Any, link: str) -> None:
     outside = tmp_path_factory.mktemp("outside")
     secret = save(outside / "secret.png", picture(1))
     if link == "val":

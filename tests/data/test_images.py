@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 from torch import Tensor
 from vocabulary import differing
@@ -96,9 +97,7 @@ COUNTS = {"train": 10, "val": 1, "test": 1}
         (phonemes, COUNTS, "train"),
     ],
 )
-def test_generated_samples_are_a_function_of_seed_part_and_index_kept_or_not(
-    make: Any, options: dict[str, Any], longer: str
-) -> None:
+def test_made_samples_depend_on_seed_part_and_index(make: Any, options: Any, longer: str) -> None:
     """A longer part begins with the shorter one."""
     kept = make(**options, cache_bytes=2**20)
     fresh = make(**{**options, longer: 20}, cache_bytes=0)
@@ -188,8 +187,8 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "padding"), [(torch.uint8, 1), (torch.float32, 3)])
-def test_a_crop_is_a_window_of_the_padded_image_and_a_mirror_flips_below_one_half(
-    dtype: torch.dtype, padding: int
+def test_a_crop_is_a_window_of_the_padded_image_and_half_are_mirrored(
+    dtype: Any, padding: int
 ) -> None:
     images = make(dtype=dtype, count=6).images
     flipped = mirror(images[:3], torch.tensor([0.49, 0.5, 0.0]))
@@ -253,7 +252,7 @@ def test_every_digit_is_in_one_part_and_a_stranger_prepares_it_by_the_descriptio
     assert task.class_names == [str(digit) for digit in range(10)]
 
 
-def test_where_the_digits_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_digits_come_from(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # Its import, slow, is an error now.
     assert isinstance(digits(), Task)
     monkeypatch.setattr("mpframe.data.images.find_spec", lambda name: None)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from forks import forks
 from refusal import refused
 from torch import Tensor
@@ -103,9 +104,7 @@ def test_a_batch_has_the_form_of_its_samples() -> None:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), pytest.param(3, 2, marks=forks)])
-def test_rows_of_tensors_are_fetched_a_batch_at_a_time(
-    count: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_fetched_a_batch_at_a_time(count: int, workers: int, monkeypatch: Patch) -> None:
     tensors = (torch.rand(11, 3, 2), torch.arange(11), torch.rand(11).half())[:count]
     rows = loader(lambda index: tuple(tensor[index] for tensor in tensors), 4, seed=3, shuffle=True)
     expected = list(rows.epoch(1))
@@ -124,7 +123,7 @@ def generators() -> Any:
     ("make", "collate", "workers"),
     [(nested, None, 2), (picture, listed, 0), (text, mixed, 2), (IMAGES, None, 2)],
 )
-def test_any_start_continues_exactly_and_leaves_the_global_generators_alone(
+def test_any_start_is_exact_and_leaves_the_generators(
     make: Any, collate: Any, workers: int
 ) -> None:
     alone = loader(make, 3, seed=8, shuffle=True, collate=collate)
@@ -177,9 +176,7 @@ def test_a_value_that_is_not_finite_is_named(make: Any, bad: Any, collate: Any, 
         (torch.float64, -math.inf, 0),
     ],
 )
-def test_a_row_of_a_batch_that_is_not_finite_is_named(
-    dtype: torch.dtype, bad: float, workers: int
-) -> None:
+def test_a_row_of_a_batch_that_is_not_finite_is_named(dtype: Any, bad: float, workers: int) -> None:
     """The first one of the dataset's, in whatever order they are read."""
     inputs = torch.full((12, 3), torch.finfo(dtype).max, dtype=dtype)  # Large values pass.
     inputs[[6, 7], 1] = bad
@@ -291,9 +288,7 @@ def test_loaders_may_share_a_dataset_that_is_told_its_epoch_through_subset_and_c
     assert inner.told == (-1, -1)
 
 
-def test_the_wait_for_batches_is_counted_and_what_the_caller_does_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_wait_for_batches_is_counted_without_what_the_caller_does(monkeypatch: Patch) -> None:
     now = [0.0]
 
     def slow(index: int) -> Tensor:

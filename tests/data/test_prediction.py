@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 
 from mpframe.core.errors import ConfigError
@@ -109,7 +110,7 @@ def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
     assert read["value"].to_numpy().tobytes() == np.tile(NUMBERS, 2).tobytes()
 
 
-def test_parquet_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_package_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     assert refused(ConfigError, table.refuse_unwritable_kind, "out", Path("a.parquet")) == (
         "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 from time_limit import time_limit
 from torch import Tensor
@@ -27,7 +28,7 @@ NAMES = [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_files(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cifar, "RECORDS", COUNT)
 
 
@@ -55,7 +56,7 @@ def as_python2(part: int = 0) -> bytes:
     return b"\x80\x02}(U\x06labels](" + numbers + b"eU\x04data" + array + b"u."
 
 
-def publish(monkeypatch: pytest.MonkeyPatch, *contents: bytes) -> None:
+def publish(monkeypatch: Patch, *contents: bytes) -> None:
     """Take these bytes for published files."""
     digests = {hashlib.md5(own, usedforsecurity=False).hexdigest() for own in contents}
     monkeypatch.setattr(cifar, "PUBLISHED", digests)
@@ -63,7 +64,7 @@ def publish(monkeypatch: pytest.MonkeyPatch, *contents: bytes) -> None:
 
 @pytest.mark.parametrize(("version", "direct"), [("bin", True), ("py", False)])
 def test_the_task_joins_five_files_and_tests_on_the_sixth(
-    tmp_path: Path, version: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, version: str, direct: bool, monkeypatch: Patch
 ) -> None:
     folder = tmp_path / f"cifar-10-batches-{version}"
     folder.mkdir()
@@ -85,7 +86,7 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
 
 @pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (4, True), (5, True)])
 def test_an_attack_is_refused_and_not_run(
-    tmp_path: Path, protocol: int, published: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, protocol: int, published: bool, monkeypatch: Patch
 ) -> None:
     """Not even with the digest of a published file."""
     path, witness = tmp_path / "data_batch_1", tmp_path / "it_ran"
@@ -205,9 +206,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         assert said.endswith("; get the file again")
 
 
-def test_a_small_file_cannot_unpack_into_a_large_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_cannot_unpack_into_a_large_one(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(IMAGES + bytes(2**24)))  # 16 MiB in about 16 kB.
     reads: list[int | None] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import Log, Patch, Shown
 from forks import forks
 from refusal import refused
 from time_limit import time_limit
@@ -91,7 +92,7 @@ def message(batches: Iterable[Any]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left_and_a_handler_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_is_left_and_a_handler_is_kept(monkeypatch: Patch) -> Iterator[None]:
     # torch installs its handler once in a process: let it, in every test.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     for module in ("loading", "workers"):
@@ -129,9 +130,7 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap], fi
     assert not any(process.is_alive() for process in loader._pool._processes)
 
 
-def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_stops_before_its_batches_are_taken_is_named(monkeypatch: Patch) -> None:
     start = WorkerPool.start
 
     def start_and_wait(pool: WorkerPool, batches: Any) -> Any:
@@ -148,7 +147,7 @@ def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
         assert "worker 0 is at training sample 7 (epoch 0, batch 2)" in message(loader.epoch(0))
 
 
-def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: Patch) -> None:
     """At a worker's start, before it can ignore them, as later."""
 
     def signalled(worker: int) -> None:
@@ -206,16 +205,14 @@ def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, l
     assert what == "exit" or "in no_such_picture" in "".join(notes)
 
 
-def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: Patch) -> None:
     spawn = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
     text = message(trapped(lambda: None, workers=1).epoch(0))
     assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't pickle" in text
 
 
-def test_more_workers_than_memory_or_cores_hold(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_workers_than_memory_or_cores_hold(monkeypatch: Patch, caplog: Log) -> None:
     pages = {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**12}  # 4 GiB: 64 pairs of 32 MiB.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
@@ -235,7 +232,7 @@ FEWER = "use fewer, or allow more open files (ulimit -n)"
 RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
-def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_can_open_no_file_is_named(capfd: Shown) -> None:
     assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -250,9 +247,7 @@ def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[s
 
 # torch's iterator that was made in half fails when it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_started_before_another_cannot_be_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_is_started_before_another_cannot_be_is_killed(monkeypatch: Patch) -> None:
     """It ignores the SIGTERM of a program's end, which would wait for it for ever."""
     start, started = multiprocessing.Process.start, []
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 
 from mpframe.core.errors import ConfigError, DataError
@@ -84,7 +85,7 @@ def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     assert [int(token) for token in folder.val[0][0]] == list(text[180:184])
 
 
-def test_the_library_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_the_default(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
     for name in ("abc.py", "json/tool.py", "test/test_abc.py", "site-packages/own.py"):
         path = tmp_path / name

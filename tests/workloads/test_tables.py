@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 
 from mpframe.core.errors import ConfigError, DataError
@@ -150,14 +151,14 @@ EMPTY = {(number, "size"): "" for number in range(ROWS)}
     ({}, {"join": {"file": "kinds.csv"}}, "dataset.join={'file': 'kinds.csv'}: needs file and"),
 ])  # fmt: skip
 def test_what_makes_no_task(
-    tmp_path: Path, table: Table, changes: Any, options: dict[str, Any], text: str
+    tmp_path: Any, table: Any, changes: Any, options: Any, text: str
 ) -> None:
     error = DataError if text.startswith(("F", "dataset.root")) else ConfigError
     text = text.replace("FILE", f"{tmp_path}/table.csv").replace("FOLDER", str(tmp_path))
     assert refused(error, table, changes, **options).startswith(text)
 
 
-def test_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file(tmp_path: Path, monkeypatch: Patch) -> None:
     file, link = tmp_path / "t.csv", tmp_path / "link.csv"
     monkeypatch.setattr(data, "_MOST_ROWS", 3)
     for content, text in {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from fixtures import Log, Patch
 from refusal import refused
 from vocabulary import differing
 
@@ -36,7 +37,7 @@ def test_the_longest_sample_decides() -> None:
         assert not batch["input_ids"][:, 3:].any()
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_extra_is_named(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert refused(ConfigError, word_piece, TEXTS, None, 200, 16) == (
         "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
@@ -191,9 +192,7 @@ def table(path: Path, *rows: tuple[str, str, str], head: list[str] = HEAD) -> Pa
     return path
 
 
-def test_rows_of_a_table_are_read_or_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_a_table_are_read_or_refused(tmp_path: Path, caplog: Log) -> None:
     first, last = ('so "good", today', '"good"', "positive"), (*["two\nlines"] * 2, "neutral")
     with caplog.at_level(logging.INFO):
         tweets = read_tweets(table(tmp_path / "train.csv", first, ("", "", "neutral"), last))

@@ -75,9 +75,7 @@ def of(*names: str, slow: tuple[str, ...] = ()) -> Any:
     *("photographs_unet_small", "gpt_small", "bert_classifier_small"),
     slow=("bikes", "bert_spans_small", "speech_lstm_small", "detection_ssd_small"),
 )
-def test_a_resumed_run_equals_the_undisturbed_one_and_its_evaluation(
-    run: Trained, tmp_path: Path
-) -> None:
+def test_a_resumed_run_and_an_evaluation_equal_the_whole_run(run: Trained, tmp_path: Path) -> None:
     resumed = cut(run.folder, tmp_path / "resumed", 2)
     train(resumed, *run.options, "resume=auto")
     assert_same_run(run.folder, resumed)
@@ -138,9 +136,7 @@ def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
 
 
 @of("bikes", "photographs_unet_small")
-def test_other_data_are_not_read_with_other_numbers(
-    run: Trained, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_other_data_are_not_read_alike(run: Trained, tiny_data: Path, tmp_path: Path) -> None:
     if run.name == "bikes":
         shutil.copytree(tiny_data / "bikes", tmp_path / "bikes")
         (table,) = (tmp_path / "bikes").iterdir()
@@ -159,9 +155,7 @@ def test_other_data_are_not_read_with_other_numbers(
 
 
 @of("bert_classifier_small")
-def test_other_texts_are_not_read_with_other_numbers(
-    run: Trained, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_other_texts_are_not_read_alike(run: Trained, tiny_data: Path, tmp_path: Path) -> None:
     other = shutil.copytree(tiny_data / "text_folder", tmp_path / "texts")
     for path in other.glob("*/*.txt"):
         path.write_text(path.read_text().replace("more", f"quite x{path.stem}"))
@@ -232,9 +226,7 @@ TEXTS = [*OWN_PARTS, *TARGETS, "trainer.max_steps=12", "trainer.keep_last=100"]
 BOXES = [*OWN_PARTS, "model._target_=boxes.detector", "dataset._target_=boxes.task"]
 
 
-def test_a_resumed_run_and_one_of_objects_equal_the_undisturbed_one(
-    start_run: StartRun, tmp_path: Path
-) -> None:
+def test_resumed_and_of_objects_a_run_is_the_same(start_run: StartRun, tmp_path: Path) -> None:
     """Twelve steps are an epoch of seven and five more; the cut is in the first one."""
     options = [*TEXTS, "trainer.checkpoint_every=4"]
     whole = start_run(tmp_path / "whole", *options)
@@ -245,9 +237,7 @@ def test_a_resumed_run_and_one_of_objects_equal_the_undisturbed_one(
     assert (whole.train_loss, whole.val_loss) == (objects.train_loss, objects.val_loss)
 
 
-def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
-    start_run: StartRun, tmp_path: Path
-) -> None:
+def test_the_autopsy_keeps_a_batch_and_names_samples(start_run: StartRun, tmp_path: Path) -> None:
     beyond = "+model.gain=1e6", "trainer.max_consecutive_skips=3", "+dataset.as_object=true"
     with pytest.raises(DivergedError, match=r"report\.md"):
         start_run(tmp_path, *TEXTS, *beyond)

@@ -142,7 +142,7 @@ def _flat(model: nn.Module, scale: float) -> Tensor:
 
 
 def _try(
-    row: Row, mode: str, example: Example, plain: Outcome, *, recompute: bool = False
+    row: Row, mode: str, example: Example, plain: Outcome, recompute: bool = False
 ) -> Outcome | None:
     key = f"{mode} recomputed" if recompute else mode
     try:
