@@ -86,7 +86,7 @@ def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)
 
 
-def test_csv_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
+def test_csv_reads_back_as_the_same_numbers_and_one_that_fails_leaves_it(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     names = ["plain", 'a "quoted", one', "two\nlines", "é", "", "="]
     with table.writing(path) as write:
@@ -99,6 +99,12 @@ def test_csv_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
     read = np.array([row[1] for row in rows], dtype=np.float32)
     assert read.tobytes() == np.append(NUMBERS, NUMBERS[:1]).tobytes()
     assert float(rows[-1][2]) == 1 / 3
+    whole = path.read_bytes()
+    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
+        write({"value": NUMBERS})
+        raise ValueError("in the middle")
+    assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
+    assert path.read_bytes() == whole
 
 
 def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
@@ -115,13 +121,3 @@ def test_parquet_without_its_package_is_refused(monkeypatch: Patch) -> None:
     assert refused(ConfigError, table.refuse_unwritable_kind, "out", Path("a.parquet")) == (
         "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
     )
-
-
-def test_a_table_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("old")
-    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
-        write({"value": NUMBERS})
-        raise ValueError("in the middle")
-    assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
-    assert path.read_text() == "old"

@@ -57,7 +57,6 @@ def as_python2(part: int = 0) -> bytes:
 
 
 def publish(monkeypatch: Patch, *contents: bytes) -> None:
-    """Take these bytes for published files."""
     digests = {hashlib.md5(own, usedforsecurity=False).hexdigest() for own in contents}
     monkeypatch.setattr(cifar, "PUBLISHED", digests)
 
@@ -141,7 +140,6 @@ def idx_bytes(values: Tensor) -> bytes:
 
 
 def part_of(split: str) -> tuple[Tensor, Tensor]:
-    """Images and labels of one split."""
     count = SPLITS[split]
     random = torch.Generator().manual_seed(count)
     images = torch.randint(0, 256, (count, 28, 28), generator=random)

@@ -191,29 +191,23 @@ class Gives(nn.Module):
         return self.gave
 
 
-def test_the_losses_are_summed_in_fp32() -> None:
+def test_losses_are_summed_in_fp32_and_what_gives_none_is_refused() -> None:
     model = Gives({"large": torch.tensor(2048.0).half(), "small": torch.tensor(1.0).half()})
     with torch.no_grad():
         output = compute(detection, model, batch())
     assert output.loss.item() == 2049.0  # which float16 does not hold
-
-
-@pytest.mark.parametrize(("model", "given", "text"), [
-    (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
-     "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
-    (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
-    (Gives([torch.ones(3, 4)]), batch(), "model: Gives gave a list of float32 [3, 4]"),
-])  # fmt: skip
-def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
-    assert refused(UserCodeError, compute, detection, model, given).startswith(text)
-
-
-SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}
+    pairs = "objective: detection takes batches of (images, targets), and the dataset gave float32 "
+    for other, given, text in (
+        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), f"{pairs}[2, 3]; let its collate make such pairs"),
+        (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
+        (Gives([torch.ones(3, 4)]), batch(), "model: Gives gave a list of float32 [3, 4]"),
+    ):
+        assert refused(UserCodeError, compute, detection, other, given).startswith(text)
 
 
 def test_a_shape_fills_its_box_and_nothing_else() -> None:
     """Without noise the background has one colour, and each shape's pixels are in its box."""
-    train = scenes(**SMALL, noise=0.0).train
+    train = scenes(train=20, image_size=48, noise=0.0).train
     areas: dict[int, list[float]] = {1: [], 2: [], 3: []}
     for image, target in map(train.__getitem__, range(20)):
         colours, counts = image.flatten(1).unique(dim=1, return_counts=True)
@@ -239,7 +233,7 @@ def test_a_shape_fills_its_box_and_nothing_else() -> None:
 
 
 def test_boxes_lie_in_the_image_and_do_not_overlap() -> None:
-    task = scenes(**SMALL, max_objects=9)
+    task = scenes(train=20, image_size=48, max_objects=9)
     images, targets = next(Loader(task.train, 20, shuffle=False, collate=task.collate).epoch(0))
     assert [tuple(image.shape) for image in images] == [(3, 48, 48)] * 20
     for target in targets:
@@ -256,7 +250,6 @@ LEFT, RIGHT, FAR = [0.0, 0.0, 8.0, 8.0], [8.0, 0.0, 16.0, 8.0], [0.0, 16.0, 8.0,
 
 
 def boxes(*rows: tuple[list[float], int, float], dtype: torch.dtype = torch.float32) -> Any:
-    """Of (box, label, score)."""
     places, labels, scores = zip(*rows, strict=True) if rows else ((), (), ())
     own = torch.tensor(places, dtype=dtype).reshape(-1, 4), torch.tensor(labels).long()
     return {"boxes": own[0], "labels": own[1], "scores": torch.tensor(scores, dtype=dtype)}

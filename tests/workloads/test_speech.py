@@ -23,7 +23,6 @@ FEATURES, CLASSES = 6, 5
 
 
 def batch_of(*lengths: tuple[int, int]) -> dict[str, Any]:
-    """Random sequences of so many frames and labels."""
     torch.manual_seed(0)
     sizes = [((t, FEATURES), (n,)) for t, n in lengths]
     return collate([(torch.randn(f), torch.randint(1, CLASSES, n)) for f, n in sizes])

@@ -50,7 +50,6 @@ def table(tmp_path: Path) -> Table:
 
 
 def parts_of(task: Any) -> list[list[float]]:
-    """The targets of each part."""
     parts = (task.train, task.val, task.test)
     return [part.fetch_batch(range(len(part)))["target"].tolist() for part in parts]
 

@@ -218,7 +218,7 @@ def task() -> Any:
     return tweet_spans(vocab_size=512)
 
 
-def test_the_tokens_of_the_answer_are_its_text_and_the_question_comes_before(task: Any) -> None:
+def test_the_tokens_of_the_answer_are_its_text_behind_the_question(task: Any) -> None:
     pieces = task.preprocessing["vocab"].splitlines()
     for sample in map(task.train.__getitem__, range(20)):
         arguments, offsets = sample["arguments"], sample["offsets"]
@@ -233,9 +233,6 @@ def test_the_tokens_of_the_answer_are_its_text_and_the_question_comes_before(tas
         assert of_text.nonzero()[0] == question + 1
         of_text[-1] = False  # the last [SEP]
         assert torch.equal(offsets[:, 0] >= 0, of_text)
-
-
-def test_a_batch_is_arguments_and_what_the_metric_needs(task: Any) -> None:
     loader = Loader(task.train, 16, shuffle=True, collate=task.collate)
     arguments, targets = next(loader.epoch(0))
     shape = arguments["input_ids"].shape

@@ -47,8 +47,6 @@ OWN = {  # by experiment: its metric and what makes it smaller
 
 
 class Trained:
-    """A run of an experiment, in mixed precision, made once."""
-
     def __init__(self, name: str, data: Path, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.options = [*tiny(name, data), *STEPS, *OWN[name][1].split(), "dtype=mixed"]

@@ -62,7 +62,6 @@ class Outcome(NamedTuple):
 
 
 def compare(name: str, example: Example) -> Row:
-    """Train `example` in every mode and judge the outcomes."""
     start = time.monotonic()
     row = Row(name, type(example.model).__name__)
     plain = train(example)
@@ -82,13 +81,8 @@ def compare(name: str, example: Example) -> Row:
 def train(example: Example, mode: str = "", autocast: Any = None, change: str = "") -> Outcome:
     """Steps of AdamW of a copy, by torch alone or in a mode, as a user's own loop takes them.
 
-    Args:
-        autocast: a format of torch's own.
-        change: `round` the weights to bfloat16: how much does the model mind that? Or `recompute`
-            with the model's own activation checkpointing.
-
-    Raises:
-        OverflowError: a step was not applied within TRIES.
+    change: `round` the weights to bfloat16 (how much does the model mind that?), or `recompute`
+    with the model's own activation checkpointing. OverflowError: none of TRIES applied a step.
     """
     model: Any = copy.deepcopy(example.model)
     loss_of = partial(_seeded, example)

@@ -9,12 +9,10 @@ TEXT, WIDTH = 8, 32  # tokens of a prompt and their width
 
 
 def names() -> list[str]:
-    """The classes that this file knows how to make small."""
     return sorted(MODELS)
 
 
 def build(name: str) -> Example:
-    """A model of this class in training mode, with a batch of two."""
     import diffusers
 
     options, named = MODELS[name]

@@ -71,7 +71,6 @@ def noise(*shape: int, seed: int = 4) -> Tensor:
 
 
 def images(size: int, *, channels: int = 3, count: int = 2) -> Tensor:
-    """A batch of noise as images, float32."""
     return noise(count, channels, size, size, seed=1)
 
 

@@ -33,13 +33,11 @@ def write(rows: Iterable[Row]) -> None:
 
 
 def read() -> list[dict[str, str]]:
-    """The lines of zoo.csv; none where there is no such file."""
     path = HERE / "zoo.csv"
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
 def line_of(row: Row) -> dict[str, str]:
-    """A row as text: distances with two digits, errors as they were said."""
     verdict = f"not built: {row.built}" if row.built else "; ".join(row.failures) or AGREES
     modes = (row.modes.get(key, "") for key in KEYS)
     cells = map(_cell, (row.name, row.kind, verdict, row.autocast, row.allowed, *modes))
@@ -47,7 +45,6 @@ def line_of(row: Row) -> dict[str, str]:
 
 
 def tables(lines: list[dict[str, str]]) -> str:
-    """Counts by library, distances by mode, and what fails."""
     machine = f"torch {torch.__version__} on one CPU thread ({platform.machine()}), one run each.\n"
     counts = _row("library", "models", "not built", "agree", "fail", "recomputed as well")
     counts += "|---" * 6 + "|\n"

@@ -26,7 +26,6 @@ LIMIT = 300.0  # seconds a model may take
 
 
 def main() -> int:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prefixes", nargs="*", help="library/name or its beginning")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
@@ -83,7 +82,6 @@ def _measured(names: list[str], jobs: int, limit: float) -> Iterator[Any]:
 
 
 def _received(connection: Any, process: Any, name: str, limit: float) -> Any:
-    """The row of a process that has ended or run out of time."""
     from comparison import Row
 
     try:
@@ -99,7 +97,6 @@ def _received(connection: Any, process: Any, name: str, limit: float) -> Any:
 
 
 def measure(name: str, answer: Connection) -> None:
-    """Build and compare one model; the row is sent to `answer`."""
     import torch
     from comparison import Row, compare
 

@@ -57,8 +57,6 @@ class Refuses(nn.Linear):
 
 
 class Coarse(Refuses):
-    """Loses digits in the same place."""
-
     def change(self, y: torch.Tensor) -> torch.Tensor:
         return y + (y * 16).round().detach() - (y * 16).detach()
 

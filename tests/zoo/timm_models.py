@@ -15,14 +15,12 @@ CLASSES = 5
 
 
 def names() -> list[str]:
-    """One model of each of timm's files."""
     import timm
 
     return sorted({_smallest(timm.list_models(module=m)) for m in timm.list_modules()} - {""})
 
 
 def build(name: str) -> Example:
-    """The model with four images, as small as it takes."""
     import timm
 
     with torch.device("meta"):

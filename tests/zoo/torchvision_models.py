@@ -34,12 +34,10 @@ VIDEO = {"mc3_18": 32, "r2plus1d_18": 32, "r3d_18": 32, "s3d": 64, "swin3d_t": 3
 
 
 def names() -> list[str]:
-    """Every family of torchvision that this file knows."""
     return sorted([*CLASSIFIERS, *SEGMENTERS, *DETECTORS, *VIDEO, *OWN])
 
 
 def build(name: str) -> Example:
-    """The member of this name with a batch."""
     torch.manual_seed(0)
     if name in OWN:
         return OWN[name]()

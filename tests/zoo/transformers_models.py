@@ -104,7 +104,6 @@ def _example(kind: Any, name: str) -> Example:
 
 
 def _shrunk(config: Any) -> dict[str, Any]:
-    """The small values, and nothing random in it."""
     changed: dict[str, Any] = {"use_cache": False}
     for option, value in vars(config).items():
         small = _small(option, value)
@@ -118,7 +117,6 @@ def _shrunk(config: Any) -> dict[str, Any]:
 
 
 def _small(option: str, value: Any) -> Any:
-    """The small value of an option; None where it stays."""
     if isinstance(value, bool) or value is None:
         return None
     if TOKEN_IDS.fullmatch(option) and isinstance(value, int):
