@@ -1,79 +1,255 @@
-"""The loader: an order from (seed, epoch) alone, exact from any batch on, with any workers."""
+"""The loader: batches of any shape, in an order from (seed, epoch) alone, with any workers."""
 
 import gc
 import hashlib
+import math
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from forks import forks
 from refusal import refused
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data import Loader, digits
+from mpframe.core.tree import tensors_in
+from mpframe.data import ArrayImages, Loader, Normalize, digits
 from mpframe.data import loading as data_loader
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, make: Any, count: int = 11) -> None:
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def text(index: int) -> dict[str, Any]:
+    """As a tokenizer gives it, with what a model does not take."""
+    ids = torch.arange(4) + index
+    return {"input_ids": ids, "labels": index, "id": f"sample {index}", "weight": index / 8}
+
+
+def noisy(index: int) -> tuple[Tensor, int]:
+    """As a user's transforms make them, which draw from all three global generators."""
+    draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    return torch.tensor([float(index), *draws]), index
+
+
+def nested(index: int) -> Any:
+    """Nested tuples, with such numbers."""
+    drawn = torch.rand(()).item(), random.random(), np.random.rand(2)
+    return (torch.tensor(float(index)), (drawn[0], {"draws": drawn[1:]})), index
+
+
+def picture(index: int) -> tuple[Tensor, dict[str, Any]]:
+    boxes = torch.full((index % 3, 4), float(index))
+    return torch.full((3, 4 + index, 5), float(index)), {"boxes": boxes, "name": f"{index}.png"}
+
+
+def listed(samples: list[Any]) -> tuple[list[Any], ...]:
+    return tuple(map(list, zip(*samples, strict=True)))
+
+
+def mixed(samples: list[Any]) -> dict[str, Tensor]:
+    """A collate that draws: each sample is mixed with another one of the batch."""
+    values = torch.stack([torch.as_tensor(float(sample["labels"])) for sample in samples])
+    share = torch.tensor([random.random(), np.random.rand()]).float().prod()
+    return {"mixed": share * values + (1 - share) * values[torch.randperm(len(values))]}
+
+
+IMAGES = ArrayImages(torch.rand(11, 1, 8, 8), torch.arange(11), Normalize((0,), (1,)), "crop_flip")
 
 
 def numbers() -> TensorDataset:
-    """Samples that say who they are."""
     return TensorDataset(torch.arange(23).float(), torch.arange(23))
 
 
-class Noisy(Dataset[Any]):
-    """A user's dataset whose transforms draw from all three global generators."""
-
-    def __len__(self) -> int:
-        return 23
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-        return torch.tensor([float(index), *draws]), index
+def loader(samples: Any, batch_size: int = 2, **options: Any) -> Loader:
+    data = Samples(samples) if callable(samples) else samples
+    return Loader(data, batch_size, **{"shuffle": False, **options})
 
 
-class KnowsEpoch(Dataset[Any]):
-    """A user's dataset that asks to be told its epoch."""
+def first_of(samples: Any, batch_size: int = 2, **options: Any) -> Any:
+    return next(loader(samples, batch_size, **options).epoch(0))
 
+
+def test_a_batch_has_the_form_of_its_samples() -> None:
+    batch = first_of(text, 3)
+    assert torch.equal(batch["input_ids"], torch.arange(4) + torch.arange(3)[:, None])
+    assert torch.equal(batch["labels"], torch.arange(3))
+    assert torch.equal(batch["weight"], torch.arange(3, dtype=torch.float64) / 8)
+    assert batch["id"] == ["sample 0", "sample 1", "sample 2"]
+    (number, (first, rest)), index = first_of(nested)
+    assert torch.equal(number, torch.tensor([0.0, 1.0]))
+    assert [tensor.shape for tensor in tensors_in([first, rest])] == [(2,), (2,), (2, 2)]
+    assert torch.equal(index, torch.arange(2))
+    batch = first_of(lambda index: Pair(torch.tensor(float(index)), {"side": index}))
+    assert type(batch) is Pair
+    assert torch.equal(batch.right["side"], torch.arange(2))
+    assert torch.equal(first_of(torch.tensor), torch.arange(2))
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 0), pytest.param(3, 2, marks=forks)])
+def test_rows_are_fetched_a_batch_at_a_time(count: int, workers: int, monkeypatch: Patch) -> None:
+    tensors = (torch.rand(11, 3, 2), torch.arange(11), torch.rand(11).half())[:count]
+    rows = loader(lambda index: tuple(tensor[index] for tensor in tensors), 4, seed=3, shuffle=True)
+    expected = list(rows.epoch(1))
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)
+    whole = loader(TensorDataset(*tensors), 4, seed=3, shuffle=True, workers=workers)
+    assert not differing(list(whole.epoch(1)), expected)
+    whole.close()
+
+
+def generators() -> Any:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@forks
+@pytest.mark.parametrize(
+    ("make", "collate", "workers"),
+    [(nested, None, 2), (picture, listed, 0), (text, mixed, 2), (IMAGES, None, 2)],
+)
+def test_any_start_is_exact_and_leaves_the_generators(
+    make: Any, collate: Any, workers: int
+) -> None:
+    alone = loader(make, 3, seed=8, shuffle=True, collate=collate)
+    helped = loader(make, 3, seed=8, shuffle=True, workers=workers, collate=collate)
+    torch.rand(7)  # The model's generator may stand anywhere.
+    next(helped.epoch(0))  # Left in the middle, as a run that validates or stops does.
+    before = generators()
+    whole = list(alone.epoch(3))
+    assert not differing(generators(), before)
+    for start in (0, 2, 3):
+        assert not differing(list(helped.epoch(3, start)), whole[start:])
+
+
+def test_a_collate_gets_the_single_rows_and_draws_anew_for_each_batch_and_epoch() -> None:
+    rows = TensorDataset(torch.arange(4.0))
+    batch = first_of(rows, collate=lambda got: torch.stack([row[0] for row in got]))
+    assert torch.equal(batch, torch.tensor([0.0, 1.0]))
+    same = loader(lambda index: {"labels": index % 3}, 3, seed=8, collate=mixed)
+    drawn = [tuple(batch["mixed"].tolist()) for e in (0, 1) for batch in list(same.epoch(e))[:3]]
+    assert len(set(drawn)) == 6
+
+
+NAN = torch.tensor(math.nan)
+
+
+@pytest.mark.parametrize(("make", "bad", "collate", "leaf"), [
+    (text, lambda s: {**s, "weight": math.nan}, None, "weight"),  # Python's: once a tensor.
+    (text, lambda s: {**s, "pixels": torch.tensor([0.0, math.inf])}, list, "pixels"),
+    (picture, lambda s: (s[0], {"boxes": NAN.expand(2, 4)}), listed, "targets.boxes"),
+    (nested, lambda s: ((s[0][0], (0.0, {"draws": (math.nan, np.zeros(2))})), 1), None,
+     "inputs[1][1].draws[0]"),
+])  # fmt: skip
+def test_a_value_that_is_not_finite_is_named(make: Any, bad: Any, collate: Any, leaf: str) -> None:
+    spoilt = Samples(lambda index: bad(make(index)) if index == 7 else make(index))
+    batches = loader(spoilt, 3, collate=collate, split="validation").epoch(2)
+    assert len([next(batches), next(batches)]) == 2
+    assert refused(DataError, list, batches) == (
+        f"dataset: validation sample 7 holds NaN or inf in its {leaf} (epoch 2, batch 2); "
+        "every value must be finite: fix or remove the sample"
+    )
+
+
+@forks
+@pytest.mark.parametrize(
+    ("dtype", "bad", "workers"),
+    [
+        (torch.float16, math.inf, 0),
+        (torch.bfloat16, -math.inf, 0),
+        (torch.float32, math.nan, 1),
+        (torch.float64, -math.inf, 0),
+    ],
+)
+def test_a_row_of_a_batch_that_is_not_finite_is_named(dtype: Any, bad: float, workers: int) -> None:
+    """The first one of the dataset's, in whatever order they are read."""
+    inputs = torch.full((12, 3), torch.finfo(dtype).max, dtype=dtype)  # Large values pass.
+    inputs[[6, 7], 1] = bad
+    data = TensorDataset(inputs, torch.zeros(12))
+    batches = loader(data, 12, seed=3, shuffle=True, workers=workers).epoch(1)
+    text = refused(DataError, list, batches)
+    assert "training sample 6 holds NaN or inf in its inputs (epoch 1, batch 0)" in text
+
+
+def raising(samples: list[Any]) -> Any:
+    raise KeyError("labels")
+
+
+RAISED = f"KeyError ('labels') at test_loading.py:{raising.__code__.co_firstlineno + 1}; fix the"
+
+
+@pytest.mark.parametrize(("samples", "options", "line"), [
+    (text, {"collate": lambda _: {"x": NAN}}, "1 holds NaN or inf in its x (epoch 0"),
+    (text, {"collate": lambda _: {"x": NAN.expand(2, 2).to_sparse()}}, "NaN or inf in its x"),
+    (str, {}, "samples 0 to 1 make a tuple of a str, a str, which holds no tensor; return te"),
+    (str, {"batch_size": 5, "shuffle": True}, " and 2 more make a tuple of a str"),
+    (lambda _: {}, {}, "samples 0 to 1 make a dict of nothing, which holds no tensor; "),
+    (lambda _: object(), {}, "do not stack into one batch (default_collate: batch must con"),
+    (picture, {}, "do not stack into one batch (stack expects each tensor to be equal size, "
+     "but got [3, 4, 5] at entry 0 and [3, 5, 5] at entry 1); give every sample the same shap"),
+    (TensorDataset(torch.eye(6).to_sparse()), {}, "samples 0 to 1 do not stack into one batch"),
+    pytest.param(text, {"collate": raising, "workers": 1}, f"collated: {RAISED}", marks=forks),
+    (IMAGES, {"collate": listed}, "ArrayImages makes whole batches by its fetch_batch, and its "
+     "Task has the collate listed; give one of the two"),
+])  # fmt: skip
+def test_what_makes_no_batch(samples: Any, options: dict[str, Any], line: str) -> None:
+    assert line in refused(DataError, lambda: list(loader(samples, **options).epoch(0)))
+
+
+@forks
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_in_pinned_memory(workers: int) -> None:
+    for batch in loader(picture, 4, workers=workers, collate=listed, pin=True).epoch(0):
+        assert all(tensor.is_pinned() for tensor in tensors_in(batch))
+
+
+class KnowsEpoch(Samples):
     told = (-1, -1)
 
     def set_epoch(self, seed: int, epoch: int) -> None:
         self.told = (seed, epoch)
-
-    def __len__(self) -> int:
-        return 6
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.tensor(self.told), index
 
 
 def order_of(epoch: int, batch_size: int = 5, seed: int = 3, **options: Any) -> Tensor:
-    loader = Loader(numbers(), batch_size, **{"seed": seed, "shuffle": True, **options})
-    read = list(loader.epoch(epoch))
+    own = loader(numbers(), batch_size, **{"seed": seed, "shuffle": True, **options})
+    read = list(own.epoch(epoch))
     for number, (_, targets) in enumerate(read):
-        assert torch.equal(loader.batch_ids(epoch, number), targets)
-    assert len(loader) == len(read)
+        assert torch.equal(own.batch_ids(epoch, number), targets)
+    assert len(own) == len(read)
     return torch.cat([targets for _, targets in read])
 
 
-def test_order_is_a_function_of_seed_and_epoch() -> None:
+def test_order_is_a_function_of_seed_and_epoch_and_a_sample_of_its_index_too() -> None:
     orders = [order_of(epoch) for epoch in range(3)]
     assert all(torch.equal(order.sort().values, torch.arange(23)) for order in orders)
-    assert not torch.equal(orders[0], orders[1])
-    assert not torch.equal(orders[1], orders[2])
+    others = orders[0], orders[2], order_of(1, seed=4)
+    assert not any(torch.equal(other, orders[1]) for other in others)
     assert torch.equal(order_of(2, batch_size=7), orders[2])
     assert torch.equal(order_of(2, drop_last=True), orders[2][:20])
-    assert not torch.equal(order_of(2, seed=4), orders[2])
     assert torch.equal(order_of(4, shuffle=False), torch.arange(23))
 
-
-def test_a_sample_is_the_same_in_any_batch_size_and_new_in_each_epoch() -> None:
     def by_index(batch_size: int, epoch: int) -> Tensor:
-        batches = Loader(Noisy(), batch_size, seed=8, shuffle=True).epoch(epoch)
+        batches = loader(noisy, batch_size, seed=8, shuffle=True).epoch(epoch)
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return inputs[targets.argsort()]
 
@@ -85,15 +261,15 @@ def test_a_sample_is_the_same_in_any_batch_size_and_new_in_each_epoch() -> None:
     ("make", "workers", "recorded"),
     [
         (numbers, 0, "1776b517e5fc8af3"),
-        pytest.param(Noisy, 2, "bc776e5f427ba0e1", marks=forks),
+        pytest.param(lambda: Samples(noisy, 23), 2, "bc776e5f427ba0e1", marks=forks),
         (lambda: digits(augment="crop_flip").train, 0, "5acad126b34013eb"),
     ],
 )
 def test_batches_are_what_they_were(make: Any, workers: int, recorded: str) -> None:
     """Recorded with the loader that knew (inputs, targets) alone."""
     digest = hashlib.sha256()
-    loader = Loader(make(), 5, seed=8, shuffle=True, workers=workers)
-    for batch in (*loader.epoch(0), *loader.epoch(3)):
+    own = loader(make(), 5, seed=8, shuffle=True, workers=workers)
+    for batch in (*own.epoch(0), *own.epoch(3)):
         assert type(batch) is tuple
         for tensor in batch:
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -102,100 +278,82 @@ def test_batches_are_what_they_were(make: Any, workers: int, recorded: str) -> N
 
 
 def test_loaders_may_share_a_dataset_that_is_told_its_epoch_through_subset_and_concat() -> None:
-    inner = KnowsEpoch()
+    inner = KnowsEpoch(None, 6)
     whole = ConcatDataset([Subset(inner, [0, 1, 2]), inner])
-    first, second = (Loader(whole, 3, seed=seed, shuffle=True) for seed in (4, 5))
+    first, second = (loader(whole, 3, seed=seed, shuffle=True) for seed in (4, 5))
     for epoch in (7, 2):
-        for pair in zip(first.epoch(epoch), second.epoch(9), strict=True):
-            told = [inputs for inputs, _ in pair]
-            assert told[0].tolist() == [[4, epoch]] * 3
-            assert told[1].tolist() == [[5, 9]] * 3
+        for batches in zip(first.epoch(epoch), second.epoch(9), strict=True):
+            told = [inputs.tolist() for inputs, _ in batches]
+            assert told == [[[4, epoch]] * 3, [[5, 9]] * 3]
     assert inner.told == (-1, -1)
 
 
-def test_the_wait_for_batches_is_counted_and_what_the_caller_does_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_wait_for_batches_is_counted_without_what_the_caller_does(monkeypatch: Patch) -> None:
     now = [0.0]
 
-    class Slow(KnowsEpoch):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            now[0] += 2.0
-            return super().__getitem__(index)
+    def slow(index: int) -> Tensor:
+        now[0] += 2.0
+        return torch.zeros(1)
 
     monkeypatch.setattr(data_loader, "perf_counter", lambda: now[0])
-    loader = Loader(Slow(), batch_size=3, shuffle=True)
-    assert loader.waited == 0.0
+    own = loader(Samples(slow, 6), 3)
+    assert own.waited == 0.0
     for epoch in (0, 1):
-        for number, _ in enumerate(loader.epoch(epoch), start=1):
-            assert loader.waited == 12.0 * epoch + 6.0 * number
+        for number, _ in enumerate(own.epoch(epoch), start=1):
+            assert own.waited == 12.0 * epoch + 6.0 * number
             now[0] += 100.0
 
 
-def test_a_new_epoch_ends_the_one_before() -> None:
-    loader = Loader(numbers(), 4, shuffle=True)
-    old = loader.epoch(0)
-    next(old)
-    next(loader.epoch(1))
-    with pytest.raises(RuntimeError, match="epoch 0 was ended: the loader has begun another epoch"):
-        next(old)
-
-
-class Unreadable(KnowsEpoch):
-    def __getitem__(self, index: int) -> Any:
-        raise DataError(f"picture {index}: cannot be read")
+def unreadable(index: int) -> Any:
+    raise DataError(f"picture {index}: cannot be read")
 
 
 @forks
-@pytest.mark.parametrize(("data", "read"), [(numbers, 12), (numbers, 1), (Unreadable, 1)])
-def test_workers_end_with_their_loader(data: Any, read: int) -> None:
+@pytest.mark.parametrize(("make", "read"), [(text, 6), (text, 1), (unreadable, 1)])
+def test_workers_end_with_their_loader(make: Any, read: int) -> None:
     """After an epoch, in the middle of one, and after an error."""
     gc.disable()  # Nothing may be left to the garbage collector.
     before = multiprocessing.active_children()
     try:
-        loader = Loader(data(), 2, shuffle=False, workers=2)
-        batches = loader.epoch(0)
+        own = loader(make, workers=2)
+        batches = own.epoch(0)
         try:
             for _ in range(read):
                 next(batches)
         except DataError as error:  # pytest.raises would keep the frames, and the workers.
             assert str(error) == "picture 0: cannot be read"  # noqa: PT017
-        del loader, batches
+        del own, batches
         assert [child for child in multiprocessing.active_children() if child not in before] == []
     finally:
         gc.enable()
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
 WHOLE = "must be a whole number >="
+STREAM: Any = type("Stream", (IterableDataset,), {"__iter__": None})()
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "text"),
-    [
-        (None, {"batch_size": 24, "drop_last": True},
-         "dataset.batch_size=24: the training set has 23 samples; use 23 or fewer"),
-        (None, {"batch_size": 0}, f"dataset.batch_size=0: {WHOLE} 1"),
-        (None, {"batch_size": 2.0, "option": "my.size"}, f"my.size=2.0: {WHOLE} 1"),
-        (None, {"workers": -1}, f"dataset.workers=-1: {WHOLE} 0"),
-        ([], {}, "dataset: list has no samples; give at least one"),
-        (Stream(), {}, "dataset: Stream has no __len__ and __getitem__; give"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("data", "options", "text"), [
+    (None, {"batch_size": 24, "drop_last": True},
+     "dataset.batch_size=24: the training set has 23 samples; use 23 or fewer"),
+    (None, {"batch_size": 0}, f"dataset.batch_size=0: {WHOLE} 1"),
+    (None, {"batch_size": 2.0, "option": "my.size"}, f"my.size=2.0: {WHOLE} 1"),
+    (None, {"workers": -1}, f"dataset.workers=-1: {WHOLE} 0"),
+    ([], {}, "dataset: list has no samples; give at least one"),
+    (STREAM, {}, "dataset: Stream has no __len__ and __getitem__; give"),
+])  # fmt: skip
 def test_what_no_loader_can_be_made_of(data: Any, options: dict[str, Any], text: str) -> None:
     error = ConfigError if data is None else DataError
-    given = {"dataset": numbers() if data is None else data, "batch_size": 4, "shuffle": True}
-    assert refused(error, Loader, **{**given, **options}).startswith(text)
+    given = numbers() if data is None else data
+    assert refused(error, loader, given, **options).startswith(text)
 
 
-def test_the_ends_of_batch_size_and_start() -> None:
-    assert len(Loader(numbers(), 24, shuffle=False)) == 1
-    assert len(Loader(numbers(), 23, shuffle=True, drop_last=True)) == 1
-    epoch = Loader(numbers(), 4, shuffle=True).epoch
+def test_an_epoch_begins_within_its_batches_and_ends_the_one_before() -> None:
+    assert len(loader(numbers(), 24)) == len(loader(numbers(), 23, drop_last=True)) == 1
+    own = loader(numbers(), 4)
     for start in (-1, 7):
         text = f"dataset.batch_size=4: an epoch has 6 batches and cannot start at batch {start}; "
-        assert text in refused(DataError, epoch, 0, start)
+        assert text in refused(DataError, own.epoch, 0, start)
+    next(old := own.epoch(0))
+    next(own.epoch(1))
+    with pytest.raises(RuntimeError, match="epoch 0 was ended: the loader has begun another epoch"):
+        next(old)

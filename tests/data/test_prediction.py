@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
 
 from mpframe.core.errors import ConfigError
@@ -33,34 +34,37 @@ def test_a_class_is_the_largest_output_and_has_its_name() -> None:
     assert torch.equal(shares, LOGITS.softmax(1))
 
 
-@pytest.mark.parametrize(
-    ("outputs", "names"),
-    [
-        (torch.zeros(2), ["output"]),
-        (torch.zeros(2, 1), ["output"]),
-        (torch.zeros(2, 2), ["output_0", "output_1"]),
-        ({"a": torch.zeros(2, 1), "b": (torch.zeros(2, 1, 2),)}, ["a", "b[0]_0_0", "b[0]_0_1"]),
-    ],
-)
-def test_raw_outputs_are_a_flattened_tree(outputs: Any, names: list[str]) -> None:
-    made = columns(outputs, outputs="raw")
-    assert list(made) == ["index", *names]
-    assert all(len(column) == 2 for column in made.values())
+PAIR = {"a": LOGITS, "b": LOGITS}
 
 
-def test_what_fits_is_chosen() -> None:
-    assert "class" in columns(LOGITS, torch.tensor([1, 2]))
-    assert "output_0" in columns(LOGITS, torch.zeros(2, 3))
-    assert "output" in columns(torch.zeros(2, 1), torch.tensor([1, 0]))
-    assert "a_0" in columns({"a": LOGITS, "b": LOGITS}, torch.tensor([1, 0]))
+def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
+    for outputs, targets, names in (
+        (torch.zeros(2), None, ["output"]),
+        (torch.zeros(2, 2), None, ["output_0", "output_1"]),
+        (
+            PAIR | {"b": (torch.zeros(2, 1, 2),)},
+            None,
+            ["a_0", "a_1", "a_2", "b[0]_0_0", "b[0]_0_1"],
+        ),
+        (LOGITS, torch.tensor([1, 2]), ["target", "class"]),
+        (LOGITS, torch.zeros(2, 3), ["output_0", "output_1", "output_2"]),
+        (torch.zeros(2, 1), torch.tensor([1, 0]), ["target", "output"]),
+        (PAIR, torch.tensor([1, 0]), ["target", "a_0", "a_1", "a_2", "b_0", "b_1", "b_2"]),
+    ):
+        made = columns(outputs, targets, outputs="raw" if targets is None else None)
+        assert list(made) == ["index", *names]
+        assert all(len(column) == 2 for column in made.values())
 
 
-def test_samples_are_numbered_over_batches_or_named() -> None:
+def test_samples_are_numbered_over_batches_of_one_width_or_named() -> None:
     written: list[dict[str, Any]] = []
-    predictions = Predictions(written.append)
+    predictions = Predictions(written.append, outputs="raw")
     for logits in (LOGITS, LOGITS[:1]):
         predictions.update(logits, None)
     assert [own["index"].tolist() for own in written] == [[0, 1], [2]]
+    # Other columns would stand under the names of the first batch's.
+    text = refused(ConfigError, predictions.update, torch.zeros(2, 4), None)
+    assert "a batch has 5 columns and the one before it 4" in text
     assert columns(LOGITS, samples=["x.png", "y.png"])["name"] == ["x.png", "y.png"]
 
 
@@ -68,32 +72,21 @@ SEVERAL = "needs one number for each of several classes, and the model gives"
 FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "kind", "line"),
-    [
-        (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
-        ({"a": LOGITS, "b": LOGITS}, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
-        (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
-        (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
-        (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("outputs", "kind", "line"), [
+    (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
+    (PAIR, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
+    (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
+    (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
+    (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
+])  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
     assert line in refused(ConfigError, columns, outputs, outputs=kind)
-
-
-def test_batches_of_different_lengths_make_no_table() -> None:
-    """Their numbers would stand under the names of the first batch's."""
-    predictions = Predictions(lambda _: None, outputs="raw")
-    predictions.update(torch.zeros(2, 3), None)
-    text = refused(ConfigError, predictions.update, torch.zeros(2, 4), None)
-    assert "a batch has 5 columns and the one before it 4" in text
 
 
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)
 
 
-def test_csv_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
+def test_csv_reads_back_as_the_same_numbers_and_one_that_fails_leaves_it(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     names = ["plain", 'a "quoted", one', "two\nlines", "é", "", "="]
     with table.writing(path) as write:
@@ -106,6 +99,12 @@ def test_csv_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
     read = np.array([row[1] for row in rows], dtype=np.float32)
     assert read.tobytes() == np.append(NUMBERS, NUMBERS[:1]).tobytes()
     assert float(rows[-1][2]) == 1 / 3
+    whole = path.read_bytes()
+    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
+        write({"value": NUMBERS})
+        raise ValueError("in the middle")
+    assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
+    assert path.read_bytes() == whole
 
 
 def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
@@ -117,18 +116,8 @@ def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
     assert read["value"].to_numpy().tobytes() == np.tile(NUMBERS, 2).tobytes()
 
 
-def test_parquet_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_package_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     assert refused(ConfigError, table.refuse_unwritable_kind, "out", Path("a.parquet")) == (
         "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
     )
-
-
-def test_a_table_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("old")
-    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
-        write({"value": NUMBERS})
-        raise ValueError("in the middle")
-    assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
-    assert path.read_text() == "old"

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import Log, Patch, Shown
 from forks import forks
 from refusal import refused
 from time_limit import time_limit
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
 from mpframe.core.errors import ConfigError, DataError
@@ -74,50 +75,46 @@ class Trap(Dataset[Any]):
 
 class WholeBatches(Trap):
     def fetch_batch(self, indices: list[int]) -> Any:
-        samples = [self[index] for index in indices]
-        return torch.stack([inputs for inputs, _ in samples]), torch.tensor([t for _, t in samples])
+        return default_collate([self[index] for index in indices])
 
 
-def trapped(what: str, kind: type[Trap] = Trap, **options: Any) -> Loader:
+def trapped(what: Any, kind: type[Trap] = Trap, **options: Any) -> Loader:
     return Loader(kind(what), **{"batch_size": 3, "shuffle": False, "workers": 2, **options})
 
 
 def message(batches: Iterable[Any]) -> str:
-    """The error of reading an epoch; nothing of it is kept, as pytest.raises would."""
+    """The error of reading an epoch and its notes; no frame is kept, as pytest.raises would."""
     try:
         list(batches)
     except DataError as error:
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
     raise AssertionError("no DataError")
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_is_left_and_a_handler_is_kept(monkeypatch: Patch) -> Iterator[None]:
     # torch installs its handler once in a process: let it, in every test.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     for module in ("loading", "workers"):
         monkeypatch.setattr(f"mpframe.data.{module}.POLL_SECONDS", 0.1)
-    handler = signal.getsignal(signal.SIGCHLD)
+    handler = signal.signal(signal.SIGCHLD, own := lambda *_: None)
     before = multiprocessing.active_children()
     yield
     assert [child for child in multiprocessing.active_children() if child not in before] == []
-    assert signal.getsignal(signal.SIGCHLD) == handler
+    assert signal.signal(signal.SIGCHLD, handler) is own
 
 
-@pytest.mark.parametrize(
-    ("what", "split", "line"),
-    [
-        ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
-         "the system kills what uses too much memory: try fewer dataset.workers"),
-        ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
-         "{}); dataset.workers=0 may show the error itself"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("what", "split", "line"), [
+    ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
+     "the system kills what uses too much memory: try fewer dataset.workers"),
+    ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
+     "{}); dataset.workers=0 may show the error itself"),
+])  # fmt: skip
 def test_a_worker_that_is_lost_is_named(what: str, split: str, line: str) -> None:
     loader = trapped(what, split=split, seed=5, shuffle=split == "validation")
     batch = next(n for n in range(4) if 7 in loader.batch_ids(0, n))
-    text = f"dataset.workers=2: worker {batch % 2} {line.format(batch)}"
-    assert message(loader.epoch(0)) == text
+    told = f"dataset.workers=2: worker {batch % 2} {line.format(batch)}"
+    assert message(loader.epoch(0)) == told
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,7 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap], fi
     assert not any(process.is_alive() for process in loader._pool._processes)
 
 
-def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_stops_before_its_batches_are_taken_is_named(monkeypatch: Patch) -> None:
     start = WorkerPool.start
 
     def start_and_wait(pool: WorkerPool, batches: Any) -> Any:
@@ -152,7 +147,7 @@ def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
         assert "worker 0 is at training sample 7 (epoch 0, batch 2)" in message(loader.epoch(0))
 
 
-def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: Patch) -> None:
     """At a worker's start, before it can ignore them, as later."""
 
     def signalled(worker: int) -> None:
@@ -164,20 +159,6 @@ def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: pytest.M
     read = torch.cat([targets for _, targets in trapped("signalled").epoch(0)])
     assert torch.equal(read, torch.arange(12))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
-def test_a_handler_of_ones_own_is_kept() -> None:
-    before = signal.signal(signal.SIGCHLD, own := lambda *_: None)
-    try:
-        list(trapped("nothing", workers=1).epoch(0))
-        assert signal.getsignal(signal.SIGCHLD) is own
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def keep_lock(done: Any) -> None:
-    done._cond.acquire()
-    signal_oneself(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -192,7 +173,7 @@ def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them(lock
     cycle.append(cycle)
     processes, done = list(loader._pool._processes), loader._pool._done
     if locked:
-        dead = multiprocessing.get_context("fork").Process(target=keep_lock, args=(done,))
+        dead = multiprocessing.get_context("fork").Process(target=done._cond.acquire)
         dead.start()
         dead.join()
     with time_limit(30):
@@ -215,38 +196,25 @@ RAISED, FETCHED = (
         ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {RAISED}"),
     ],
 )
-def test_what_a_dataset_raises_is_one_line(
-    what: str, workers: int, kind: type[Trap], line: str
-) -> None:
+def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, line: str) -> None:
     begin, _, end = line.partition(" .*")
-    with pytest.raises(DataError) as caught:
-        list(trapped(what, kind, workers=workers).epoch(0))
-    text, notes = str(caught.value), caught.value.__notes__
-    del caught  # And with it the workers.
+    text, *notes = message(trapped(what, kind, workers=workers).epoch(0)).split("\n")
     assert text.startswith(f"dataset: {begin} cannot be read: ")
     assert text.endswith(f"{end}; fix the dataset or its data")
     # HYDRA_FULL_ERROR=1 shows the traceback, from wherever it came.
-    assert what == "exit" or "in no_such_picture" in notes[0]
+    assert what == "exit" or "in no_such_picture" in "".join(notes)
 
 
-def test_a_dataset_that_cannot_be_sent_is_named() -> None:
-    """Where workers are not forked the dataset is pickled."""
-    loader = trapped("nothing", workers=1)
-    loader._batches.dataset._dataset.transform = lambda image: image  # type: ignore[attr-defined]
-    method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        text = message(loader.epoch(0))
-    finally:
-        multiprocessing.set_start_method(method, force=True)
+def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: Patch) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
+    text = message(trapped(lambda: None, workers=1).epoch(0))
     assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't pickle" in text
 
 
-def test_more_workers_than_memory_or_cores_hold(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+def test_more_workers_than_memory_or_cores_hold(monkeypatch: Patch, caplog: Log) -> None:
     pages = {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**12}  # 4 GiB: 64 pairs of 32 MiB.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     for workers in (2, 64):
         require_workers(workers)
@@ -264,8 +232,7 @@ FEWER = "use fewer, or allow more open files (ulimit -n)"
 RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
-def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Workers hand their batches over in files."""
+def test_a_process_that_can_open_no_file_is_named(capfd: Shown) -> None:
     assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -280,9 +247,7 @@ def test_a_process_that_can_open_no_file_is_named(capfd: pytest.CaptureFixture[s
 
 # torch's iterator that was made in half fails when it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_started_before_another_cannot_be_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_is_started_before_another_cannot_be_is_killed(monkeypatch: Patch) -> None:
     """It ignores the SIGTERM of a program's end, which would wait for it for ever."""
     start, started = multiprocessing.Process.start, []
 

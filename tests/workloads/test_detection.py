@@ -20,19 +20,8 @@ from mpframe.config.locations import CONF
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
 from mpframe.data import Loader
-from mpframe.workloads.detection import (
-    SSD,
-    MeanAveragePrecision,
-    average_precision,
-    decode,
-    default_boxes,
-    detection,
-    encode,
-    hardest,
-    losses,
-    match,
-    scenes,
-)
+from mpframe.workloads import detection as det
+from mpframe.workloads.detection import MeanAveragePrecision, detection, encode, match, scenes
 
 DEFAULTS = torch.tensor([[10.0, 10, 20, 20], [30, 10, 20, 20], [50, 50, 8, 8]])
 
@@ -50,7 +39,7 @@ def network(kind: str) -> nn.Module:
     """A detector of 64 x 64 pixels and four classes; torchvision's over two convolutions."""
     torch.manual_seed(0)
     if kind == "ssd":
-        return SSD(classes=4, image_size=64, width=4)
+        return det.SSD(classes=4, image_size=64, width=4)
     layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()
     backbone: Any = nn.Sequential(*layers)
     backbone.out_channels = 8
@@ -65,9 +54,9 @@ def network(kind: str) -> nn.Module:
 @pytest.mark.parametrize("side", [64, 300])
 def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
     maps = [-(-side // stride) for stride in (8, 16, 32)]
-    boxes = default_boxes(side)
+    boxes = det.default_boxes(side)
     assert boxes.shape == (sum(2 * count**2 for count in maps), 4)
-    logits, offsets = SSD(4, side, width=1).predict(torch.zeros(2, 3, side, side))
+    logits, offsets = det.SSD(4, side, width=1).predict(torch.zeros(2, 3, side, side))
     assert (logits.shape, offsets.shape) == ((2, len(boxes), 4), (2, len(boxes), 4))
     assert boxes[0].tolist() == pytest.approx([side / maps[0] / 2] * 2 + [0.2 * side] * 2)
     assert boxes[2, :2].tolist() == pytest.approx([1.5 * side / maps[0], side / maps[0] / 2])
@@ -76,20 +65,18 @@ def test_default_boxes_stand_where_the_maps_have_places(side: int) -> None:
     )
 
 
-def test_a_box_belongs_to_what_it_overlaps_by_half() -> None:
+def test_a_box_belongs_to_what_it_overlaps_by_half_and_each_object_has_its_best_box() -> None:
     """The first default box is the object but for a strip: IoU 0.8. The second overlaps by 1/3."""
     boxes = torch.tensor([[0.0, 0, 20, 16], [25, 0, 45, 20]])
     labels, offsets = match(DEFAULTS, boxes, torch.tensor([2, 1]))
     assert labels.tolist() == [2, 1, 0]
     assert torch.equal(offsets[:2], encode(boxes, DEFAULTS[:2]))
     places = torch.tensor([[10.0, 10, 20, 20], [10, 8, 20, 16], [10, 4, 20, 8]])
-    labels, _ = match(places, torch.tensor([[0.0, 0, 20, 20]]), torch.tensor([3]))
-    assert labels.tolist() == [3, 3, 0]  # IoU 1, 0.8 and 0.4
-
-
-def test_each_object_has_its_best_box_however_little_it_overlaps() -> None:
-    labels, _ = match(DEFAULTS, torch.tensor([[52.0, 52, 80, 80]]), torch.tensor([3]))
-    assert labels.tolist() == [0, 0, 3]
+    for defaults, box, wanted in (
+        (places, [0.0, 0, 20, 20], [3, 3, 0]),  # IoU 1, 0.8 and 0.4
+        (DEFAULTS, [52.0, 52, 80, 80], [0, 0, 3]),  # however little it overlaps
+    ):
+        assert match(defaults, torch.tensor([box]), torch.tensor([3]))[0].tolist() == wanted
     labels, offsets = match(DEFAULTS, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert labels.tolist() == [0, 0, 0]
     assert torch.equal(offsets, torch.zeros(3, 4))
@@ -102,23 +89,20 @@ def test_offsets_by_hand_and_back() -> None:
     # A difference of numbers near 10 over 20 and over 0.1, each rounded by 2^-24.
     assert offsets[0].tolist() == pytest.approx(wanted, abs=64 * 2.0**-24)
     # log and exp of numbers below 1, then sums below 64: a few roundings of 2^-24 each.
-    assert torch.allclose(decode(offsets, DEFAULTS[:1]), boxes, atol=64 * 8 * 2.0**-24)
-
-
-def test_three_background_boxes_count_for_each_object() -> None:
-    entropy = torch.tensor([[0.1, 0.9, -1.0, 0.4, 0.2, 0.8], [0.1, 0.9, 0.3, 0.4, 0.2, 0.8]])
-    chosen = hardest(entropy, torch.tensor([1, 0]))
-    assert chosen.tolist() == [[False, True, False, True, False, True], [False] * 6]
+    assert torch.allclose(det.decode(offsets, DEFAULTS[:1]), boxes, atol=64 * 8 * 2.0**-24)
 
 
 def test_the_losses_by_hand() -> None:
     """One object of two classes: its own entropy and the three largest of the four others'."""
+    entropy = torch.tensor([[0.1, 0.9, -1.0, 0.4, 0.2, 0.8], [0.1, 0.9, 0.3, 0.4, 0.2, 0.8]])
+    chosen = det.hardest(entropy, torch.tensor([1, 0]))
+    assert chosen.tolist() == [[False, True, False, True, False, True], [False] * 6]
     logits = torch.tensor([[[0.0, 0.0], [0.0, 1.0], [0.0, 3.0], [0.0, 2.0], [0.0, 0.0]]])
     labels = torch.tensor([[1, 0, 0, 0, 0]])
     offsets, wanted = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
     wanted[0, 0] = torch.tensor([0.5, 2.0, 0.0, 0.0])  # 0.5 * 0.25 and 2 - 0.5
     wanted[0, 1] = 100.0  # of a box without an object
-    found = losses(logits, offsets, labels, wanted)
+    found = det.losses(logits, offsets, labels, wanted)
     entropy = nn.functional.softplus(torch.tensor([0.0, 1.0, 3.0, 2.0])).sum()
     assert found["bbox_regression"].item() == 1.625
     assert found["classification"].item() == pytest.approx(entropy.item(), rel=16 * 2.0**-24)
@@ -127,20 +111,16 @@ def test_the_losses_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kind", "mode", "half"),
     [
-        ("ssd", "fp32", "float16"),
-        ("ssd", "mixed", "float16"),
-        ("ssd", "amp", "bfloat16"),
-        ("fasterrcnn", "amp", "float16"),
-        ("maskrcnn", "mixed", "bfloat16"),
+        *(("ssd", "fp32", "float16"), ("ssd", "mixed", "float16"), ("ssd", "amp", "bfloat16")),
+        *(("fasterrcnn", "amp", "float16"), ("maskrcnn", "mixed", "bfloat16")),
     ],
 )
 def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str) -> None:
     precision, model = Precision(mode, half), network(kind)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     convolved: set[torch.dtype] = set()
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d):
-            layer.register_forward_hook(lambda _, __, gave: convolved.add(gave.dtype))
+    for layer in (own for own in model.modules() if isinstance(own, nn.Conv2d)):
+        layer.register_forward_hook(lambda _, __, gave: convolved.add(gave.dtype))
     with Kernels() as kernels, precision.cast():
         output = compute(detection, model, batch())
     output.loss.backward()
@@ -202,40 +182,32 @@ def test_an_evaluation_measures_losses_and_boxes_and_changes_nothing() -> None:
     assert all(torch.equal(before[name], own) for name, own in model.state_dict().items())
 
 
-def test_the_losses_are_summed_in_fp32() -> None:
-    class Halves(nn.Module):
-        def forward(self, images: Any, targets: Any) -> dict[str, Tensor]:
-            return {"large": torch.tensor(2048.0).half(), "small": torch.tensor([1.0]).half()[0]}
+class Gives(nn.Module):
+    def __init__(self, gave: Any) -> None:
+        super().__init__()
+        self.gave = gave
 
-    with torch.no_grad():
-        output = compute(detection, Halves(), batch())
-    assert output.loss.item() == 2049.0  # which float16 does not hold
-
-
-class Silent(nn.Module):
     def forward(self, images: Any, targets: Any) -> Any:
-        return images
+        return self.gave
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "text"),
-    [
-        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), "objective: detection takes batches of (images, "
-         "targets), and the dataset gave float32 [2, 3]; let its collate make such pairs"),
+def test_losses_are_summed_in_fp32_and_what_gives_none_is_refused() -> None:
+    model = Gives({"large": torch.tensor(2048.0).half(), "small": torch.tensor(1.0).half()})
+    with torch.no_grad():
+        output = compute(detection, model, batch())
+    assert output.loss.item() == 2049.0  # which float16 does not hold
+    pairs = "objective: detection takes batches of (images, targets), and the dataset gave float32 "
+    for other, given, text in (
+        (nn.Conv2d(3, 4, 1), torch.ones(2, 3), f"{pairs}[2, 3]; let its collate make such pairs"),
         (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
-        (Silent(), batch(), "model: Silent gave a list of float32 [3, 64, 64], float32 [3, 64, 6"),
-    ],
-)  # fmt: skip
-def test_other_batches_and_models(model: nn.Module, given: Any, text: str) -> None:
-    assert refused(UserCodeError, compute, detection, model, given).startswith(text)
-
-
-SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}
+        (Gives([torch.ones(3, 4)]), batch(), "model: Gives gave a list of float32 [3, 4]"),
+    ):
+        assert refused(UserCodeError, compute, detection, other, given).startswith(text)
 
 
 def test_a_shape_fills_its_box_and_nothing_else() -> None:
     """Without noise the background has one colour, and each shape's pixels are in its box."""
-    train = scenes(**SMALL, noise=0.0).train
+    train = scenes(train=20, image_size=48, noise=0.0).train
     areas: dict[int, list[float]] = {1: [], 2: [], 3: []}
     for image, target in map(train.__getitem__, range(20)):
         colours, counts = image.flatten(1).unique(dim=1, return_counts=True)
@@ -261,7 +233,7 @@ def test_a_shape_fills_its_box_and_nothing_else() -> None:
 
 
 def test_boxes_lie_in_the_image_and_do_not_overlap() -> None:
-    task = scenes(**SMALL, max_objects=9)
+    task = scenes(train=20, image_size=48, max_objects=9)
     images, targets = next(Loader(task.train, 20, shuffle=False, collate=task.collate).epoch(0))
     assert [tuple(image.shape) for image in images] == [(3, 48, 48)] * 20
     for target in targets:
@@ -278,33 +250,21 @@ LEFT, RIGHT, FAR = [0.0, 0.0, 8.0, 8.0], [8.0, 0.0, 16.0, 8.0], [0.0, 16.0, 8.0,
 
 
 def boxes(*rows: tuple[list[float], int, float], dtype: torch.dtype = torch.float32) -> Any:
-    """Of (box, label, score)."""
-    return {
-        "boxes": torch.tensor([row[0] for row in rows], dtype=dtype).reshape(-1, 4),
-        "labels": torch.tensor([row[1] for row in rows], dtype=torch.int64),
-        "scores": torch.tensor([row[2] for row in rows], dtype=dtype),
-    }
+    places, labels, scores = zip(*rows, strict=True) if rows else ((), (), ())
+    own = torch.tensor(places, dtype=dtype).reshape(-1, 4), torch.tensor(labels).long()
+    return {"boxes": own[0], "labels": own[1], "scores": torch.tensor(scores, dtype=dtype)}
 
 
-def value(found: Any, true: Any) -> float:
-    metric = MeanAveragePrecision()
-    metric.update([found], [true])
-    return metric.compute().item()
-
-
-@pytest.mark.parametrize(
-    ("right", "true_boxes", "area"),
-    [
+def test_the_area() -> None:
+    for right, true_boxes, area in (
         ([0, 1], 1, 0.5),
         ([1, 0, 1], 2, (1 + 2 / 3) / 2),
         ([0, 1, 1], 2, 2 / 3),  # At the first recall the precision is that of the second: 2/3.
         ([1], 4, 0.25),
         ([], 3, 0.0),
-    ],
-)
-def test_the_area(right: list[int], true_boxes: int, area: float) -> None:
-    found = average_precision(torch.tensor(right, dtype=torch.bool), true_boxes)
-    assert found == pytest.approx(area, rel=1e-15)
+    ):
+        found = det.average_precision(torch.tensor(right, dtype=torch.bool), true_boxes)
+        assert found == pytest.approx(area, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -319,25 +279,28 @@ def test_two_classes_in_two_images(dtype: torch.dtype) -> None:
     assert metric.compute().item() == pytest.approx(((1 + 2 / 3) / 3 + 1) / 2, rel=1e-15)
 
 
-def test_a_true_box_is_found_once() -> None:
-    found = boxes((LEFT, 1, 0.9), (LEFT, 1, 0.8), (RIGHT, 1, 0.7))
-    assert value(found, boxes((LEFT, 1, 1), (RIGHT, 1, 1))) == pytest.approx((1 + 2 / 3) / 2)
-
-
-def test_the_overlap_decides() -> None:
+def test_a_true_box_is_found_once_by_an_overlap_of_half() -> None:
     """Of two boxes of 8 x 8 shifted by s the IoU is (8 - s) / (8 + s): 6/10, 5/11 and 7/9."""
-    for shift, hit in ((2.0, 1.0), (3.0, 0.0)):
-        assert value(boxes(([shift, 0.0, 8.0 + shift, 8.0], 1, 0.9)), boxes((LEFT, 1, 1))) == hit
+    one, nothing = boxes((LEFT, 1, 1)), boxes()
+    near, off, next_ = ([s, 0.0, 8.0 + s, 8.0] for s in (2.0, 3.0, 1.0))
+    for found, true, wanted in (
+        (
+            boxes((LEFT, 1, 0.9), (LEFT, 1, 0.8), (RIGHT, 1, 0.7)),
+            boxes((LEFT, 1, 1), (RIGHT, 1, 1)),
+            pytest.approx((1 + 2 / 3) / 2),
+        ),
+        (boxes((near, 1, 0.9)), one, 1.0),
+        (boxes((off, 1, 0.9)), one, 0.0),
+        (boxes((FAR, 1, 0.1), (LEFT, 1, 0.9)), one, 1.0),
+        (boxes((FAR, 1, 0.9), (LEFT, 1, 0.1)), one, 0.5),
+        (boxes((LEFT, 1, 0.9), (FAR, 2, 0.9)), one, 1.0),
+        (nothing, one, 0.0),
+        (boxes((LEFT, 1, 0.9)), nothing, pytest.approx(math.nan, nan_ok=True)),
+    ):
+        metric = MeanAveragePrecision()
+        assert math.isnan(metric.compute().item())
+        metric.update([found], [true])
+        assert metric.compute().item() == wanted
     strict = MeanAveragePrecision(iou=0.75)
-    strict.update([boxes(([1.0, 0.0, 9.0, 8.0], 1, 0.9))], [boxes((LEFT, 1, 1))])
+    strict.update([boxes((next_, 1, 0.9))], [one])
     assert (strict.name, strict.compute().item()) == ("map_75", 1.0)
-
-
-def test_scores_and_classes_without_true_boxes() -> None:
-    true, nothing = boxes((LEFT, 1, 1)), boxes()
-    assert value(boxes((FAR, 1, 0.1), (LEFT, 1, 0.9)), true) == 1.0
-    assert value(boxes((FAR, 1, 0.9), (LEFT, 1, 0.1)), true) == 0.5
-    assert value(boxes((LEFT, 1, 0.9), (FAR, 2, 0.9)), true) == 1.0
-    assert value(nothing, true) == 0.0
-    assert math.isnan(value(boxes((LEFT, 1, 0.9)), nothing))
-    assert math.isnan(MeanAveragePrecision().compute().item())

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import Patch
 from refusal import refused
-from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data import Loader, Task
+from mpframe.data import Loader
 from mpframe.workloads.text.language_model import GPT, next_token
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`
@@ -31,22 +31,17 @@ def task_of(path: Path, **options: Any) -> Any:
     return next_token(str(path), **{**own, **options})
 
 
-def batches(task: Task, epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
-    return list(Loader(task.train, 16, seed=0, shuffle=True).epoch(epoch))
-
-
-def test_targets_are_the_next_tokens(numbered: Path) -> None:
-    task = task_of(numbered)
-    for inputs, targets in batches(task):
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-    assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
-
-
-def test_no_token_is_in_two_parts_and_validation_lies_side_by_side(numbered: Path) -> None:
+def test_targets_are_next_tokens_and_no_token_is_in_two_parts(numbered: Path) -> None:
+    """Windows of the validation lie side by side."""
     task, few = task_of(numbered), task_of(numbered, eval_windows=5)
-    read = torch.cat([torch.cat(pair).flatten() for e in range(3) for pair in batches(task, e)])
+    loader = Loader(task.train, 16, seed=0, shuffle=True)
+    batches = [batch for epoch in range(3) for batch in loader.epoch(epoch)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)  # One token later, and the text counts up.
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+    assert isinstance(task.train.stretches.tokens, np.memmap)  # Mapped and not read.
+    read = torch.cat([inputs, targets]).flatten()
     val, test = (
         {int(token) // LENGTH for pair in part for tokens in pair for token in tokens}
         for part in (task.val, task.test)
@@ -90,7 +85,7 @@ def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     assert [int(token) for token in folder.val[0][0]] == list(text[180:184])
 
 
-def test_the_library_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_the_default(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
     for name in ("abc.py", "json/tool.py", "test/test_abc.py", "site-packages/own.py"):
         path = tmp_path / name
@@ -101,19 +96,11 @@ def test_the_library_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert b"own.py" not in bytes(tokens)
 
 
-def test_an_unknown_token_is_refused(numbered: Path) -> None:
-    # The first window of the validation is 540 to 547, and its last target 548.
-    assert int(task_of(numbered, vocab_size=549).val[0][1][-1]) == 548
-    text = refused(DataError, task_of(numbered, vocab_size=548).val.__getitem__, 0)
-    assert text.startswith("dataset.vocab_size=548: token 548 of the text is 548; set the size to")
-    metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
-    metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
-    assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_what_makes_no_task_and_an_unknown_token_are_refused(numbered: Path) -> None:
+    folder = numbered.parent
+    (folder / "odd").write_bytes(b"abc")
+    (folder / "empty").touch()
+    for options, text in (
         ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
         ({"token_bytes": 4}, "dataset.token_bytes=4: allowed are 1 and 2"),
         ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
@@ -124,15 +111,17 @@ def test_an_unknown_token_is_refused(numbered: Path) -> None:
         ({"root": "odd"}, "odd: 3 bytes are no row of tokens of 2 each; set dataset.token_bytes"),
         ({"root": "empty"}, "empty: 0 bytes are no row of tokens"),
         ({"root": ""}, "it has 0 of 0 bytes; join them"),
-    ],
-)
-def test_what_makes_no_task(numbered: Path, options: dict[str, Any], text: str) -> None:
-    folder = numbered.parent
-    (folder / "odd").write_bytes(b"abc")
-    (folder / "empty").touch()
-    root = folder / options.pop("root", "tokens.bin")
-    error = ConfigError if "must" in text or "allowed" in text else DataError
-    assert text in refused(error, task_of, root, **options)
+    ):
+        root = folder / str(options.pop("root", "tokens.bin"))
+        error = ConfigError if "must" in text or "allowed" in text else DataError
+        assert text in refused(error, task_of, root, **options)
+    # The first window of the validation is 540 to 547, and its last target 548.
+    assert int(task_of(numbered, vocab_size=549).val[0][1][-1]) == 548
+    text = refused(DataError, task_of(numbered, vocab_size=548).val.__getitem__, 0)
+    assert text.startswith("dataset.vocab_size=548: token 548 of the text is 548; set the size to")
+    metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
+    metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
 
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}
@@ -144,55 +133,35 @@ def made(**changed: Any) -> Any:
 
 
 def test_its_numbers_are_those_of_gpt2() -> None:
+    """Whose layers keep their matrices transposed."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_layer=2, n_head=2, n_embd=16, use_cache=False
     )
     reference, own = transformers.GPT2LMHeadModel(config).eval(), made().eval()
-    own.load_state_dict(_renamed(reference.state_dict()))
+    mine, given = own.state_dict(), reference.state_dict()
+    turned = ("qkv.weight", "out.weight", "up.weight", "down.weight")
+    norms_last = (sorted(s, key=lambda n: "norm" in n or "ln_" in n) for s in (mine, given))
+    for name, theirs in zip(*norms_last, strict=True):
+        mine[name].copy_(given[theirs].T if name.endswith(turned) else given[theirs])
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(1))
     # The same sums in another order: a few roundings of numbers of about 1.
     torch.testing.assert_close(own(tokens), reference(tokens).logits, rtol=0, atol=2e-6)
 
 
-NAMES = {
-    "transformer.wte": "token_embed", "transformer.wpe": "position_embed",
-    "transformer.h": "blocks", "transformer.ln_f": "norm", "lm_head": "head",
-    "ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attention.qkv",
-    "attn.c_proj": "attention.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down",
-}  # fmt: skip
-
-
-def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2's weights under our names; its layers keep their matrices transposed."""
-    renamed = {}
-    for name, weight in state.items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        turned = name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
-        renamed[name] = weight.T if turned else weight
-    return renamed
-
-
-def test_a_logit_depends_on_no_later_token() -> None:
-    net = made().eval()
-    tokens = torch.arange(8).view(1, 8)
+def test_a_logit_depends_on_no_later_token_of_windows_up_to_its_length() -> None:
+    net, tokens = made().eval(), torch.arange(8).view(1, 8)
     changed = tokens.clone()
     changed[0, 5] = 10
     before, after = net(tokens), net(changed)
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.equal(before[:, 5], after[:, 5])
+    assert net(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
+    text = refused(DataError, net, torch.zeros(1, 9, dtype=torch.int64))
+    assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")
 
 
-def test_the_head_is_the_embedding() -> None:
-    net = made()
-    assert net.head.weight is net.token_embed.weight
-    with torch.device("meta"):
-        small = GPT(vocab_size=50257, context=1024)
-    assert sum(weight.numel() for weight in small.parameters()) == 124_439_808  # GPT-2 small
-
-
-def test_the_initialisation_is_that_of_gpt2() -> None:
+def test_the_initialisation_is_that_of_gpt2_and_the_head_is_the_embedding() -> None:
     net = made(width=256, depth=8)
     for name, weight in net.named_parameters():
         if weight.dim() == 1:
@@ -202,9 +171,7 @@ def test_the_initialisation_is_that_of_gpt2() -> None:
             # Of n normal numbers the deviation is off by about std / sqrt(2 n): five times that.
             off = 5 * std / math.sqrt(2 * weight.numel())
             assert weight.std().item() == pytest.approx(std, abs=off), name
-
-
-def test_shorter_windows_are_taken_and_longer_ones_refused() -> None:
-    assert made()(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
-    text = refused(DataError, made(), torch.zeros(1, 9, dtype=torch.int64))
-    assert text.startswith("model: 9 tokens, and model.context is 8; give it 8")
+    assert net.head.weight is net.token_embed.weight
+    with torch.device("meta"):
+        small = GPT(vocab_size=50257, context=1024)
+    assert sum(weight.numel() for weight in small.parameters()) == 124_439_808  # GPT-2 small

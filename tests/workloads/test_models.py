@@ -1,15 +1,23 @@
-"""The networks: shapes, torchvision's ResNet to the last number, sizes out of range."""
+"""The networks, and each shipped YAML of the groups dataset and model."""
 
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from checkout import ROOT
+from hydra.utils import get_object
+from omegaconf import OmegaConf
 from refusal import refused
 from torch import nn
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError
+from mpframe.data.images import AUGMENTATIONS
 from mpframe.workloads.detection import SSD, scenes
 from mpframe.workloads.images import cnn, mlp, resnet18
 from mpframe.workloads.segmentation.data import shapes
@@ -33,26 +41,22 @@ def test_mlp(in_features: Any) -> None:
     assert sum(isinstance(module, nn.Dropout) for module in net.modules()) == 3
 
 
-def test_cnn() -> None:
+def test_cnn_changes_no_tensor_in_place() -> None:
     net = cnn(channels=2, classes=5, width=3, stages=2, dropout=0.2)
     first, second = (9 * a * b + 9 * b * b + 2 * 2 * b for a, b in ((2, 3), (3, 6)))
     assert size(net) == first + second + 6 * 5 + 5
-    assert net(torch.zeros(3, 2, 11, 11)).shape == (3, 5)
     assert [name for name, _ in net.named_children()][-2:] == ["dropout", "head"]
-
-
-def test_cnn_changes_no_tensor_in_place() -> None:
     # What a hook sees of a layer must still be there when it looks at it after the forward pass.
-    net = cnn(channels=1, classes=3, width=4)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in net.modules():
         module.register_forward_hook(lambda _m, _i, output: seen.append((output, output.clone())))
-    net(torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-    assert seen
+    images = torch.randn(3, 2, 11, 11, generator=torch.Generator().manual_seed(0))
+    assert net(images).shape == (3, 5)
+    assert len(seen) > 6
     assert all(torch.equal(now, then) for now, then in seen)
 
 
-def test_resnet18_with_its_own_stem_is_torchvisions() -> None:
+def test_resnet18_with_its_own_stem_is_torchvisions_and_with_the_small_stem_smaller() -> None:
     torch.manual_seed(3)
     ours = resnet18(classes=10, small_stem=False).eval()
     torch.manual_seed(3)
@@ -60,12 +64,9 @@ def test_resnet18_with_its_own_stem_is_torchvisions() -> None:
     assert not differing(dict(ours.state_dict()), dict(theirs.state_dict()))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours(images), theirs(images))
-
-
-def test_resnet18_with_the_small_stem() -> None:
     with torch.device("meta"):
-        small, large = resnet18(classes=10), torchvision.models.resnet18(num_classes=10)
-    assert size(small) == size(large) - 64 * 3 * (49 - 9)
+        small = resnet18(classes=10)
+    assert size(small) == size(theirs) - 64 * 3 * (49 - 9)
     assert small.conv1.stride == (1, 1)
     assert isinstance(small.maxpool, nn.Identity)
 
@@ -76,13 +77,9 @@ def test_tabular_by_hand() -> None:
     assert sizes == [(2, round(1.6 * 2**0.56)), (10, round(1.6 * 10**0.56))] == [(2, 2), (10, 6)]
     categorical, continuous = torch.tensor([[1, 9], [0, 0]]), torch.tensor([[2.0], [3.0]])
     net.values_norm.running_mean += 1.0
-    joined = torch.cat(
-        [
-            *(e.weight[categorical[:, i]] for i, e in enumerate(net.embeddings)),
-            (continuous - 1.0) / torch.sqrt(torch.tensor(1.0 + net.values_norm.eps)),
-        ],
-        dim=1,
-    )
+    embedded = [own.weight[categorical[:, i]] for i, own in enumerate(net.embeddings)]
+    normed = (continuous - 1.0) / torch.sqrt(torch.tensor(1.0 + net.values_norm.eps))
+    joined = torch.cat([*embedded, normed], dim=1)
     linear, norm = net.blocks.block1.linear, net.blocks.block1.norm
     hidden = linear(joined).relu() / torch.sqrt(torch.tensor(1.0 + norm.eps))
     torch.testing.assert_close(net(categorical, continuous), net.head(hidden))
@@ -102,14 +99,6 @@ def test_unet_joins_the_features_of_the_same_side() -> None:
         assert size(UNet(channels=3, classes=9)) == 7_703_497
 
 
-def test_unet_refuses_sides_that_it_cannot_halve() -> None:
-    net = UNet(channels=1, classes=2, width=2)
-    assert refused(ConfigError, net, torch.zeros(1, 1, 16, 20)) == (
-        "model.stages: halves images of [16, 20] to no whole number; use sides that are multiples "
-        "of 8 (dataset.image_size) or fewer stages"
-    )
-
-
 OTHERS: dict[Any, dict[str, Any]] = {
     mlp: {"in_features": 4, "classes": 2},
     cnn: {"channels": 1, "classes": 2},
@@ -122,40 +111,92 @@ OTHERS: dict[Any, dict[str, Any]] = {
 WHOLE, SHARE = "must be a whole number >=", "must be >= 0 and < 1"
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "text"),
-    [
-        (mlp, {"in_features": [3, 0]}, f"model.in_features=0: {WHOLE} 1"),
-        (mlp, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
-        (mlp, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
-        (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
-        (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
-        (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
-        (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
-        (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
-        (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
-        (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),
-        (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
-        (LSTM, {"layers": 0}, f"model.layers=0: {WHOLE} 1"),
-        (LSTM, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
-        (SSD, {"width": 0.5}, f"model.width=0.5: {WHOLE} 1"),
-        (GPT, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
-        (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),
-        (phonemes, {"train": 0}, f"dataset.train=0: {WHOLE} 1"),
-        (phonemes, {"classes": 1}, f"dataset.classes=1: {WHOLE} 2"),
-        (phonemes, {"data_seed": -1}, f"dataset.data_seed=-1: {WHOLE} 0"),
-        (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
-        (scenes, {"val": 0}, f"dataset.val=0: {WHOLE} 1"),
-        (scenes, {"channels": 1}, "dataset.channels=1: scenes has 3; set dataset.channels=3"),
-        (scenes, {"classes": 3}, "dataset.classes=3: scenes has 4; set dataset.classes=4"),
-        (scenes, {"image_size": 8}, f"dataset.image_size=8: {WHOLE} 16"),
-        (shapes, {"image_size": 7}, "dataset.image_size=7: "),
-        (shapes, {"channels": 0}, "dataset.channels=0: "),
-        (shapes, {"most_shapes": 0}, "dataset.most_shapes=0: "),
-        (shapes, {"classes": 3}, "dataset.classes=3: "),
-        *((make, {"cache_bytes": -1}, f"dataset.cache_bytes=-1: {WHOLE} 0")
-          for make in (phonemes, scenes, shapes)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "given", "text"), [
+    (mlp, {"in_features": [3, 0]}, f"model.in_features=0: {WHOLE} 1"),
+    (mlp, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+    (mlp, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+    (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
+    (cnn, {"dropout": -0.1}, f"model.dropout=-0.1: {SHARE}"),
+    (resnet18, {"classes": True}, f"model.classes=True: {WHOLE} 1"),
+    (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
+    (lambda: UNet(1, 2, 2)(torch.zeros(1, 1, 16, 20)), {}, "model.stages: halves images of [16"
+     ", 20] to no whole number; use sides that are multiples of 8 (dataset.image_size) or fe"),
+    (Tabular, {"categories": {}}, "model.categories, model.continuous: are both"),
+    (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
+    (Tabular, {"hidden": [4, 0]}, f"model.hidden.1=0: {WHOLE} 1"),
+    (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
+    (LSTM, {"layers": 0}, f"model.layers=0: {WHOLE} 1"),
+    (LSTM, {"dropout": 1.0}, f"model.dropout=1.0: {SHARE}"),
+    (SSD, {"width": 0.5}, f"model.width=0.5: {WHOLE} 1"),
+    (GPT, {"depth": 0}, f"model.depth=0: {WHOLE} 1"),
+    (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),
+    (phonemes, {"train": 0}, f"dataset.train=0: {WHOLE} 1"),
+    (phonemes, {"classes": 1}, f"dataset.classes=1: {WHOLE} 2"),
+    (phonemes, {"data_seed": -1}, f"dataset.data_seed=-1: {WHOLE} 0"),
+    (phonemes, {"noise": float("nan")}, "dataset.noise=nan: must be a number >= 0"),
+    (scenes, {"val": 0}, f"dataset.val=0: {WHOLE} 1"),
+    (scenes, {"channels": 1}, "dataset.channels=1: scenes has 3; set dataset.channels=3"),
+    (scenes, {"classes": 3}, "dataset.classes=3: scenes has 4; set dataset.classes=4"),
+    (scenes, {"image_size": 8}, f"dataset.image_size=8: {WHOLE} 16"),
+    (shapes, {"image_size": 7}, "dataset.image_size=7: "),
+    (shapes, {"channels": 0}, "dataset.channels=0: "),
+    (shapes, {"most_shapes": 0}, "dataset.most_shapes=0: "),
+    (shapes, {"classes": 3}, "dataset.classes=3: "),
+    *((make, {"cache_bytes": -1}, f"dataset.cache_bytes=-1: {WHOLE} 0")
+      for make in (phonemes, scenes, shapes)),
+])  # fmt: skip
 def test_what_is_out_of_range(make: Any, given: dict[str, Any], text: str) -> None:
     assert refused(ConfigError, make, **{**OTHERS.get(make, {}), **given}).startswith(text)
+
+
+CONF = ROOT / "conf"
+MODELS = CONF / "model"
+DATASETS = [path for path in sorted((CONF / "dataset").glob("*.yaml")) if path.stem != "own"]
+
+
+def target_of(path: Path) -> Callable[..., Any]:
+    return get_object(OmegaConf.load(path)._target_)
+
+
+def test_keys_are_the_arguments_and_values_their_defaults() -> None:
+    ours = [p for p in (*DATASETS, *MODELS.glob("*.yaml")) if "_target_: mpframe." in p.read_text()]
+    assert len(ours) > 10
+    for path in ours:
+        options: Any = OmegaConf.load(path)
+        target, parameters = target_of(path), inspect.signature(target_of(path)).parameters
+        module, _, name = options._target_.rpartition(".")
+        assert name == target.__name__
+        assert module.startswith("mpframe.workloads.") or module == "mpframe.data"
+        # How workers load has its default in the schema alone.
+        extra = {"_target_"} | ({"batch_size"} if path in DATASETS else set())
+        assert set(options) == set(parameters) | extra, path
+        assert options.get("augment", "none") in AUGMENTATIONS
+        # The others choose their own.
+        same = parameters if path in DATASETS and name.lower() == path.stem else {}
+        assert {key: options[key] for key in same} == {k: p.default for k, p in same.items()}, path
+
+
+@pytest.mark.parametrize("model", ["cnn", "gan", "mlp", "resnet18"])
+def test_every_model_takes_every_dataset_of_classified_images(model: str) -> None:
+    own = MODELS / f"{model}.yaml"
+    for path in (path for path in DATASETS if "augment:" in path.read_text()):
+        config = OmegaConf.create({"dataset": OmegaConf.load(path), "model": OmegaConf.load(own)})
+        resolved: Any = OmegaConf.to_container(config, resolve=True)
+        facts, arguments = resolved["dataset"], resolved["model"]
+        del arguments["_target_"]
+        side = facts["image_size"]
+        with torch.device("meta"):
+            net = target_of(own)(**arguments).eval()
+            outputs = net(torch.zeros(2, facts["channels"], side, side))
+        # A GAN gives one logit each for the real and for the made images.
+        wanted = [(2, 1), (2, 1)] if model == "gan" else [(2, facts["classes"])]
+        assert [own.shape for own in (outputs if model == "gan" else [outputs])] == wanted
+
+
+def test_every_option_is_explained() -> None:
+    for path in (*CONF.glob("dataset/*.yaml"), *MODELS.glob("*.yaml")):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("# "), path
+        for before, line in pairwise(lines):
+            plain = line.startswith(("_target_:", "classes: 10", "#", "  "))
+            assert plain or " # " in line or before.startswith("#"), line

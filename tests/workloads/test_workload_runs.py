@@ -1,4 +1,4 @@
-"""The workloads as runs: resumed, evaluated, predicted, exported; the precision ladder's rungs."""
+"""Workloads and batches of a user's own as runs: resumed, evaluated, predicted, exported."""
 
 import csv
 import json
@@ -12,16 +12,17 @@ import torch
 from in_process import StartRun, train
 from PIL import Image
 from sameness import assert_same_run, cut
+from texts import Texted
 from tiny_experiments import tiny
-from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.cli.commands import export, predict
+from mpframe.cli.commands import autopsy, export, predict
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.locations import CONF
-from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.errors import DataError, DivergedError, MpframeError
 from mpframe.core.tree import tensors_in
+from mpframe.lab.autopsy import evidence
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
@@ -46,21 +47,19 @@ OWN = {  # by experiment: its metric and what makes it smaller
 
 
 class Trained:
-    """A run of an experiment, in mixed precision, made once."""
-
     def __init__(self, name: str, data: Path, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.options = [*tiny(name, data), *STEPS, *OWN[name][1].split(), "dtype=mixed"]
         if name == "bert_spans_small":
-            self.options.append(f"dataset.root={data}/tweets.csv")
+            words = ("good", "bad", "odd")
+            rows = "".join(f"{n},a {words[n % 3]} day,{words[n % 3]},s{n % 3}\n" for n in range(60))
+            (folder / "tweets.csv").write_text(f"textID,text,selected_text,sentiment\n{rows}")
+            self.options.append(f"dataset.root={folder}/tweets.csv")
         train(folder, *self.options)
 
 
 @pytest.fixture(scope="module", params=OWN)
 def run(request: Any, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    words = ("good", "bad", "odd")
-    rows = "".join(f"{n},a {words[n % 3]} day,{words[n % 3]},s{n % 3}\n" for n in range(60))
-    (tiny_data / "tweets.csv").write_text(f"textID,text,selected_text,sentiment\n{rows}")
     return Trained(request.param, tiny_data, tmp_path_factory.mktemp("run"))
 
 
@@ -74,13 +73,8 @@ def of(*names: str, slow: tuple[str, ...] = ()) -> Any:
     *("photographs_unet_small", "gpt_small", "bert_classifier_small"),
     slow=("bikes", "bert_spans_small", "speech_lstm_small", "detection_ssd_small"),
 )
-def test_a_resumed_run_equals_the_undisturbed_one_and_its_evaluation(
-    run: Trained, tmp_path: Path
-) -> None:
-    resumed = tmp_path / "resumed"
-    shutil.copytree(run.folder, resumed)
-    shutil.rmtree(checkpoint.all_in(resumed)[-1])
-    (resumed / "summary.json").unlink()
+def test_a_resumed_run_and_an_evaluation_equal_the_whole_run(run: Trained, tmp_path: Path) -> None:
+    resumed = cut(run.folder, tmp_path / "resumed", 2)
     train(resumed, *run.options, "resume=auto")
     assert_same_run(run.folder, resumed)
     summary = Summary.read(run.folder)
@@ -140,9 +134,7 @@ def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
 
 
 @of("bikes", "photographs_unet_small")
-def test_other_data_are_not_read_with_other_numbers(
-    run: Trained, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_other_data_are_not_read_alike(run: Trained, tiny_data: Path, tmp_path: Path) -> None:
     if run.name == "bikes":
         shutil.copytree(tiny_data / "bikes", tmp_path / "bikes")
         (table,) = (tmp_path / "bikes").iterdir()
@@ -161,28 +153,18 @@ def test_other_data_are_not_read_with_other_numbers(
 
 
 @of("bert_classifier_small")
-def test_other_texts_are_not_read_with_other_numbers(run: Trained, tmp_path: Path) -> None:
-    other = tmp_path / "texts"
-    for topic in ("art", "business", "politics", "sport", "tech"):
-        (other / topic).mkdir(parents=True)
-        for number in range(5):
-            (other / topic / f"{number}.txt").write_text(f"quite {topic} x{number}")
+def test_other_texts_are_not_read_alike(run: Trained, tiny_data: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_data / "text_folder", tmp_path / "texts")
+    for path in other.glob("*/*.txt"):
+        path.write_text(path.read_text().replace("more", f"quite x{path.stem}"))
     own = f"dataset.vocab={run.folder}/vocab.txt"
     with pytest.raises(DataError, match=rf"vocabulary of its tokenizer is not the run's, .*{own}$"):
         evaluate(run.folder, [f"dataset.root={other}"])
     assert evaluate(run.folder, [f"dataset.root={other}", own]).samples == 2
-    changed = tmp_path / "run"
-    shutil.copytree(run.folder, changed)
+    changed = shutil.copytree(run.folder, tmp_path / "run")
     (changed / "vocab.txt").write_text("changed")
     with pytest.raises(MpframeError, match=r"the vocabulary of its tokenizer is not the run's"):
         train(changed, *run.options, "trainer.max_steps=4", "resume=auto")
-
-
-RUNGS = sorted(path.stem for path in (CONF / "rung").glob("*.yaml"))
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return dict(checkpoint.load(folder)["trainer"]["weights"])
 
 
 def built(*words: str) -> Any:
@@ -190,32 +172,26 @@ def built(*words: str) -> Any:
     return build_trainer(config, build_task(config), batches=4)
 
 
-def test_the_command_runs_every_rung() -> None:
+def test_the_command_runs_every_rung_and_each_stores_what_it_says() -> None:
     for name in ("ladder", "ladder_digits"):
         _, composed = compose_named([f"experiment={name}"])
         assert composed.hydra.mode.name == "MULTIRUN"
-        assert sorted(composed.hydra.sweeper.params.rung.split(",")) == RUNGS
+        rungs = sorted(path.stem for path in (CONF / "rung").glob("*.yaml"))
+        assert sorted(composed.hydra.sweeper.params.rung.split(",")) == rungs
     _, composed = compose_named(["experiment=ladder_digits", "rung=dynamic"])
     scaler = check_config(without_hydra(composed)).loss_scaling
     assert (scaler["init_scale"], scaler["growth_interval"]) == (2.0**24, 500)
-
-
-@pytest.mark.parametrize(
-    ("rung", "conv", "norm", "masters"),
-    [
-        ("fp32", torch.float32, torch.float32, False),
-        ("half", torch.float16, torch.float16, False),
-        ("fp32_norms", torch.float16, torch.float32, False),
-        ("masters", torch.float16, torch.float32, True),
-    ],
-)
-def test_each_rung_stores_what_it_says(rung: str, conv: Any, norm: Any, masters: bool) -> None:
-    trainer = built("experiment=ladder_digits", "model.width=4", f"rung={rung}")
-    stored = dict(trainer.model.named_parameters())
-    assert stored["layer1.0.conv1.weight"].dtype == conv
-    assert stored["layer1.0.bn1.weight"].dtype == norm
-    kept = trainer.state_dict()["weights"]["layer1.0.conv1.weight"]  # A master, if there is one.
-    assert (conv == torch.float16 and kept.dtype == torch.float32) == masters
+    single, half = torch.float32, torch.float16
+    for rung, conv, norm, kept in (
+        *(("fp32", single, single, single), ("half", half, half, half)),
+        *(("fp32_norms", half, single, half), ("masters", half, single, single)),
+    ):
+        trainer = built("experiment=ladder_digits", "model.width=4", f"rung={rung}")
+        stored = dict(trainer.model.named_parameters())
+        assert stored["layer1.0.conv1.weight"].dtype == conv
+        assert stored["layer1.0.bn1.weight"].dtype == norm
+        # A master, if there is one.
+        assert trainer.state_dict()["weights"]["layer1.0.conv1.weight"].dtype == kept
 
 
 TUNING = [
@@ -230,8 +206,8 @@ def test_the_body_waits_for_the_head(start_run: StartRun, tiny_data: Path, tmp_p
     start_run(source, "experiment=fine_tuning_backbone", "trainer.max_steps=1",
               f"dataset.root={tiny_data / 'fashion_mnist'}", "dataset.batch_size=8")  # fmt: skip
     start_run(tmp_path / "run", *TUNING, f"init_from={source}", "trainer.epochs=2")
-    before = weights(source)
-    first, last = (weights(cut(tmp_path / "run", tmp_path / f"cut{n}", n)) for n in (2, 4))
+    ends = (source, *(cut(tmp_path / "run", tmp_path / f"cut{n}", n) for n in (2, 4)))
+    before, first, last = (dict(checkpoint.load(end)["trainer"]["weights"]) for end in ends)
     trained = [name for name in before if "running" not in name and "tracked" not in name]
     body = [name for name in trained if not name.startswith("fc")]
     assert all(torch.equal(first[name], before[name]) for name in body)
@@ -240,3 +216,49 @@ def test_the_body_waits_for_the_head(start_run: StartRun, tiny_data: Path, tmp_p
     stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters()}
     assert stored["fc.weight"] == "float32"
     assert stored["layer1.0.conv1.weight"] == stored["conv1.weight"] == "bfloat16"
+
+
+OWN_PARTS = ["model=own", "dataset=own", "device=cpu", "dataset.batch_size=8"]
+TARGETS = ["model._target_=texts.Reader", "dataset._target_=texts.task"]
+TEXTS = [*OWN_PARTS, *TARGETS, "trainer.max_steps=12", "trainer.keep_last=100"]
+BOXES = [*OWN_PARTS, "model._target_=boxes.detector", "dataset._target_=boxes.task"]
+
+
+def test_resumed_and_of_objects_a_run_is_the_same(start_run: StartRun, tmp_path: Path) -> None:
+    """Twelve steps are an epoch of seven and five more; the cut is in the first one."""
+    options = [*TEXTS, "trainer.checkpoint_every=4"]
+    whole = start_run(tmp_path / "whole", *options)
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
+    start_run(resumed, *options, "dataset.workers=2", "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
+    objects = start_run(tmp_path / "objects", *options, "+dataset.as_object=true")
+    assert (whole.train_loss, whole.val_loss) == (objects.train_loss, objects.val_loss)
+
+
+def test_the_autopsy_keeps_a_batch_and_names_samples(start_run: StartRun, tmp_path: Path) -> None:
+    beyond = "+model.gain=1e6", "trainer.max_consecutive_skips=3", "+dataset.as_object=true"
+    with pytest.raises(DivergedError, match=r"report\.md"):
+        start_run(tmp_path, *TEXTS, *beyond)
+    (folder,) = evidence.all_in(tmp_path)
+    step, _, _ = evidence.load(folder)
+    (batch,) = step.batches
+    assert type(batch) is dict
+    assert [f"text {index}" for index in step.samples[0]] == batch["names"]
+    written = (folder / "report.md").read_text()
+    assert "beyond float16" in written.splitlines()[0]
+    # The classes, named once more.
+    assert autopsy.of_evidence(folder, TARGETS).markdown() == written
+    example = Texted(torch.zeros(1), torch.zeros(1), ["text"])
+    assert type(step.like(example).batches[0]) is Texted
+
+
+def test_lists_of_pictures_of_different_sizes(start_run: StartRun, tmp_path: Path) -> None:
+    options = [*BOXES, "dataset.batch_size=3", "trainer.epochs=1"]
+    done = start_run(tmp_path / "run", *options, "dtype=mixed")
+    assert (done.status, done.steps, done.samples) == ("finished", 5, 15)
+    # The mean over the samples, not over the batches: the last one of validation has one picture.
+    assert done.val_metric is not None
+    # Each loss is a mean in fp32 of 12 squared differences: 3 + 12 roundings of at most 2^-24.
+    assert done.val_loss == pytest.approx(done.val_metric**2, rel=15 * 2.0**-24)
+    with pytest.raises(DataError, match=r"sample 11 holds NaN or inf in its targets\.boxes"):
+        start_run(tmp_path / "bad", *options, "+dataset.bad=11")

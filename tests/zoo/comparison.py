@@ -6,16 +6,22 @@ of roundings. float16 rounds 8 times as finely and is held to the same. A model 
 leave float16 whatever the scale is no failure if torch.autocast in float16 says so, too.
 """
 
+import copy
+import random
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
-import training
 from example import Example, NotBuiltError
-from training import Outcome
+from torch import Tensor, nn
+
+from mpframe import Backoff, Precision
 
 FACTOR = 4.0
 MODES = {
@@ -26,41 +32,43 @@ MODES = {
     "mixed bfloat16": ("mixed", "bfloat16"),
 }
 RECOMPUTED = ("amp bfloat16", "mixed float16")
+TRIES = 30  # Backoff starts at 2^16, and 2^24 steps down is further than any model needs
 
 
 @dataclass
 class Row:
-    """What became of one model.
-
-    Attributes:
-        name: library/model.
-        kind: its class.
-        autocast: distance under torch.autocast bfloat16, or why it raised.
-        allowed: how far from fp32 a mode may be.
-        modes: by mode, and `<mode> recomputed`, the distance, or why it raised.
-        failures: what of that must not be.
-        built: why the model could not be built.
-    """
+    """What became of one model, whose name is library/model and whose kind is its class."""
 
     name: str
     kind: str = ""
-    autocast: float | str = ""
-    allowed: float = 0.0
+    autocast: float | str = ""  # the distance under torch.autocast bfloat16, or why it raised
+    allowed: float = 0.0  # how far from fp32 a mode may be
+    # By mode, and `<mode> recomputed`, the distance, or why it raised.
     modes: dict[str, float | str] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    built: str = ""
+    failures: list[str] = field(default_factory=list)  # what of that must not be
+    built: str = ""  # why the model could not be built
     seconds: float = 0.0
 
 
+class Outcome(NamedTuple):
+    """The unscaled loss of each step that was applied, and what is compared with other outcomes.
+
+    That is the gradient of the first step, flat, fp32, unscaled, every parameter in order, zeros
+    where one has none; of an example that takes more steps than two it is the losses.
+    """
+
+    losses: list[float]
+    compared: Tensor
+
+
 def compare(name: str, example: Example) -> Row:
-    """Train `example` in every mode and judge the outcomes."""
     start = time.monotonic()
     row = Row(name, type(example.model).__name__)
-    plain = training.train_plain(example)
-    if not (plain.gradients.isfinite().all() and plain.gradients.any()):
+    plain = train(example)
+    if not (plain.compared.isfinite().all() and plain.compared.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
-    row.autocast = _distance_or_error(plain, example, training.AUTOCAST)
-    sizes = [_distance_or_error(plain, example, rounded=True), row.autocast]
+    row.autocast = _distance_or_error(plain, example, autocast=torch.bfloat16)
+    sizes = [_distance_or_error(plain, example, change="round"), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
     _judge(row, outcomes["fp32"], plain)
@@ -70,15 +78,72 @@ def compare(name: str, example: Example) -> Row:
     return row
 
 
+def train(example: Example, mode: str = "", autocast: Any = None, change: str = "") -> Outcome:
+    """Steps of AdamW of a copy, by torch alone or in a mode, as a user's own loop takes them.
+
+    change: `round` the weights to bfloat16 (how much does the model mind that?), or `recompute`
+    with the model's own activation checkpointing. OverflowError: none of TRIES applied a step.
+    """
+    model: Any = copy.deepcopy(example.model)
+    loss_of = partial(_seeded, example)
+    if change == "recompute" and example.recompute is not None:
+        example.recompute(model)
+    if change == "round":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    context: Any = partial(torch.autocast, "cpu", autocast) if autocast else nullcontext
+    scaler = None
+    if mode:
+        kind, half = MODES[mode]
+        precision = Precision(kind, half)
+        model, optimizer = precision.prepare(model, optimizer, loss_of if example.traced else None)
+        context = precision.cast
+        scaler = Backoff() if half == "float16" and kind != "fp32" else None
+    losses: list[float] = []
+    gradients: list[Tensor] = []
+    for _ in range(example.steps + TRIES):
+        scale = torch.ones(()) if scaler is None else scaler.scale
+        with context():
+            loss = loss_of(model, len(losses))
+        (loss * scale).backward()
+        gradient = _flat(model, scale.item())
+        skipped = getattr(optimizer.step(scaler), "skipped", False)
+        optimizer.zero_grad()
+        if not skipped:
+            example.after_step(model)
+            losses.append(loss.item())
+            gradients.append(gradient)
+        if len(losses) == example.steps:
+            whole = torch.tensor(losses, dtype=torch.float64)
+            return Outcome(losses, gradients[0] if example.steps == 2 else whole)
+    raise OverflowError(f"beyond {half} at every scale")
+
+
+def _seeded(example: Example, model: nn.Module, step: int = 0) -> Tensor:
+    """The loss; whatever is random in the forward pass is so in the same way."""
+    random.seed(step)
+    numpy.random.seed(step)  # What transformers draws its masks from
+    torch.manual_seed(step)
+    return example.loss(model, step)
+
+
+def _flat(model: nn.Module, scale: float) -> Tensor:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    return torch.cat([grad.float().flatten() / scale for grad in grads])
+
+
 def _try(
-    row: Row, mode: str, example: Example, plain: Outcome, *, recompute: bool = False
+    row: Row, mode: str, example: Example, plain: Outcome, recompute: bool = False
 ) -> Outcome | None:
     key = f"{mode} recomputed" if recompute else mode
     try:
-        outcome = training.train(example, *MODES[mode], recompute=recompute)
+        outcome = train(example, mode, change="recompute" if recompute else "")
     except OverflowError as error:
         row.modes[key] = f"{error}, under torch.autocast too"
-        if not training.overflows_under_autocast(example):
+        if train(example, autocast=torch.float16).compared.isfinite().all():
             row.failures.append(f"{key}: {error}, but not under torch.autocast")
         return None
     except Exception as error:
@@ -101,10 +166,8 @@ def _judge(row: Row, exact: Outcome | None, plain: Outcome) -> None:
 def _judge_recomputation(row: Row, example: Example, stored: dict[str, Outcome | None]) -> None:
     """Recomputed activations must give the same bits, where they do so in fp32."""
     plain = stored["fp32"]
-    if plain is None:
-        return
-    again = _try(row, "fp32", example, plain, recompute=True)
-    if again is None or not _same(again, plain):
+    again = plain and _try(row, "fp32", example, plain, recompute=True)
+    if plain is None or again is None or not _same(again, plain):
         return
     for mode in RECOMPUTED:
         outcome, kept = _try(row, mode, example, plain, recompute=True), stored[mode]
@@ -113,19 +176,18 @@ def _judge_recomputation(row: Row, example: Example, stored: dict[str, Outcome |
 
 
 def _same(a: Outcome, b: Outcome) -> bool:
-    return a.losses == b.losses and torch.equal(a.gradients, b.gradients)
+    return a.losses == b.losses and torch.equal(a.compared, b.compared)
 
 
-def _distance_or_error(plain: Outcome, *given: Any, **named: Any) -> float | str:
+def _distance_or_error(plain: Outcome, example: Example, **how: Any) -> float | str:
     try:
-        return _distance(training.train_plain(*given, **named), plain)
+        return _distance(train(example, **how), plain)
     except Exception as error:
         return _first_line(error)
 
 
 def _distance(outcome: Outcome, plain: Outcome) -> float:
-    off = (outcome.gradients - plain.gradients).norm() / plain.gradients.norm()
-    return off.item()
+    return ((outcome.compared - plain.compared).norm() / plain.compared.norm()).item()
 
 
 def _first_line(error: Exception) -> str:

@@ -3,35 +3,27 @@
 from typing import Any
 
 import torch
-from example import Example, images, row
-from torch import Tensor
+from example import Example, called, images, noise, row
 
 TEXT, WIDTH = 8, 32  # tokens of a prompt and their width
 
 
 def names() -> list[str]:
-    """The classes that this file knows how to make small."""
     return sorted(MODELS)
 
 
 def build(name: str) -> Example:
-    """A model of this class in training mode, with a batch of two."""
     import diffusers
 
     options, named = MODELS[name]
     torch.manual_seed(0)
     model = getattr(diffusers, name)(**options).train()
-    recompute = None
-    if model._supports_gradient_checkpointing:
-        recompute = type(model).enable_gradient_checkpointing
-    return Example(model, named=named, recompute=recompute)
+    recomputes = model._supports_gradient_checkpointing
+    turn_on = type(model).enable_gradient_checkpointing if recomputes else None
+    return called(model, recompute=turn_on, **named)
 
 
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(4))
-
-
-_STEP, _PROMPT = torch.tensor([3, 7]), _noise(2, TEXT, WIDTH)
+_STEP, _PROMPT = torch.tensor([3, 7]), noise(2, TEXT, WIDTH)
 _PROMPTED: dict[str, Any] = {"timestep": _STEP, "encoder_hidden_states": _PROMPT}
 _POOLED = {**_PROMPTED, "pooled_projections": _PROMPT[:, 0]}
 _EARLY = {**_PROMPTED, "timestep": _STEP / 10}
@@ -65,7 +57,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "UNet2DConditionModel": ({**_CROSS, **_blocks(2)}, row(sample=_IMAGE, **_PROMPTED)),
     "UNet3DConditionModel": (
-        {**_CROSS, **_blocks(3)}, row(sample=_noise(2, 4, 4, 16, 16), **_PROMPTED),
+        {**_CROSS, **_blocks(3)}, row(sample=noise(2, 4, 4, 16, 16), **_PROMPTED),
     ),
     "ControlNetModel": (
         row(down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=WIDTH,
@@ -101,20 +93,20 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FluxTransformer2DModel": (
         row(in_channels=4, num_single_layers=1, joint_attention_dim=WIDTH,
              pooled_projection_dim=WIDTH, axes_dims_rope=(4, 4, 8), **_HEADS),
-        row(hidden_states=_noise(2, 16, 4), img_ids=torch.zeros(16, 3),
+        row(hidden_states=noise(2, 16, 4), img_ids=torch.zeros(16, 3),
              txt_ids=torch.zeros(TEXT, 3), **{**_POOLED, **_EARLY}),
     ),
     "PriorTransformer": (
         row(embedding_dim=WIDTH, num_embeddings=TEXT, additional_embeddings=4, **_HEADS),
-        row(hidden_states=_noise(2, WIDTH), proj_embedding=_noise(2, WIDTH), **_PROMPTED),
+        row(hidden_states=noise(2, WIDTH), proj_embedding=noise(2, WIDTH), **_PROMPTED),
     ),
     "WanTransformer3DModel": (
         row(text_dim=WIDTH, freq_dim=16, ffn_dim=64, cross_attn_norm=True, **_FOUR),
-        row(hidden_states=_noise(2, 4, 2, 8, 8), **_PROMPTED),
+        row(hidden_states=noise(2, 4, 2, 8, 8), **_PROMPTED),
     ),
     "LTXVideoTransformer3DModel": (
         row(cross_attention_dim=32, caption_channels=WIDTH, **_FOUR),
-        row(hidden_states=_noise(2, 2 * 4 * 4, 4), encoder_attention_mask=torch.ones(2, TEXT),
+        row(hidden_states=noise(2, 2 * 4 * 4, 4), encoder_attention_mask=torch.ones(2, TEXT),
              num_frames=2, height=4, width=4, **_PROMPTED),
     ),
     "AuraFlowTransformer2DModel": (
@@ -126,6 +118,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CogVideoXTransformer3DModel": (
         row(text_embed_dim=WIDTH, time_embed_dim=8, sample_width=8, sample_height=8,
              sample_frames=5, max_text_seq_length=TEXT, **_FOUR),
-        row(hidden_states=_noise(2, 2, 4, 8, 8), **_PROMPTED),
+        row(hidden_states=noise(2, 2, 4, 8, 8), **_PROMPTED),
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""One model of the zoo with a batch of its own, and the loss that it is trained with."""
+"""One model of the zoo, and the losses that it is trained with."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Recompute = Callable[[nn.Module], object]
-
 
 class NotBuiltError(Exception):
     """The zoo does not know how to make this model small, or what to feed it."""
@@ -16,23 +14,27 @@ class NotBuiltError(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """A model at its smallest, and one batch.
+    """A model at its smallest: fp32, with random weights, on the CPU.
 
     Attributes:
-        model: fp32, with random weights, on the CPU.
-        inputs: positional arguments of its forward pass.
-        named: the others.
+        loss: of (model, step), 0-d.
         recompute: turns on the model's own activation checkpointing; None where it has none.
+        steps: how many it takes.
+        traced: whether `prepare` is given an example.
+        after_step: called with the model behind every applied step.
     """
 
     model: nn.Module
-    inputs: tuple[Any, ...] = ()
-    named: Mapping[str, Any] | None = None
-    recompute: Recompute | None = None
+    loss: Callable[[Any, int], Tensor]
+    recompute: Callable[[nn.Module], object] | None = None
+    steps: int = 2
+    traced: bool = False
+    after_step: Callable[[Any], object] = lambda model: None
 
-    def loss(self, model: nn.Module) -> Tensor:
-        """0-d: the loss that `model` returns by itself, else a distance to fixed targets."""
-        return loss_of(model(*self.inputs, **(self.named or {})))
+
+def called(model: nn.Module, /, *inputs: Any, recompute: Any = None, **named: Any) -> Example:
+    """Trained with the same inputs in each step."""
+    return Example(model, lambda own, _: loss_of(own(*inputs, **named)), recompute)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -45,33 +47,31 @@ def loss_of(outputs: Any) -> Tensor:
     if isinstance(own, Tensor) and own.ndim == 0:
         return own
     losses = [o for o in tensors_in(outputs) if o.requires_grad]
-    if all(o.ndim == 0 for o in losses):
-        return torch.stack([o.float() for o in losses]).sum()
-    noise = torch.Generator().manual_seed(7)
-    return torch.stack(
-        [(o.float() - torch.randn(o.shape, generator=noise)).square().mean() for o in losses]
-    ).sum()
+    if any(o.ndim for o in losses):
+        random = torch.Generator().manual_seed(7)
+        wanted = [torch.randn(o.shape, generator=random) for o in losses]
+        losses = [(o.float() - w).square().mean() for o, w in zip(losses, wanted, strict=True)]
+    return torch.stack([o.float() for o in losses]).sum()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The floating tensors in nested tuples, lists, mappings and dataclasses, in their order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-        return
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    if is_dataclass(value) and not isinstance(value, Mapping):
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
-        children = list(value.values())
-    elif is_dataclass(value):
-        children = [getattr(value, field.name) for field in fields(value)]
-    else:
-        children = list(value) if isinstance(value, list | tuple) else []
-    for child in children:
+        value = list(value.values())
+    for child in value if isinstance(value, list | tuple) else ():
         yield from tensors_in(child)
 
 
+def noise(*shape: int, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def images(size: int, *, channels: int = 3, count: int = 2) -> Tensor:
-    """A batch of noise as images, float32."""
-    return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
+    return noise(count, channels, size, size, seed=1)
 
 
 def row(**options: Any) -> dict[str, Any]:

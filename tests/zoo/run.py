@@ -1,9 +1,5 @@
 """Trains real models in every mode beside torch, and says where they come out otherwise.
 
-python tests/zoo/run.py                             every model of every installed library
-python tests/zoo/run.py timm transformers/bert      those whose library/name begins so
-python tests/zoo/run.py --jobs 4 --write            all, into zoo.csv and README.md beside this file
-
 Each model has a process of its own, and a time limit, so that none stops the others. Exit code 1
 where one of them fails. `pip install -e ".[zoo]"` for the libraries; nothing is downloaded.
 """
@@ -30,7 +26,6 @@ LIMIT = 300.0  # seconds a model may take
 
 
 def main() -> int:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prefixes", nargs="*", help="library/name or its beginning")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
@@ -41,7 +36,9 @@ def main() -> int:
     rows = []
     for row in _measured(names, asked.jobs, asked.limit):
         rows.append(row)
-        print(f"[{len(rows)}/{len(names)}] {row.name}: {_said(row)}", flush=True)
+        verdict = "; ".join(row.failures) or f"agrees ({row.seconds:.1f} s)"
+        said = f"not built: {row.built}" if row.built else verdict
+        print(f"[{len(rows)}/{len(names)}] {row.name}: {said}", flush=True)
         if asked.write:
             import page
 
@@ -49,12 +46,6 @@ def main() -> int:
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} models, {sum(not r.built for r in rows)} built, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def _said(row: Any) -> str:
-    if row.built:
-        return f"not built: {row.built}"
-    return "; ".join(row.failures) or f"agrees ({row.seconds:.1f} s)"
 
 
 def _names() -> list[str]:
@@ -91,7 +82,6 @@ def _measured(names: list[str], jobs: int, limit: float) -> Iterator[Any]:
 
 
 def _received(connection: Any, process: Any, name: str, limit: float) -> Any:
-    """The row of a process that has ended or run out of time."""
     from comparison import Row
 
     try:
@@ -107,7 +97,6 @@ def _received(connection: Any, process: Any, name: str, limit: float) -> Any:
 
 
 def measure(name: str, answer: Connection) -> None:
-    """Build and compare one model; the row is sent to `answer`."""
     import torch
     from comparison import Row, compare
 

@@ -4,7 +4,7 @@ Names say sizes. Where none does, the first of the alphabet is taken.
 """
 
 import torch
-from example import Example, NotBuiltError, images
+from example import Example, NotBuiltError, called, images
 from torch import nn
 
 SIZES = ("test", "atto", "femto", "pico", "zepto", "nano", "xxs", "micro", "xxtiny", "xtiny")
@@ -15,18 +15,12 @@ CLASSES = 5
 
 
 def names() -> list[str]:
-    """One model of each of timm's files."""
     import timm
 
     return sorted({_smallest(timm.list_models(module=m)) for m in timm.list_modules()} - {""})
 
 
 def build(name: str) -> Example:
-    """The model with four images, as small as it takes.
-
-    Raises:
-        NotBuiltError: it takes none of the sizes.
-    """
     import timm
 
     with torch.device("meta"):
@@ -39,20 +33,19 @@ def build(name: str) -> Example:
             try:
                 model = timm.create_model(name, num_classes=CLASSES, **sized).train()
                 model(images(side, count=4))
+                return called(model, images(side, count=4), recompute=_recompute(model))
             except Exception as error:
                 refusal = error
-            else:
-                return Example(model, (images(side, count=4),), recompute=_recompute(model))
     raise NotBuiltError(f"{type(refusal).__name__}: {refusal}")
 
 
 def _smallest(candidates: list[str]) -> str:
-    return min(candidates, key=lambda name: (_rank(name), len(name), name), default="")
+    def size(name: str) -> tuple[int, int, str]:
+        words = set(name.replace(".", "_").split("_"))
+        rank = next((rank for rank, size in enumerate(SIZES) if size in words), len(SIZES))
+        return rank, len(name), name
 
-
-def _rank(name: str) -> int:
-    words = set(name.replace(".", "_").split("_"))
-    return next((rank for rank, size in enumerate(SIZES) if size in words), len(SIZES))
+    return min(candidates, key=size, default="")
 
 
 def _recompute(model: nn.Module) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from example import Example, images
+from example import Example, called, images
 from torch import Tensor, nn
 from torchvision import models
 
@@ -34,12 +34,10 @@ VIDEO = {"mc3_18": 32, "r2plus1d_18": 32, "r3d_18": 32, "s3d": 64, "swin3d_t": 3
 
 
 def names() -> list[str]:
-    """Every family of torchvision that this file knows."""
     return sorted([*CLASSIFIERS, *SEGMENTERS, *DETECTORS, *VIDEO, *OWN])
 
 
 def build(name: str) -> Example:
-    """The member of this name with a batch."""
     torch.manual_seed(0)
     if name in OWN:
         return OWN[name]()
@@ -57,7 +55,14 @@ def build(name: str) -> Example:
         model = make(weights=None, weights_backbone=None, num_classes=CLASSES, **sized)
         taught = (list(images(64)), [_target(), _target()])
         inputs = taught if detects else (images(64, count=4),)
-    return Example(_without_chance(model), inputs, recompute=_memory_efficient(model))
+    recompute = _memory_efficient if isinstance(model, models.DenseNet) else None
+    return called(_without_chance(model), *inputs, recompute=recompute)
+
+
+def _memory_efficient(copy: nn.Module) -> None:
+    for module in copy.modules():
+        if hasattr(module, "memory_efficient"):
+            module.memory_efficient = True
 
 
 def _target() -> dict[str, Tensor]:
@@ -72,18 +77,6 @@ def _target() -> dict[str, Tensor]:
     }
 
 
-def _memory_efficient(model: nn.Module) -> Callable[[nn.Module], object] | None:
-    if not isinstance(model, models.DenseNet):
-        return None
-
-    def turn_on(copy: nn.Module) -> None:
-        for module in copy.modules():
-            if hasattr(module, "memory_efficient"):
-                module.memory_efficient = True
-
-    return turn_on
-
-
 def _without_chance(model: nn.Module) -> nn.Module:
     """No dropout and no dropped paths: outcomes are compared."""
     for module in model.modules():
@@ -92,19 +85,14 @@ def _without_chance(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _vit() -> Example:
-    model = models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES)
-    return Example(model, (images(32),))
-
-
-def _maxvit() -> Example:
-    model = models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES)
-    return Example(model, (images(64),))
-
-
-def _raft() -> Example:
-    model = models.optical_flow.raft_small(weights=None)
-    return Example(model, (images(128), images(128).flip(-1)), {"num_flow_updates": 2})
-
-
-OWN: dict[str, Callable[[], Example]] = {"maxvit": _maxvit, "raft_small": _raft, "vit": _vit}
+OWN: dict[str, Callable[[], Example]] = {
+    "maxvit": lambda: called(
+        models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES), images(64)
+    ),
+    "raft_small": lambda: called(
+        models.optical_flow.raft_small(), images(128), images(128).flip(-1), num_flow_updates=2
+    ),
+    "vit": lambda: called(
+        models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES), images(32)
+    ),
+}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from example import Example, NotBuiltError, images, loss_of
+from example import Example, NotBuiltError, called, images, loss_of, noise
 from torch import Tensor, nn
 
 TOKENS, LENGTH, SIDE = 99, 16, 32
@@ -54,11 +54,7 @@ def names() -> list[str]:
 
 
 def build(name: str) -> Example:
-    """The first of the model's classes that can be built small and gives a loss.
-
-    Raises:
-        NotBuiltError: none of them can.
-    """
+    """The first of the model's classes that can be built small and gives a loss."""
     reasons = []
     for kind in _classes(name):
         try:
@@ -87,7 +83,8 @@ def _classes(name: str) -> Iterator[type[nn.Module]]:
 def _example(kind: Any, name: str) -> Example:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = tiny(kind.config_class or CONFIG_MAPPING[name])
+    config_class = kind.config_class or CONFIG_MAPPING[name]
+    config = config_class(**_shrunk(config_class()))
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())
     if size > LARGEST:
@@ -95,19 +92,15 @@ def _example(kind: Any, name: str) -> Example:
     torch.manual_seed(0)
     model = kind(config).float().train()
     named = _inputs(model)
+    recomputes = getattr(model, "supports_gradient_checkpointing", False)
+    recompute = type(model).gradient_checkpointing_enable if recomputes else None
     for labels in ({"labels": _tokens(model)}, {}):
         try:
             if loss_of(model(**named, **labels)).isfinite():
-                return Example(model, named={**named, **labels}, recompute=_recompute(model))
+                return called(model, **named, **labels, recompute=recompute)
         except Exception as error:
             refusal = error
     raise refusal
-
-
-def tiny(config_class: Any) -> Any:
-    """A configuration of this class with the small values, and nothing random in it."""
-    changed = _shrunk(config_class())
-    return config_class(**changed)
 
 
 def _shrunk(config: Any) -> dict[str, Any]:
@@ -124,7 +117,6 @@ def _shrunk(config: Any) -> dict[str, Any]:
 
 
 def _small(option: str, value: Any) -> Any:
-    """The small value of an option; None where it stays."""
     if isinstance(value, bool) or value is None:
         return None
     if TOKEN_IDS.fullmatch(option) and isinstance(value, int):
@@ -133,21 +125,11 @@ def _small(option: str, value: Any) -> Any:
         return 0.0
     for pattern, small in SMALL:
         if re.fullmatch(pattern, option):
-            return _at_most(small, value)
+            return min(value, small) if isinstance(value, int) and value > 0 else None
     if option in STAGES and isinstance(value, list | tuple):
         return [1 for _ in value]
     if option == "rope_parameters" and "mrope_section" in value:
         return {**value, "mrope_section": [2, 3, 3]}  # together half of head_dim
-    return None
-
-
-def _at_most(small: int, value: Any) -> Any:
-    return min(value, small) if isinstance(value, int) and value > 0 else None
-
-
-def _recompute(model: Any) -> Any:
-    if getattr(model, "supports_gradient_checkpointing", False):
-        return lambda copy: copy.gradient_checkpointing_enable()
     return None
 
 
@@ -168,15 +150,12 @@ def _inputs(model: Any) -> dict[str, Any]:
     """What the forward pass of `model` cannot do without, by its names."""
     wanted = inspect.signature(model.forward).parameters
     main = model.main_input_name
-    makers = {
-        "input_ids": lambda: _tokens(model) if not _classifies(model) else None,
-        "pixel_values": lambda: _pixels(model.config),
-        "input_features": lambda: _features(model.config),
-        "input_values": lambda: _waves(model.config),
-    }
-    if main not in makers:
+    makers = {"pixel_values": _pixels, "input_features": _features, "input_values": _waves}
+    if main not in {"input_ids", *makers}:
         raise NotBuiltError(f"its main input is {main}")
-    named = {main: makers[main]()}
+    named = {main: makers[main](model.config) if main in makers else None}
+    if main == "input_ids" and not _classifies(model):
+        named[main] = _tokens(model)
     if "decoder_input_ids" in wanted:
         named["decoder_input_ids"] = _tokens(model)
     if "bbox" in wanted and main == "input_ids":
@@ -200,15 +179,13 @@ def _pixels(config: Any) -> Tensor:
 
 def _features(config: Any) -> Tensor:
     bins = getattr(config, "num_mel_bins", getattr(config, "feature_size", 16))
-    random = torch.Generator().manual_seed(3)
     positions = getattr(config, "max_source_positions", None)
     if positions is not None and config.model_type == "whisper":
-        return torch.randn(2, bins, 2 * positions, generator=random)
-    return torch.randn(2, 64, bins, generator=random)
+        return noise(2, bins, 2 * positions, seed=3)
+    return noise(2, 64, bins, seed=3)
 
 
 def _waves(config: Any) -> Tensor:
-    random = torch.Generator().manual_seed(3)
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-        return torch.randn(2, config.max_length, config.num_mel_bins, generator=random)
-    return torch.randn(2, 1600, generator=random)
+        return noise(2, config.max_length, config.num_mel_bins, seed=3)
+    return noise(2, 1600, seed=3)

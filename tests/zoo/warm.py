@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from comparison import compare
-from example import Example
+from example import called
 from torch import nn
 
 SLOW = (
@@ -21,4 +21,4 @@ torch.set_num_threads(1)
 for module in SLOW:
     if find_spec(module.split(".")[0]):
         importlib.import_module(module)
-compare("warm", Example(nn.Linear(2, 2), (torch.ones(2, 2),)))
+compare("warm", called(nn.Linear(2, 2), torch.ones(2, 2)))
