@@ -12,7 +12,6 @@ from torch.optim import SGD, Adam
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
 
-differs = pytest.mark.differs
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: Adam(p, lr=1.5e-4),
     "adam, fused": lambda p: Adam(p, lr=1.5e-4, fused=True),
@@ -28,75 +27,59 @@ def parts(request: pytest.FixtureRequest) -> Parts:
     return model, Precision("mixed", "float16").prepare(model, optimizer)[1]
 
 
-def scales(parts: Parts, scaler: Backoff, *values: float) -> list[float]:
-    """The scale after a step with each of these gradients, in every element."""
+def exponents(parts: Parts, scaler: Backoff, values: list[float]) -> list[float]:
+    """Those of the scale after a step with each of these gradients, in every element."""
     model, optimizer = parts
     seen = []
     for value in values:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
         optimizer.step(scaler)
-        seen.append(scaler.scale.item())
+        seen.append(scaler.scale.log2().item())
     return seen
 
 
-def test_growth_needs_a_window_and_one_more(parts: Parts) -> None:
-    """some_overflow: 3 clean steps with a window of 2 double the scale once."""
-    scaler = Backoff(init_scale=2.0**8, growth_interval=2)
-    assert scales(parts, scaler, 0.1, -0.1, 0.05)[-1] == 2.0**9
+WINDOW, LATER = {"growth_interval": 2}, "the scale grows on a window's last step, as torch's"
+KEPT = "there is no consecutive_hysteresis: a clean step does not refill it"
+MARKS = {
+    "no_overflow": pytest.mark.differs(f"{LATER}; there in the step after"),
+    "consecutive_hysteresis": pytest.mark.differs(KEPT),
+}
+# The test there, the rule, a gradient for each step, and log2 of the scale after it: from 8.
+CASES: list[tuple[str, dict[str, Any], list[float], list[int]]] = [
+    ("a window and one more", WINDOW, [0.1, -0.1, 0.05], [8, 9, 9]),
+    ("no_overflow", WINDOW, [0.1, -0.05] * 5, [8, 9, 9, 10, 10, 11, 11, 12, 12, 13]),
+    ("all_overflow", WINDOW, [INF, -INF, *[NAN] * 8], [7, 6, 5, 4, 3, 2, 1, 0, 0, 0]),
+    ("min_loss_scale", {"min_scale": 2.0**5}, [INF, -INF, *[NAN] * 3], [7, 6, 5, 5, 5]),
+    ("some_overflow", WINDOW, [INF, NAN, 0.1, 0.0, -0.1, INF], [7, 6, 6, 7, 7, 6]),
+    ("hysteresis", {"hysteresis": 3}, [INF] * 4, [8, 8, 7, 6]),
+    ("consecutive_hysteresis", {"hysteresis": 2}, [INF, 0.1] * 4, [8, 8, 7, 7, 6, 6, 5, 5]),
+]
 
 
-@differs("the scale grows on a window's last step, as torch's; there in the step after")
-def test_no_overflow(parts: Parts) -> None:
-    """no_overflow: ten clean steps with a window of 2."""
-    found = scales(parts, Backoff(init_scale=2.0**8, growth_interval=2), *[0.1, -0.05] * 5)
-    assert found == [2.0 ** (8 + (step + 1) // 2) for step in range(10)]
-    theirs = [2.0 ** (8 + step // 2) for step in range(10)]
-    assert found[:-1] == theirs[1:]
-
-
-@pytest.mark.parametrize("floor", [1.0, 2.0])
-def test_all_overflow(parts: Parts, floor: float) -> None:
-    """all_overflow: inf, -inf and nan halve the scale each, down to min_loss_scale."""
-    scaler = Backoff(init_scale=2.0**4, growth_interval=2, min_scale=floor)
-    found = scales(parts, scaler, INF, -INF, *[NAN] * 6)
-    assert found == [max(2.0 ** (3 - step), floor) for step in range(8)]
+@pytest.mark.parametrize(
+    ("rule", "gradients", "scales"),
+    [pytest.param(*case, id=name, marks=MARKS.get(name, ())) for name, *case in CASES],
+)
+def test_scales(parts: Parts, rule: Any, gradients: list[float], scales: list[int]) -> None:
+    assert exponents(parts, Backoff(init_scale=2.0**8, **rule), gradients) == scales
 
 
 def test_an_overflow_moves_nothing(parts: Parts) -> None:
     """all_overflow: skipped steps leave weights and optimizer state alone."""
     model, optimizer = parts
     before = [p.detach().clone() for p in model.parameters()]
-    scales(parts, Backoff(init_scale=2.0**4), INF, NAN)
+    exponents(parts, Backoff(init_scale=2.0**4), [INF, NAN])
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert not any(torch.is_tensor(v) and v.any() for v in optimizer.optimizer.state.values())
-
-
-def test_some_overflow(parts: Parts) -> None:
-    """some_overflow: two overflows, a window and one more clean, one overflow."""
-    scaler = Backoff(init_scale=2.0**8, growth_interval=2)
-    found = scales(parts, scaler, INF, NAN, 0.1, 0.0, -0.1, INF)
-    assert [found[step] for step in (1, 4, 5)] == [2.0**6, 2.0**7, 2.0**6]
-
-
-def test_hysteresis(parts: Parts) -> None:
-    """hysteresis: the first two of three are absorbed, then every overflow halves."""
-    scaler = Backoff(init_scale=2.0**8, hysteresis=3)
-    assert scales(parts, scaler, *[INF] * 4) == [2.0**8, 2.0**8, 2.0**7, 2.0**6]
-
-
-@differs("there is no consecutive_hysteresis: a clean step does not refill it")
-def test_consecutive_hysteresis(parts: Parts) -> None:
-    """consecutive_hysteresis: overflows with clean steps between them never lower the scale."""
-    assert scales(parts, Backoff(init_scale=2.0**8, hysteresis=2), *[INF, 0.1] * 4)[-1] == 2.0**5
 
 
 def test_hysteresis_survives_a_checkpoint(parts: Parts) -> None:
     """hysteresis_survives_a_checkpoint: an absorbed overflow is remembered."""
     scaler, restored = (Backoff(init_scale=2.0**k, hysteresis=2) for k in (8, 4))
-    assert scales(parts, scaler, INF) == [2.0**8]
+    assert exponents(parts, scaler, [INF]) == [8]
     restored.load_state_dict(scaler.state_dict())
-    assert scales(parts, restored, INF) == [2.0**7]
+    assert exponents(parts, restored, [INF]) == [7]
 
 
 @pytest.mark.parametrize("value", [INF, NAN, 0.0, -1.0])

@@ -21,10 +21,7 @@ def test_weight_decay_acts_on_the_masters(half: str, masters: bool) -> None:
     optimizer = MasterWeights(decay, kept, keep_masters=masters)
     stored.grad = torch.zeros_like(stored)
     optimizer.step()
-    if masters:
-        assert torch.equal(optimizer.master_of(stored), weight - 1e-4 * weight)
-    else:
-        assert torch.equal(stored, before)
+    assert torch.equal(optimizer.master_of(stored), weight - 1e-4 * weight if masters else before)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -50,9 +47,8 @@ def test_convergence(mode: str) -> None:
     assert torch.allclose(optimizer.master_of(model.weight), solution.t(), rtol=0.0, atol=0.01)
 
 
-CUT = pytest.mark.differs(
-    "a window cut short is divided by the micro-batches it has, not by iter_size"
-)
+SHORT = "a window cut short is divided by the micro-batches it has, not by iter_size"
+CUT = pytest.mark.differs(SHORT)
 
 
 @pytest.mark.parametrize(("size", "windows"), [(4, 3), (8, 3), pytest.param(4, 1, marks=CUT)])
