@@ -9,8 +9,7 @@ from ported import INF, NAN
 from torch import nn
 from torch.optim import SGD, Adam
 
-from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.core.errors import ConfigError
+from mpframe import Backoff, MasterWeights, Precision
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: Adam(p, lr=1.5e-4),
@@ -65,26 +64,9 @@ def test_scales(parts: Parts, rule: Any, gradients: list[float], scales: list[in
     assert exponents(parts, Backoff(init_scale=2.0**8, **rule), gradients) == scales
 
 
-def test_an_overflow_moves_nothing(parts: Parts) -> None:
-    """all_overflow: skipped steps leave weights and optimizer state alone."""
-    model, optimizer = parts
-    before = [p.detach().clone() for p in model.parameters()]
-    exponents(parts, Backoff(init_scale=2.0**4), [INF, NAN])
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert not any(torch.is_tensor(v) and v.any() for v in optimizer.optimizer.state.values())
-
-
 def test_hysteresis_survives_a_checkpoint(parts: Parts) -> None:
     """hysteresis_survives_a_checkpoint: an absorbed overflow is remembered."""
     scaler, restored = (Backoff(init_scale=2.0**k, hysteresis=2) for k in (8, 4))
     assert exponents(parts, scaler, [INF]) == [8]
     restored.load_state_dict(scaler.state_dict())
     assert exponents(parts, restored, [INF]) == [7]
-
-
-@pytest.mark.parametrize("value", [INF, NAN, 0.0, -1.0])
-@pytest.mark.parametrize(("kind", "name"), [(Static, "scale"), (Backoff, "init_scale")])
-def test_scales_that_are_refused(kind: Any, name: str, value: float) -> None:
-    """test_loss_scale_validation: a scale must be finite and above 0; the option is named."""
-    with pytest.raises(ConfigError, match=rf"loss_scaling\.{name}"):
-        kind(**{name: value})

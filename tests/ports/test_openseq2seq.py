@@ -1,27 +1,10 @@
-"""OpenSeq2Seq's tests (each file named here) of mixed precision, iter_size and its Backoff rule."""
+"""OpenSeq2Seq's tests (each file named here) of mixed precision and iter_size."""
 
 import pytest
 import torch
-from ported import INF, scales_after
 from torch import nn
-from vocabulary import HALVES
 
-from mpframe import Backoff, MasterWeights, Precision
-
-
-@pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("half", HALVES)
-def test_weight_decay_acts_on_the_masters(half: str, masters: bool) -> None:
-    """mp_wrapper_test, regularization_mixed and _normal: a decay of 1e-8, a ten-thousandth of the
-    weight, reaches the fp32 master; in half alone it changes nothing."""
-    weight = torch.full((2, 1), 1e-4)
-    stored = nn.Parameter(weight.to(HALVES[half]))
-    before, decay = stored.detach().clone(), torch.optim.SGD([stored], lr=1.0, weight_decay=1e-4)
-    kept = {stored: weight.clone()} if masters else None
-    optimizer = MasterWeights(decay, kept, keep_masters=masters)
-    stored.grad = torch.zeros_like(stored)
-    optimizer.step()
-    assert torch.equal(optimizer.master_of(stored), weight - 1e-4 * weight if masters else before)
+from mpframe import MasterWeights, Precision
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -69,24 +52,3 @@ def test_iter_size(size: int, windows: int) -> None:
         optimizer.step()
         # The formula sums its ten terms in another order than the kernel, 10 * 2^-24.
         torch.testing.assert_close(model.weight, before - 0.1 * gradient, rtol=1e-6, atol=1e-6)
-
-
-def scales_of_the_rule(verdicts: str, window: int) -> list[float]:
-    """OpenSeq2Seq's Backoff in our words: from the ceiling, counted from the last overflow."""
-    scale, last, scales = 2.0**14, -1, []
-    for step, verdict in enumerate(verdicts):
-        if verdict == "x":
-            scale, last = max(scale / 2, 1.0), step
-        elif (step - last) % window == 0:
-            scale = min(scale * 2, 2.0**14)
-        scales.append(scale)
-    return scales
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
-@pytest.mark.parametrize("verdicts", ["x....x.......", "xxxx..x..x.x.", "." * 13, "x" * 17 + "..."])
-def test_backoff(verdicts: str, length: int) -> None:
-    """automatic_loss_scaler: halves on overflow, doubles after a window, floor 1, ceiling 2^14."""
-    scaler = Backoff(init_scale=2.0**14, max_scale=2.0**14, growth_interval=length)
-    scales = scales_after(scaler, [INF if verdict == "x" else 1.0 for verdict in verdicts])
-    assert scales == scales_of_the_rule(verdicts, length)

@@ -124,14 +124,6 @@ def test_senseless_numbers_are_refused(name: str, value: float) -> None:
         Backoff(**{name: value})
 
 
-def test_a_saved_scaler_goes_on() -> None:
-    """torch: scale and growth tracker survive state_dict and load_state_dict."""
-    first, second = Backoff(init_scale=2.0, **RULES), Backoff(init_scale=4.0, **RULES)
-    first.update(torch.tensor(1.0))
-    second.load_state_dict(first.state_dict())
-    assert scales_after(first, [1.0]) == scales_after(second, [1.0]) == [4.0]
-
-
 def assert_skips_if_bad(gradients: list[Tensor], where: int, bad: float | None) -> None:
     """A step of SGD at scale 4 with gradients of 4, one maybe spoilt, skips or takes 1 from all."""
     weights = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
