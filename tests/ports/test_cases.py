@@ -24,9 +24,7 @@ SUITES = {
     "test_torch_op_db": "torch, op database (common_methods_invocations.op_db)",
     "test_torch_module_db": "torch, module database (common_modules.module_db)",
     "test_apex_run_amp": "apex, tests/L0/run_amp",
-    "test_openseq2seq": "OpenSeq2Seq, mp_wrapper_test, optimizers_test",
-    "test_deepspeed_dynamic_scale": "DeepSpeed, dynamic_loss_scale, loss_scale_validation",
-    "test_trainers": "fairseq, Megatron, Lightning, Accelerate: what they test of precision",
+    "test_trainers": "fairseq, Megatron, DeepSpeed, OpenSeq2Seq, Lightning, Accelerate: precision",
 }
 
 

@@ -276,22 +276,6 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-@each("size", [2, 4])
-def test_accumulation(size: int) -> None:
-    """torch: losses divided by the window's size, one step for each window.
-
-    A power of two, so that dividing the losses and taking the mean of the gradients is the same.
-    """
-    twins = Twins("fp32")
-    for step in range(3 * size):
-        (loss_of(twins.model, step) * twins.scaler.scale).backward()
-        twins.optimizer.accumulate(twins.scaler.scale)
-        twins.grad_scaler.scale(loss_of(twins.twin, step) / size).backward()
-        if step % size == size - 1:
-            twins.step()
-            assert twins.agree()
-
-
 @each("spoilt", [None, 1])
 def test_gradient_penalty(spoilt: int | None) -> None:
     """torch: scaled gradients are taken with a graph, unscaled by hand, and their norm added."""
