@@ -155,8 +155,10 @@ MISTAKES = {
     "out=x": "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42",
     "checkpoint=RUN": "out: must be given, e.g. out=model.safetensors",
     "checkpoint=RUN out=x weights_dtype=fp16": "weights_dtype=fp16: choose fp32, float16, bfloat16",
-    "checkpoint=RUN out=m.onnx": "out=m.onnx: a file of format=safetensors ends in .safetensors; ",
-    "checkpoint=RUN out=x model.width=3": "model.width=3: format=safetensors builds no model; ",
+    "checkpoint=RUN out=m.onnx": "out=m.onnx: a file of format=safetensors ends in .safetensors; "
+        "rename it, or give format=onnx",
+    "checkpoint=RUN out=x model.width=3": "model.width=3: format=safetensors builds no model; "
+        "leave it out, or give format=onnx",
     "checkpoint=RUN out=x format=torch_export":
         "the checkpoint does not say that its model is called with plain tensors",
     "checkpoint=RUN out=x weights=avg": "weights=avg: choose trained, ema",

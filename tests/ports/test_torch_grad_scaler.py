@@ -19,7 +19,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 FORMATS = ("fp32", "float16", "bfloat16")
 RULES: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}
@@ -294,21 +293,3 @@ def test_gradient_penalty(spoilt: int | None) -> None:
             model.weight.grad[1, 1] = INF
         assert twins.step() == (step == spoilt)
         assert twins.agree()
-
-
-@each("spoilt", [None, "first", "second"])
-@each("kept", FORMATS)
-def test_two_optimizers_with_one_scaler(spoilt: str | None, kept: str) -> None:
-    """torch: only the optimizer with an inf in its gradients skips; the scale falls for both."""
-    both = {"first": Twins(kept), "second": Twins(kept, OPTIMIZERS["adam"])}
-    scaler, theirs = both["first"].scaler, both["first"].grad_scaler
-    both["second"].scaler, both["second"].grad_scaler = scaler, theirs
-    parts = {name: twins.optimizer for name, twins in both.items()}
-    joint = MultiOptimizer(parts, skip="each", own_losses=True)
-    for step in range(4):
-        for name, twins in both.items():
-            twins.give(gradients(step), spoil=INF if step == 1 and name == spoilt else None)
-            theirs.step(twins.reference)
-        theirs.update()
-        joint.step(scaler)
-        assert all(twins.agree() for twins in both.values())
