@@ -1,12 +1,11 @@
 """How the benchmark measures, shows and runs; no test looks at how long anything took."""
 
+import copy
 import json
 import logging
 from functools import partial
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from bench.hand_loop import hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
 from bench.table import Claim, Table, as_json
 from fixtures import Patch, Shown
+from sameness import differing
 
 
 def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_not_count() -> None:
@@ -35,18 +35,14 @@ def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_n
     assert ratio(times, "slow", "fast").count == 2
 
 
-def test_median_and_quartiles_of_ratios_within_a_round() -> None:
+def test_times_are_of_steps_alone_and_ratios_within_a_round() -> None:
     assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(2.0, 3.0, 4.0, 5)
     # The machine is four times slower from the third round on, for everybody: no ratio moves.
     times = {"a": [1.0, 1.0, 4.0, 4.0], "b": [2.0, 2.0, 8.0, 8.0]}
     assert ratio(times, "b", "a") == Spread(2.0, 2.0, 2.0, 4)
-
-
-def test_a_turn_is_divided_by_its_steps_and_a_stopwatch_leaves_out_what_is_no_step() -> None:
-    done: list[None] = []
-    times = count()
-    assert timed(lambda: done.append(None), 10, clock=lambda: next(times) * 5.0)() == 0.5
-    assert len(done) == 10
+    done, ticks = count(), count()
+    assert timed(lambda: next(done), 10, clock=lambda: next(ticks) * 5.0)() == 0.5
+    assert next(done) == 10
     now = [0.0]
     watch = Stopwatch(list("abcdef"), skipped=2, clock=lambda: now[0])
     now[0] += 100.0  # set-up
@@ -56,12 +52,10 @@ def test_a_turn_is_divided_by_its_steps_and_a_stopwatch_leaves_out_what_is_no_st
     assert watch.seconds == 3.0
 
 
-TIMES = {"plain": [0.001, 0.001, 0.002], "ours": [0.0011, 0.0011, 0.0022]}
-
-
 def table(limit: float = 1.2) -> Table:
-    claim = Claim("ours / plain", ratio(TIMES, "ours", "plain"), limit)
-    return Table("Steps", "One thread.", "plain", TIMES, [claim], ["Other: skipped, not there"])
+    times = {"plain": [0.001, 0.001, 0.002], "ours": [0.0011, 0.0011, 0.0022]}
+    claim = Claim("ours / plain", ratio(times, "ours", "plain"), limit)
+    return Table("Steps", "One thread.", "plain", times, [claim], ["Other: skipped, not there"])
 
 
 def test_a_table_as_markdown_and_as_json() -> None:
@@ -79,11 +73,8 @@ def test_a_table_as_markdown_and_as_json() -> None:
         assert f"| a | {shown} (" in Table("", "", "a", {"a": [seconds]}).markdown()
     content = json.loads(as_json({"CPU": "some"}, [table()]))
     (read,) = content["tables"]
-    assert (content["machine"], read["times"]) == ({"CPU": "some"}, TIMES)
+    assert (content["machine"], read["times"]) == ({"CPU": "some"}, table().times)
     assert read["ratios"]["ours"]["median"] == pytest.approx(1.1)
-
-
-# The rows, one round each at their smallest
 
 
 def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -92,9 +83,8 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(overhead, "_has_compiler", lambda: True)
     logged, silent, scalers, parts, calls = overhead.tiny_tables(1, tmp_path, steps=10)
-    counts = {name: int(number) for name, number in (note.split(": ") for note in calls.notes)}
-    assert 0 < counts["fp32"] <= 46, counts
-    assert 0 < counts["mixed"] <= 52, counts
+    counts = dict(note.split(": ") for note in calls.notes)
+    assert (0 < int(counts["fp32"]) <= 46, 0 < int(counts["mixed"]) <= 52) == (True, True), counts
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(silent.times) == names
     assert list(logged.times) == [*names, "by hand, compiled", "mpframe, compiled"]
@@ -109,37 +99,29 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_all_train_the_same_weights_and_the_checked_loop_leaves_a_bad_step_out() -> None:
-    parts: list[Any] = []
-
-    def remembered() -> Any:
-        parts.append(original())
-        return parts[-1]
-
     original, data = overhead._parts, overhead._data(10)
+    three = [original() for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overhead, "_parts", remembered)
         patch.setattr(overhead, "LR", 1e-3)
-        hand_loop(*remembered(), data, None)()
-        hand_loop(*remembered(), data, None, checked=True)()
+        hand_loop(*three[0], data, None)()
+        hand_loop(*three[1], data, None, checked=True)()
+        patch.setattr(overhead, "_parts", lambda: three[2])
         overhead.trainer_loop(data)()
-    by_hand, checked, ours = [model.state_dict() for model, _ in parts]
-    for name, weight in by_hand.items():
-        assert torch.equal(weight, checked[name])
-        assert torch.equal(weight, ours[name])
+    by_hand, *others = [model.state_dict() for model, _ in three]
+    assert [differing(by_hand, other) for other in others] == [[], []]
     model, optimizer = original()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert not torch.equal(by_hand["0.weight"], before["0.weight"])
+    before = copy.deepcopy(model.state_dict())
+    assert differing(by_hand, before)
     batch = (torch.full((64, 64), torch.nan), torch.zeros(64, dtype=torch.int64))
     hand_loop(model, optimizer, [batch], None, checked=True)()
-    assert all(torch.equal(weight, before[n]) for n, weight in model.state_dict().items())
+    assert differing(model.state_dict(), before) == []
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", list(rivals._RIVALS))
 def test_rivals_run(name: str, tmp_path: Path) -> None:
     package, rival = rivals._RIVALS[name]
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    pytest.importorskip(package)
     data = overhead._data(10)
     rival(*overhead._parts(), data, tmp_path)()
     assert data.seconds > 0
@@ -178,20 +160,15 @@ def test_cuda_rows(tmp_path: Path) -> None:
     assert len(measured.notes) == 3
 
 
-# The command line
-
-
 def test_all_groups_run_or_those_chosen(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     done: list[tuple[str, int]] = []
 
-    def group(name: str) -> groups.Benchmark:
-        def tables(rounds: int, folder: Path) -> list[Table]:
-            done.append((name, rounds))
-            return [table()]
+    def tables(name: str, rounds: int, folder: Path) -> list[Table]:
+        done.append((name, rounds))
+        return [table()]
 
-        return groups.Benchmark(tables, rounds=3)
-
-    monkeypatch.setattr(groups, "GROUPS", {name: group(name) for name in ("tiny", "cuda")})
+    own = {name: groups.Benchmark(partial(tables, name), rounds=3) for name in ("tiny", "cuda")}
+    monkeypatch.setattr(groups, "GROUPS", own)
     program.main(["cuda", "repeats=7", f"out={tmp_path}"])
     assert not (tmp_path / "tiny.md").exists()
     program.main([f"out={tmp_path}"])

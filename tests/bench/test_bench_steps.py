@@ -1,14 +1,13 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
 import json
-from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bench.groups import devices, steps
 from bench.groups.steps import COMPARISONS, Comparison, compare
 from bench.step import on_ranks, one_turn
@@ -17,6 +16,7 @@ from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
 from fixtures import Patch
 from ranks import Ranks
+from sameness import differing
 
 TINY = {
     "linear": {"width": 4, "layers": 2, "batch": 3},
@@ -34,10 +34,6 @@ def made(workload: str) -> Workload:
     return WORKLOADS[workload](**TINY[workload])
 
 
-def native(yes: bool) -> Callable[[object], bool]:
-    return lambda half: yes
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_everybody_has_three_laps(name: str) -> None:
     laps = Laps()
@@ -51,11 +47,11 @@ def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> No
     for name in ("torch fp32", "mpframe fp32"):
         work = made(workload)
         step = STEPS[name](work, Laps())
-        before = {key: value.clone() for key, value in work.model.state_dict().items()}
+        before = deepcopy(work.model.state_dict())
         step()
         weights.append(work.model.state_dict())
-        assert any(not torch.equal(weights[-1][key], before[key]) for key in before)
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+        assert differing(weights[-1], before)
+    assert differing(*weights) == []
 
 
 def test_a_turn_tells_seconds_laps_and_memory_here_and_from_a_process(monkeypatch: Patch) -> None:
@@ -109,7 +105,7 @@ def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
 ])  # fmt: skip
 @pytest.mark.usefixtures("asked")
 def test_rows(comparison: Comparison, sizes: dict[str, Any], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(steps, "has_native_half", native(True))
+    monkeypatch.setattr(steps, "has_native_half", lambda half: True)
     measured = compare(small(comparison, **sizes), 1)
     here = [row for row in comparison.rows if find_spec("torchao") or "torchao" not in row]
     assert list(measured.times) == here
@@ -130,7 +126,7 @@ def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: Patch) -
         return json.dumps(two(_measured, json.loads(words[-1]))[0])
 
     monkeypatch.setattr(devices, "run_python", on_these_ranks)
-    monkeypatch.setattr(devices, "has_native_half", native(True))
+    monkeypatch.setattr(devices, "has_native_half", lambda half: True)
     (measured,) = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
     assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert list(measured.times) == list(on_ranks.STEPS)

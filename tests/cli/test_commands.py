@@ -16,11 +16,6 @@ from mpframe.cli import main as program
 from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 
-@pytest.fixture(autouse=True)
-def _same_command_line(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-
-
 def test_every_file_is_a_command_whose_help_has_usage_examples_and_its_options() -> None:
     files = (ROOT / "mpframe" / "cli" / "commands").glob("*.py")
     assert {path.stem for path in files} - {"__init__"} == COMMANDS.keys()
@@ -32,6 +27,11 @@ def test_every_file_is_a_command_whose_help_has_usage_examples_and_its_options()
         assert f"\n    mpframe {name}" in text
         for option in getattr(module, "_OPTIONS", getattr(module, "_DEFAULTS", ())):
             assert re.search(rf"^    {option}=", text, re.MULTILINE), (name, option)
+
+
+@pytest.fixture(autouse=True)
+def _same_command_line(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
 
 
 ASK = """
@@ -70,14 +70,6 @@ def test_a_command_gets_its_own_words(monkeypatch: Patch) -> None:
     main(["train", "dtype=amp", "-m"])
     start("train", ["dtype=fp32"], "scripts/train.py")
     assert seen == [["mpframe train", "dtype=amp", "-m"], ["scripts/train.py", "dtype=fp32"]]
-
-
-def test_options_are_printed_or_written(tmp_path: Path, capsys: Shown) -> None:
-    main(["options"])
-    printed = capsys.readouterr().out
-    assert "`trainer.max_steps`" in printed
-    main(["options", f"out={tmp_path / 'page.md'}"])
-    assert (tmp_path / "page.md").read_text() == printed
 
 
 def test_completion_of_commands_and_options(monkeypatch: Patch, capsys: Shown) -> None:

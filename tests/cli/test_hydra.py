@@ -42,27 +42,26 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def launcher(name: str, *words: str) -> Any:
-    return pytest.param([*words], marks=[plugin(f"hydra_{name}_launcher"), pytest.mark.slow])
-
-
-LAUNCHERS = [
-    ["hydra.job.chdir=true"],
-    launcher("joblib", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
-    launcher("submitit", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"),
+LAUNCHERS = {
+    "joblib": "hydra/launcher=joblib hydra.launcher.n_jobs=2",
+    "submitit": "hydra/launcher=submitit_local hydra.launcher.timeout_min=5",
+}
+PLUGINS = [
+    pytest.param(words, marks=[plugin(f"hydra_{name}_launcher"), pytest.mark.slow])
+    for name, words in LAUNCHERS.items()
 ]
 
 
-@pytest.mark.parametrize("words", LAUNCHERS)
-def test_a_job_that_fails_is_one_line_and_the_others_go_on(words: list[str], here: Path) -> None:
+@pytest.mark.parametrize("words", ["hydra.job.chdir=true", *PLUGINS])
+def test_a_job_that_fails_is_one_line_and_the_others_go_on(words: str, here: Path) -> None:
     own = [OWN[0], "model.hidden=0,4", "hydra.sweep.dir=out"]
-    done = command(here, "-m", *words, *own, *STEPS)
+    done = command(here, "-m", *words.split(), *own, *STEPS)
     ended = {"model.hidden=0": "failed", "model.hidden=4": "finished"}
     assert (statuses(here / "out"), done.returncode) == (ended, 1)
     assert "1 of 2 jobs finished" in done.stdout
     assert done.stderr.count("no hidden units") == 1, done.stderr
     assert "Traceback" not in done.stderr
-    if words == LAUNCHERS[0]:
+    if words == "hydra.job.chdir=true":
         why = "model: net_of_the_folder.net refused its options: no hidden units"
         assert done.stderr == f"mpframe: job 0: {why}\n"
         # Python may keep what it compiled of the module.
@@ -85,16 +84,10 @@ def printed(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> Callable[..., 
     return print_it
 
 
-def test_a_flag_of_hydra_answers(printed: Callable[..., str]) -> None:
-    for words, says in {
-        ("--cfg", "job", "-p", "trainer"): "# @package trainer\nepochs: 20\n",
-        ("--info", "defaults"): "hydra/callbacks/default",
-        ("--info", "searchpath"): "structured://",
-    }.items():
-        assert says in printed(*words)
-
-
-def test_the_help_shows_first_what_is_changed_most_and_op_lists_last(printed: Any) -> None:
+def test_a_flag_of_hydra_answers_and_help_shows_first_what_is_changed_most(printed: Any) -> None:
+    assert "# @package trainer\nepochs: 20\n" in printed("--cfg", "job", "-p", "trainer")
+    assert "hydra/callbacks/default" in printed("--info", "defaults")
+    assert "structured://" in printed("--info", "searchpath")
     most, _, rest = printed("--help").partition("== Groups (GROUP=CHOICE) ==\n")
     for words in ("model=", "dataset=", "dtype=", "loss_scaling=", "optimizer=", "trainer."):
         assert words in most
@@ -138,15 +131,10 @@ def test_commands_see_the_current_folder(here: Path, monkeypatch: Patch, capsys:
     assert "test_accuracy" in capsys.readouterr().out
 
 
-# --- searches, by a plugin of Hydra
-
-
 SPACE = {
-    "a command line": [
-        *("optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.depth=range(1,2)"),
-        "dtype=choice(fp32,amp)",
-    ],
-    "a file": ["--config-dir=.", "--config-name=search"],
+    "a command line": "optimizer.lr=tag(log,interval(1e-4,1e-1)) model.depth=range(1,2) "
+    "dtype=choice(fp32,amp)",
+    "a file": "--config-dir=. --config-name=search",
 }
 FILE = """
 defaults: [config, override hydra/sweeper: optuna, _self_]
@@ -161,20 +149,20 @@ OPTUNA = ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir
 SEARCH = ["-m", "hydra/sweeper=optuna", *SMALL[:2], STEPS[1], "trainer.max_steps=4", *OPTUNA]
 
 
+def searched(folder: Path, *words: str) -> tuple[list[Any], str]:
+    """The summaries of a search, and what it found best."""
+    done = command(folder, *SEARCH, *words)
+    assert done.returncode == 0, done.stderr
+    return summaries(folder / "out"), (folder / "out" / "optimization_results.yaml").read_text()
+
+
 @pytest.mark.slow
 @plugin("hydra_optuna_sweeper")
 @pytest.mark.parametrize("space", SPACE.values(), ids=SPACE)
-def test_a_search_takes_the_monitored_metric(space: list[str], tmp_path: Path) -> None:
+def test_a_search_takes_the_monitored_metric(space: str, tmp_path: Path) -> None:
     (tmp_path / "search.yaml").write_text(FILE)
-    own = [
-        "trainer.eval_every=1",
-        "hydra.sweeper.direction=maximize",
-        "hydra.sweeper.sampler.seed=0",
-    ]
-    done = command(tmp_path, *SEARCH, *space, *own)
-    assert done.returncode == 0, done.stderr
-    found = summaries(tmp_path / "out")
-    best = (tmp_path / "out" / "optimization_results.yaml").read_text()
+    own = ["hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=0"]
+    found, best = searched(tmp_path, *space.split(), *own, "trainer.eval_every=1")
     assert f"best_value: {max(own['best'] for own in found)}" in best
     assert len(found) == 3
 
@@ -185,9 +173,6 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
     """A static scale far too large skips every step, which ends the run as diverged."""
     scales = ["loss_scaling=static", "loss_scaling.scale=choice(1e30,1.0)"]
     soon = ["trainer.max_consecutive_skips=2", "callbacks.autopsy=null"]
-    done = command(tmp_path, *SEARCH, *scales, *soon, "hydra/sweeper/sampler=grid")
-    ended = sorted(str(own["status"]) for own in summaries(tmp_path / "out"))
-    assert ended == ["diverged", "finished"]
-    assert done.returncode == 0, done.stderr
-    best = (tmp_path / "out" / "optimization_results.yaml").read_text()
+    found, best = searched(tmp_path, *scales, *soon, "hydra/sweeper/sampler=grid")
+    assert sorted(own["status"] for own in found) == ["diverged", "finished"]
     assert "loss_scaling.scale: 1.0" in best

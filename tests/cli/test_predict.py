@@ -18,14 +18,14 @@ from mpframe.cli.commands.predict import main
 from mpframe.data import digits as digits_task
 
 Table = list[dict[str, str]]
-SMALL = ["dtype=mixed", "trainer.max_steps=4", "trainer.log_every=100", "model.width=4"]
+SMALL = ["dtype=mixed", "trainer.max_steps=4", "model.width=4", "loss_scaling=none"]
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an average, made once."""
     folder = tmp_path_factory.mktemp("digits")
-    train(folder, *SMALL, "loss_scaling=none", "trainer.ema_decay=0.9", "dataset.batch_size=200")
+    train(folder, *SMALL, "trainer.ema_decay=0.9", "dataset.batch_size=200")
     return folder
 
 
@@ -39,7 +39,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
     """A checkpoint of a run on a folder of images."""
     folder = tmp_path_factory.mktemp("pictures")
     data = ["dataset=image_folder", f"dataset.root={images.parent}", "dataset.batch_size=8"]
-    train(folder, *SMALL, *data, "loss_scaling=none", "model.channels=3")
+    train(folder, *SMALL, *data, "model.channels=3")
     return checkpoint.newest(folder)
 
 
@@ -81,8 +81,8 @@ def test_class_probabilities_and_raw_outputs_agree(digits: Path, tmp_path: Path)
     assert torch.equal(numbers(shares, "probability_"), logits.softmax(1))
     assert [int(row["class"]) for row in shares] == logits.argmax(1).tolist()
     assert len(raw) == len({row["index"] for row in raw}) > 1000  # No incomplete batch is dropped.
-    for number, word in enumerate(["weights=trained", "dtype=fp32"]):
-        rows = predicted(digits, tmp_path / f"{number}.csv", "outputs=raw", "split=train", word)
+    for word in ("weights=trained", "dtype=fp32"):
+        rows = predicted(digits, tmp_path / f"{word}.csv", "outputs=raw", "split=train", word)
         assert not torch.equal(numbers(rows), logits)
 
 
@@ -161,15 +161,16 @@ def test_other_inputs_are_told(digits: Path, images: Path, tmp_path: Path, capsy
     other = "the model takes something else than images of 1 x 8 x 8 alone"
     inputs = [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}]
     snapshot = checkpoint.read(checkpoint.newest(digits))
-    usages: list[tuple[dict[str, Any], str]] = [
-        ({}, UNSAID), ({"preprocessing": good | {"std": [0.0]}}, UNSAID),
-        ({"preprocessing": good | {"size": ["8", "8"]}}, UNSAID),
-        ({"preprocessing": good}, other), ({"preprocessing": good, "inputs": inputs}, other),
-    ]  # fmt: skip
-    for number, (usage, why) in enumerate(usages):
+    bad = [
+        {},
+        *({"preprocessing": good | wrong} for wrong in ({"std": [0.0]}, {"size": ["8"] * 2})),
+    ]
+    unfit = [{"preprocessing": good}, {"preprocessing": good, "inputs": inputs}]
+    for number, usage in enumerate([*bad, *unfit]):
         (tmp_path / str(number)).mkdir()
         changed = replace(snapshot, state={**snapshot.state, "usage": usage})
         step = checkpoint.save(tmp_path / str(number), changed)
+        why = other if usage in unfit else UNSAID
         assert refused(capsys, f"checkpoint={step}", f"folder={images}") == (
             f"folder={images}: {why}; use split, with a dataset over the folder"
         )

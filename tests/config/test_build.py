@@ -39,25 +39,15 @@ def test_a_target_that_cannot_be_made_is_refused_in_one_line(node: Any, line: st
     assert "\n" not in str(refused.value)
 
 
-def config(device: str = "cpu") -> Any:
-    return SimpleNamespace(
+def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
+    monkeypatch: Patch,
+) -> None:
+    own: Any = SimpleNamespace(
         data=SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0),
         trainer=SimpleNamespace(timeout=600.0),
-        run=SimpleNamespace(seed=0, device=device),
+        run=SimpleNamespace(seed=0, device="cpu"),
     )
-
-
-def test_batches_are_pinned_for_a_cuda_device(monkeypatch: Patch) -> None:
-    loader = "mpframe.run.parts.Loader"
-    monkeypatch.setattr(loader, lambda *_, **options: options["pin"])
-    monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
-    task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
-    for device, pinned in {"cpu": False, "cuda:0": True}.items():
-        assert [*build_loaders(config(device), task)] == [pinned] * 3
-
-
-def test_evaluations_have_a_batch_size_of_their_own() -> None:
-    own, two = config(), SimpleNamespace(size=2)
+    two: Any = SimpleNamespace(size=2)
     task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
     assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 4, 4]
     own.data.eval_batch_size = 3
@@ -66,6 +56,11 @@ def test_evaluations_have_a_batch_size_of_their_own() -> None:
         setattr(own.data, name, size)
         with pytest.raises(ConfigError, match=rf"^dataset.{name}={size}: 2 ranks share each batch"):
             build_loaders(own, task, two)
+    own.data.batch_size, own.data.eval_batch_size = 4, None
+    monkeypatch.setattr("mpframe.run.parts.Loader", lambda *_, **options: options["pin"])
+    monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
+    for own.run.device, pinned in {"cpu": False, "cuda:0": True}.items():
+        assert [*build_loaders(own, task)] == [pinned] * 3
 
 
 def truths(
@@ -85,7 +80,7 @@ def truths(
 HERE = {"_target_": f"{__name__}.truths"}
 
 
-def test_a_word_for_true_or_false_is_what_it_says() -> None:
+def test_a_word_for_true_or_false_is_what_it_says_and_a_truth_is_no_number() -> None:
     said = {False: ("off", "No", "false", False), True: ("ON", "yes", "true")}
     truths = [(word, truth) for truth, words in said.items() for word in words]
     for name in ("plain", "annotated", "optional", "text"):
@@ -97,9 +92,6 @@ def test_a_word_for_true_or_false_is_what_it_says() -> None:
             with pytest.raises(ConfigError) as refused:
                 make("model", {**HERE, "nested": {**HERE, name: value}})
             assert str(refused.value) == f"model.nested.{name}={value}: must be true or false"
-
-
-def test_a_truth_is_no_number() -> None:
     for name in ("number", "size"):
         with pytest.raises(ConfigError, match=rf"^optimizer.{name}=true: must be a number$"):
             make("optimizer", {**HERE, name: True})

@@ -10,20 +10,12 @@ from mpframe.config.check import check
 from mpframe.config.schema import use_instead
 from mpframe.core.errors import ConfigError
 
-BASE = """
-dtype: {mode: mixed}
-loss_scaling: {_target_: a.b}
-ops: {}
-trainer: {}
-dataset: {_target_: a.b, batch_size: 4}
-model: {_target_: a.b}
-optimizer: {_target_: a.b, lr: 0.1}
-scheduler: null
-"""
-
 
 def tree(**changes: Any) -> Any:
-    base: Any = OmegaConf.to_container(OmegaConf.create(BASE))
+    own = {"_target_": "a.b"}
+    base: Any = {"dtype": {"mode": "mixed"}, "ops": {}, "trainer": {}, "scheduler": None}
+    base |= {"model": {**own}, "loss_scaling": {**own}}
+    base |= {"dataset": {**own, "batch_size": 4}, "optimizer": {**own, "lr": 0.1}}
     for path, value in changes.items():
         section, _, name = path.partition("__")
         (base[section] if name else base)[name or section] = value
@@ -95,17 +87,15 @@ def test_open_sections_take_whatever_their_target_takes() -> None:
     config = check(tree(objective=TARGET, loss_scaling=TARGET, callbacks={"own": TARGET, "x": None},
                         metrics={"b": TARGET, "a": TARGET}))  # fmt: skip
     assert config.objective == config.loss_scaling == TARGET
-    assert config.callbacks == {"own": TARGET}
-    assert list(config.metrics) == ["b", "a"]
+    assert (config.callbacks, list(config.metrics)) == ({"own": TARGET}, ["b", "a"])
     config = check(tree())
-    assert (config.objective, config.scheduler) == (None, None)
-    assert (config.callbacks, config.metrics) == ({}, {})
+    found = (config.objective, config.scheduler, config.callbacks, config.metrics)
+    assert found == (None, None, {}, {})
 
 
 def test_values_arrive_typed() -> None:
     config = check(tree(trainer__clip_norm=1, trainer__max_steps="12"))
     assert (repr(config.trainer.clip_norm), config.trainer.max_steps) == ("1.0", 12)
     assert check(tree(dtype__master_weights=False)).dtype.master_weights == "off"
-    saved = check(tree(trainer__checkpoint_every="30min"))
-    assert saved.trainer.checkpoint_every == "30min"
+    assert check(tree(trainer__checkpoint_every="30min")).trainer.checkpoint_every == "30min"
     assert (config.data.batch_size, "batch_size" in config.dataset) == (4, False)

@@ -9,7 +9,7 @@ import pytest
 from fixtures import Patch, Shown
 from hydra._internal import hydra as hydra_core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from time_limit import time_limit
 
 from mpframe.cli import job as job_module
@@ -50,25 +50,9 @@ def test_the_path_of_a_job_needs_no_quotes(tmp_path: Path, started: Any) -> None
     assert prepare(["init_from=out,dtype", "resume=out"]) == ["init_from=out,dtype", "resume=out"]
 
 
-TEXTS = [
-    "out",
-    "a b",
-    "a,b=c",
-    "it's",
-    "a\\'b",
-    "a'b\\\\'",
-    "",
-    "null",
-    "1",
-    "ü",
-    "[x",
-    "\\",
-    "~/x",
-]
-
-
 def test_any_text_can_be_given_as_a_word() -> None:
-    for text in TEXTS:
+    words = ["a,b=c", "it's", "a\\'b", "a'b\\\\'", "", "null", "1", "ü", "[x", "\\", "~/x"]
+    for text in ["out", "a b", *words]:
         (override,) = parse_words([word_of("hydra.run.dir", text)])
         assert (override.value(), override.is_sweep_override()) == (text, False)
 
@@ -90,33 +74,31 @@ def test_what_jobs_it_makes(words: str, option: str, values: list[Any], started:
 
 def test_a_sweep_begins_at_once(started: Any, monkeypatch: Patch) -> None:
     """However many jobs there are: the command line twice by Hydra, the first job once by us."""
-    calls: list[list[str]] = []
-    before: list[int] = []
-    trained: list[int] = []
-    real, sweep = hydra_core.Hydra.compose_config, ConfigLoaderImpl.load_sweep_config
+    happened: list[str] = []
 
-    def counted(self: Any, config_name: str, overrides: list[str], **rest: Any) -> DictConfig:
-        calls.append(overrides)
-        return real(self, config_name, overrides, **rest)
+    def noted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
 
-    def job(self: Any, *arguments: Any, **named: Any) -> DictConfig:
-        before.append(len(calls))
-        return sweep(self, *arguments, **named)
+        def call(*given: Any, **named: Any) -> Any:
+            happened.append(name)
+            return real(*given, **named)
 
-    monkeypatch.setattr(hydra_core.Hydra, "compose_config", counted)
-    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", job)
-    monkeypatch.setattr(job_module, "_train", lambda config, own: trained.append(len(before)))
+        monkeypatch.setattr(owner, name, call)
+
+    noted(hydra_core.Hydra, "compose_config")
+    noted(ConfigLoaderImpl, "load_sweep_config")
+    monkeypatch.setattr(job_module, "_train", lambda config, own: happened.append("train"))
     started("-m", "seed=range(0,3)", "hydra.sweep.subdir=same")
-    assert before[0] == len(calls) == 3
     # Hydra composes a job once to try it and once to run it, and none of the later ones before.
-    assert trained == [2, 4, 6]
+    job = ["load_sweep_config", "load_sweep_config", "train"]
+    assert happened == [*["compose_config"] * 3, *job * 3]
 
 
 def test_a_search_goes_on_after_a_trial_that_fails() -> None:
     """As Optuna's sweeper has it: 0.0 unless it is given."""
     for given, had, rate in (([], 0.0, 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5, 0.5)):
-        sweeper = {"max_failure_rate": had}
-        config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
+        own = {"overrides": {"hydra": given}, "sweeper": {"max_failure_rate": had}}
+        config = OmegaConf.create({"hydra": own})
         command_line._let_trials_fail(config)
         assert config.hydra.sweeper.max_failure_rate == rate
 
@@ -146,10 +128,8 @@ def test_any_command_line_ends_well_or_in_one_line(cases: int, started: Any, cap
     signs, keys, values = ["", "", "+", "++", "~"], KEYS.split(), [*SPACED, *VALUES.split()]
     for seed in range(cases):
         draw = random.Random(seed)
-        words = [
-            f"{draw.choice(signs)}{draw.choice(keys)}={draw.choice(values)}"
-            for _ in range(draw.randint(1, 3))
-        ]
+        parts = [(signs, keys, ["="], values)] * draw.randint(1, 3)
+        words = ["".join(map(draw.choice, own)) for own in parts]
         if draw.random() < 0.6:
             words.insert(draw.randint(0, len(words)), draw.choice(FLAGS.split()))
         try:

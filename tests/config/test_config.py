@@ -3,15 +3,17 @@
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from checkout import ROOT
+from fixtures import Shown
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from mpframe.cli.commands.options import options_page
+from mpframe.cli.commands import options
 from mpframe.config import schema
 from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
@@ -60,8 +62,7 @@ def composed(*overrides: str) -> schema.Config:
 
 @pytest.mark.parametrize("words", [*rows()], ids=lambda words: " ".join(words[:2]))
 def test_every_shipped_file_composes(words: list[str]) -> None:
-    config = composed(*words)
-    assert config.dtype.mode in ("fp32", "mixed", "amp")
+    assert composed(*words).dtype.mode in ("fp32", "mixed", "amp")
 
 
 def test_the_rows_hold_every_file() -> None:
@@ -81,14 +82,16 @@ def test_a_default_stands_in_the_schema_alone() -> None:
     assert OmegaConf.load(CONF / "config.yaml").keys() & schema.RUN_OPTIONS == {"run_name"}
 
 
-@pytest.mark.parametrize("name", ["static", "Backoff", "LogMax"])
-def test_a_scaling_file_states_every_argument_of_its_class(name: str) -> None:
+def test_a_scaling_file_states_every_argument_and_the_one_that_fits_is_chosen() -> None:
     """The scale apart, they are the defaults of the class, too."""
-    node = composed(f"loss_scaling={name}").loss_scaling
-    arguments = inspect.signature(get_class(node["_target_"])).parameters
-    defaults = {key: own.default for key, own in arguments.items()}
-    own = {"scale": 1024.0} if name == "static" else {"half": "float16"}
-    assert {"_target_": node["_target_"], **defaults, **own} == node
+    for name in ("static", "Backoff", "LogMax"):
+        node = composed(f"loss_scaling={name}").loss_scaling
+        arguments = inspect.signature(get_class(node["_target_"])).parameters
+        defaults = {key: own.default for key, own in arguments.items()}
+        own = {"scale": 1024.0} if name == "static" else {"half": "float16"}
+        assert {"_target_": node["_target_"], **defaults, **own} == node
+    for dtype, name in {"fp32": "none", "mixed": "Backoff", "mixed_bf16": "none"}.items():
+        assert scaling_name(composed(f"dtype={dtype}")) == name
 
 
 WATCH = """run_name resume numerics.every trainer.async_save trainer.checkpoint_every
@@ -123,9 +126,12 @@ def test_the_callbacks_of_every_run_only_watch() -> None:
     assert not only_watches("callbacks.early_stopping.patience")
 
 
-def test_the_page_of_options_is_current() -> None:
+def test_the_page_of_options_is_current(tmp_path: Path, capsys: Shown) -> None:
     """Mend with `python scripts/options.py`."""
-    assert (ROOT / "docs" / "options.md").read_text() == options_page()
+    options.main([])
+    options.main([f"out={tmp_path / 'page.md'}"])
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == (tmp_path / "page.md").read_text() == capsys.readouterr().out
 
 
 def test_an_experiment_comes_in_two_sizes() -> None:
@@ -134,8 +140,3 @@ def test_an_experiment_comes_in_two_sizes() -> None:
     small = composed("experiment=gpt", "+size=small", "dataset.context=8")
     assert (small.model["depth"], small.trainer.max_steps) == (4, 200)
     assert small.dataset["context"] == 8
-
-
-def test_the_scaling_that_fits_is_chosen() -> None:
-    for dtype, name in {"fp32": "none", "mixed": "Backoff", "mixed_bf16": "none"}.items():
-        assert scaling_name(composed(f"dtype={dtype}")) == name

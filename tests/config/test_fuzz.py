@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hostile_checkpoints import seal
@@ -33,7 +34,6 @@ from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
-SECONDS = 30  # For one case, on a machine that is busy.
 EACH = pytest.mark.parametrize("cases", [4, pytest.param(1500, marks=pytest.mark.storm)])
 LEAVES = ["", ".", "../x", "/dev/zero", "\0", "\x1b[2J", "${a}", "nan", 2**70, -1]
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -47,11 +47,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 def fuzzed(cases: int, one: Callable[..., None], *given_by: st.SearchStrategy[Any]) -> None:
     """Run `one` on so many drawn cases, the same ones every time."""
-    many = settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
-    many(given(*given_by)(one))()
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    same: Any = {"deadline": None, "derandomize": True, "database": None}
+    settings(max_examples=cases, suppress_health_check=slow, **same)(given(*given_by)(one))()
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def ours_alone(run: Path) -> Iterator[None]:
         return [(path, path.read_bytes()) for path in sorted(files)]
 
     before = beside()
-    with time_limit(SECONDS):
+    with time_limit(30):  # On a machine that is busy.
         try:
             yield
         except MpframeError as error:
@@ -74,20 +72,12 @@ def ours_alone(run: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     """A finished run in a folder of its own, and its trainer."""
-    kept: list[Trainer] = []
-    into = resume.Resume.into
-
-    def keep(resume: resume.Resume, trainer: Trainer, renew: resume.Renew) -> str:
-        kept.append(trainer)
-        return into(resume, trainer, renew)
-
-    run = tmp_path_factory.mktemp("fuzz") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resume.Resume, "into", keep)
+    run, into = tmp_path_factory.mktemp("fuzz") / "run", resume.Resume.into
+    with patch.object(resume.Resume, "into", autospec=True, side_effect=into) as called:
         train(run, "model=mlp", "model.hidden=4", "loss_scaling=LogMax", "trainer.max_steps=2",
               "trainer.ema_decay=0.9", "dtype=mixed", "trainer.log_every=1")  # fmt: skip
     (run.parent / "precious").write_text("beside the run")
-    return run, kept[0]
+    return run, called.call_args.args[1]
 
 
 @pytest.fixture
@@ -125,8 +115,8 @@ def with_one_replaced(tree: Any, value: Any, seed: int) -> Any:
 
 @EACH
 def test_manifests(cases: int, run: Path) -> None:
-    newest = checkpoint.newest(run)
-    whole = json.loads((newest / "manifest.json").read_text())
+    manifest = checkpoint.newest(run) / "manifest.json"
+    whole = json.loads(manifest.read_text())
     assert checkpoint.read(run).global_step == 2
 
     def one(value: Any, seed: int) -> None:
@@ -135,7 +125,7 @@ def test_manifests(cases: int, run: Path) -> None:
             sealed["sha256"] = content_digest(sealed.get("format"), sealed["content"])
         text = json.dumps(sealed).encode()
         for content in (text, mutated(text, seed)):
-            (newest / "manifest.json").write_bytes(content)
+            manifest.write_bytes(content)
             with ours_alone(run):
                 checkpoint.read(run)
 
@@ -144,20 +134,20 @@ def test_manifests(cases: int, run: Path) -> None:
 
 @EACH
 def test_state_files(cases: int, run: Path) -> None:
-    newest = checkpoint.newest(run)
-    whole = (newest / "state.pt").read_bytes()
+    path = checkpoint.newest(run) / "state.pt"
+    whole = path.read_bytes()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
 
     def one(seed: int) -> None:
         if seed % 2:
-            (newest / "state.pt").write_bytes(mutated(whole, seed))
+            path.write_bytes(mutated(whole, seed))
         else:  # An archive in order, with a pickle that is not.
-            with zipfile.ZipFile(newest / "state.pt", "w") as archive:
+            with zipfile.ZipFile(path, "w") as archive:
                 for name, content in entries.items():
                     pickle = name.endswith("data.pkl")
                     archive.writestr(name, mutated(content, seed) if pickle else content)
-        seal(newest)
+        seal(path.parent)
         with ours_alone(run):
             checkpoint.read(run)
 
@@ -189,26 +179,25 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
 
 @EACH
 def test_stored_options(cases: int, run: Path) -> None:
-    newest = checkpoint.newest(run)
-    whole = (newest / "config.yaml").read_text()
-    assert config_of(whole, newest, []).run.seed == 0
+    path = checkpoint.newest(run) / "config.yaml"
+    whole = path.read_text()
+    assert config_of(whole, path, []).run.seed == 0
 
     def one(text: str, seed: int) -> None:
         changed = mutated(whole.encode(), seed).decode(errors="replace")
         for config in (changed, text, f"{whole}{text}", f"{text}: {whole}"):
             with ours_alone(run):
-                config_of(config, newest / "config.yaml", [])
+                config_of(config, path, [])
 
     fuzzed(cases, one, st.text("ab: &*-[]{}'\"|>!\n\t\0#%é1e.", max_size=30), seeds)
 
 
 def reported(run: Path, drawn: bool) -> None:
     """A report on the run; to draw its curves takes longer than all else."""
-    _, runs = find_runs([run])
-    groups = group_runs(runs)
-    assert "\x1b" not in as_markdown("t", groups, runs)
-    if drawn:
-        assert "\x1b" not in as_page("t", groups, runs)
+    with ours_alone(run):
+        _, runs = find_runs([run])
+        for shown in (as_markdown, as_page)[: 1 + drawn]:
+            assert "\x1b" not in shown("t", group_runs(runs), runs)
 
 
 @EACH
@@ -222,8 +211,7 @@ def test_summaries(cases: int, run: Path) -> None:
             (run / "summary.json").write_bytes(content)
             with ours_alone(run):
                 Summary.read(run)
-            with ours_alone(run):
-                reported(run, drawn=seed % 16 == 0)
+            reported(run, drawn=seed % 16 == 0)
 
     fuzzed(cases, one, trees, seeds)
 
@@ -240,8 +228,7 @@ def test_event_files(cases: int, run: Path) -> None:
         records.write(random.Random(seed).randbytes(seed % 50))  # With a checksum that is right.
         for content in (mutated(whole, seed), whole + file.getvalue(), file.getvalue()):
             path.write_bytes(content)
-            with ours_alone(run):
-                reported(run, drawn=seed % 16 == 0)
+            reported(run, drawn=seed % 16 == 0)
 
     steps = st.integers(-(2**63), 2**63 - 1)
     fuzzed(cases, one, st.text(max_size=8), steps, st.floats(width=32), seeds)

@@ -19,10 +19,8 @@ from mpframe import checkpoint
 from mpframe.cli.commands import new
 from mpframe.tracking.summary import Summary
 
-PAGE = Page(ROOT / "docs" / "own_parts.md")
-FILES = PAGE.files()
-COMMAND = PAGE.commands()[0]
-PROJECT = (ROOT / "docs" / "own_project.md").read_text()
+PAGE, PROJECT = (Page(ROOT / "docs" / f"own_{name}.md") for name in ("parts", "project"))
+FILES, COMMAND = PAGE.files(), PAGE.commands()[0]
 TEMPLATE = ROOT / "mpframe" / "cli" / "commands" / "template"
 
 
@@ -43,11 +41,10 @@ def write_parts(folder: Path) -> None:
 
 
 def test_every_part_stands_in_the_configuration_and_takes_part(folder: Path) -> None:
-    modules = {Path(name).stem for name in FILES if name.endswith(".py")}
+    modules = sorted(Path(name).stem for name in FILES if name.endswith(".py"))
     configurations = "".join(text for name, text in FILES.items() if name.endswith("yaml"))
     targets = re.findall(r"_target_: (my_\w+)\.\w+", configurations)
-    assert sorted(targets) == sorted(modules)
-    assert len(modules) == 6
+    assert (sorted(targets), len(modules)) == (modules, 6)
     write_parts(folder)
     words = [word for word in COMMAND.arguments if not word.startswith("hydra.")]
     summary = train(folder / "run", *words, "trainer.max_steps=8")
@@ -74,15 +71,12 @@ def test_a_new_project_trains(folder: Path, capsys: Shown) -> None:
 
 def test_the_page_shows_the_files_as_they_are() -> None:
     for name in ("conf/project.yaml", "conf/model/net.yaml"):
-        assert f"```yaml\n{(TEMPLATE / name).read_text()}```" in PROJECT
-    (tree,) = (block for block in PROJECT.split("```") if "conf/project.yaml  " in block)
+        assert (TEMPLATE / name).read_text() in PROJECT.blocks("yaml")
+    (tree,) = (block for block in PROJECT.text.split("```") if "conf/project.yaml  " in block)
     shown = re.findall(r"[\w./]+", tree)
     for path in TEMPLATE.rglob("*"):
         name = str(path.relative_to(TEMPLATE))
         assert path.is_dir() or "__pycache__" in name or any(name.startswith(s) for s in shown)
-
-
-# --- with mpframe from its wheel
 
 
 def run(environment: Path, folder: Path, program: str, *words: str) -> str:
@@ -112,16 +106,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # them are not read: this checkout, installed to be edited, is not seen.
     others = [path for path in sys.path if path.endswith("site-packages")]
     (site / "packages_of_the_tests.pth").write_text("\n".join(others) + "\n")
+    where = "import importlib.util; print(importlib.util.find_spec('mpframe').origin)"
+    origin = Path(run(folder / "env", folder, "python", "-c", where).strip())
+    assert origin.is_relative_to(folder / "env")
+    assert (origin.parent / "py.typed").exists()
     return folder / "env"
 
 
 @pytest.mark.slow
 def test_the_project_trains_by_one_command(environment: Path, tmp_path: Path) -> None:
     write_parts(tmp_path)
-    where = "import importlib.util; print(importlib.util.find_spec('mpframe').origin)"
-    origin = Path(run(environment, tmp_path, "python", "-c", where).strip())
-    assert origin.is_relative_to(environment)
-    assert (origin.parent / "py.typed").exists()
     run(environment, tmp_path, *COMMAND.words)
     (folder,) = (tmp_path / "runs" / "mine").iterdir()
     summary = Summary.read(folder)
@@ -138,48 +132,44 @@ from mpframe.cli.main import COMMANDS, main
 
 for module in COMMANDS.values():
     import_module(module)
-done = set()  # What the page and the README both say runs once.
-for block in {blocks!r}:
-    if block.startswith("import"):
-        exec(block, {{}})
+for line in {lines!r}:
+    if line.startswith("import"):
+        exec(line, {{}})
         continue
-    for line in block.replace("\\\\\\n", " ").splitlines():
-        if line in done:
-            continue
-        done.add(line)
-        program, *words = shlex.split(line, comments=True)
-        print("$", line, flush=True)
-        if program == "pytest":
-            import pytest
-            assert pytest.main(["-q", "-p", "no:cacheprovider", *words]) == 0
-        elif program == "mpframe":
-            time.sleep(1.0)  # A run without a folder of its own is named by the second.
-            try:
-                main(words)
-            except SystemExit as ended:
-                assert not ended.code, line
-        else:
-            assert program == "tensorboard", line  # A server, which does not end.
+    program, *words = shlex.split(line, comments=True)
+    print("$", line, flush=True)
+    if program == "pytest":
+        import pytest
+        assert pytest.main(["-q", "-p", "no:cacheprovider", *words]) == 0
+    elif program == "mpframe":
+        time.sleep(1.0)  # A run without a folder of its own is named by the second.
+        try:
+            main(words)
+        except SystemExit as ended:
+            assert not ended.code, line
+    else:
+        assert program == "tensorboard", line  # A server, which does not end.
 """
-
-
-def blocks_of(text: str) -> list[str]:
-    """The blocks of a page that run, but for the one that makes the project."""
-    found = re.findall(r"^```(?:bash|python)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [block for block in found if not block.startswith("mpframe new")]
 
 
 @pytest.mark.slow
 def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_path: Path) -> None:
-    (begin,) = re.findall(r"^```bash\n(mpframe new .*?)^```$", PROJECT, re.DOTALL | re.MULTILINE)
+    (begin,) = (block for block in PROJECT.blocks("bash") if block.startswith("mpframe new "))
     make, enter, first = begin.splitlines()
     run(environment, tmp_path, *shlex.split(make))
     project = tmp_path / enter.removeprefix("cd ")
-    readme = (project / "README.md").read_text()
-    assert first in readme
-    blocks = [*blocks_of(readme), *blocks_of(PROJECT)]
+    readme = Page(project / "README.md")
+    assert first in readme.text
+    blocks = [block for page in (readme, PROJECT) for block in page.blocks("bash", "python")]
+    blocks.remove(begin)
     assert len(blocks) == 9
-    said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
+    lines: list[str] = []
+    for block in blocks:
+        python = block.startswith("import")
+        lines += [block] if python else block.replace("\\\n", " ").splitlines()
+    # What the page and the README both say runs once.
+    driver = DRIVER.format(lines=list(dict.fromkeys(lines)))
+    said = run(environment, project, "python", "-c", driver)
     assert "1 passed" in said
     assert Summary.read(project / "runs" / "first").monitor == "accuracy"
     assert Summary.read(project / "runs" / "notebook").dtype == "amp"

@@ -15,9 +15,9 @@ from mpframe.core.errors import CheckpointError, ConfigError
 FILES = {
     "model/net.yaml": "_target_: my_net.Net\nwidth: 8\ninner: {_target_: my_net.Inner}\n",
     "dataset/points.yaml": "_target_: my_data.points\nbatch_size: 16\n",
-    "experiment/points.yaml": "# @package _global_\ndefaults: [override /model: net]\n"
-        "metrics: {top: {_target_: my_metric.Top, k: 5}}\n",
-}  # fmt: skip
+    "experiment/points.yaml": "# @package _global_\n"
+    "metrics: {top: {_target_: my_metric.Top, k: 5}}\n",
+}
 OWN = ["model._target_=my_net.Net", "dataset._target_=my_data.points"]
 METRIC = "metrics.top._target_=my_metric.Top"
 
@@ -40,7 +40,9 @@ def stored() -> str:
     return OmegaConf.to_yaml(without_hydra(composed), resolve=True)
 
 
-def test_all_targets_that_need_trust_are_named_in_one_line(folder: Path, stored: str) -> None:
+def test_all_targets_that_need_trust_are_named_in_one_line_for_a_shell(
+    folder: Path, stored: str
+) -> None:
     with pytest.raises(CheckpointError) as refused:
         config_of(stored, folder, [])
     dataset, model = sorted(OWN)
@@ -51,9 +53,7 @@ def test_all_targets_that_need_trust_are_named_in_one_line(folder: Path, stored:
     words = str(refused.value).rpartition("add ")[2].split()
     config = config_of(stored, folder, words)
     assert (config.model["width"], config.metrics["top"]["k"]) == (8, 5)
-
-
-def test_what_is_added_for_trust_cannot_run_in_a_shell(folder: Path, stored: str) -> None:
+    # What is added for trust cannot run in a shell.
     text = stored.replace("my_net.Net", "my_net.Net; rm -r ~")
     with pytest.raises(CheckpointError, match=r"add .* 'model\._target_=my_net\.Net; rm -r ~' "):
         config_of(text, folder, [])

@@ -32,10 +32,8 @@ SERVER.set_forkserver_preload(
 )
 CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
 SKIPPED = 71  # every test: pytest's own code for it is 0, as if all had passed
-COPIED = (
-    *("mpframe", "conf", "docs", "scripts", "tests"),
-    *("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-)
+FOLDERS = ("mpframe", "conf", "docs", "scripts", "tests")
+FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 class Mutant(NamedTuple):
@@ -53,15 +51,20 @@ def load(wanted: str, part: str = "*") -> list[Mutant]:
     mutants = []
     for listing in sorted(Path(__file__).parent.glob(f"{part}.toml")):
         for name, node in tomllib.loads(listing.read_text()).items():
-            file = Path("mpframe") / node["file"]
-            mutants.append(Mutant(name, file, node["find"], node["replace"], node["tests"]))
-    return [mutant for mutant in mutants if wanted in mutant.name]
+            node["file"] = Path("mpframe") / node["file"]
+            mutants += [Mutant(name, **node)] if wanted in name else []
+    return mutants
 
 
 def control(tests: str, copy: Path, passed: str = "passed", failed: str = "FAILED") -> str:
-    """`passed`, or what is wrong with tests that meet no fault."""
-    code = run_tests(tests, copy)
-    return {0: passed, 1: failed, SKIPPED: "skipped"}.get(code, f"broken: {code}")
+    """`passed`, or what is wrong with tests that meet no fault: they run in a process."""
+    paths, _, words = tests.partition(" -k ")
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
+    tried = SERVER.Process(target=_pytest, args=([*arguments, *["-k", words] * bool(words)], copy))
+    tried.start()
+    tried.join()
+    said = {0: passed, 1: failed, SKIPPED: "skipped"}
+    return said.get(tried.exitcode, f"broken: {tried.exitcode}")
 
 
 def verdict(mutant: Mutant, copy: Path) -> str:
@@ -76,17 +79,6 @@ def verdict(mutant: Mutant, copy: Path) -> str:
         file.write_text(original)
 
 
-def run_tests(tests: str, copy: Path) -> int:
-    """The exit code of pytest: 0 all passed, 1 some failed, SKIPPED, others are errors."""
-    paths, _, words = tests.partition(" -k ")
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
-    arguments += ["-k", words] if words else []
-    tried = SERVER.Process(target=_pytest, args=(arguments, copy))
-    tried.start()
-    tried.join()
-    return CRASHED if tried.exitcode is None else tried.exitcode
-
-
 class Outcomes:
     """A plugin of pytest: what has become of the tests' own bodies and set-ups."""
 
@@ -94,12 +86,10 @@ class Outcomes:
         self.seen: set[str] = set()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
+        if getattr(report, "when", "") == "call" or report.outcome != "passed":
             self.seen.add(report.outcome)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.outcome != "passed":
-            self.seen.add(report.outcome)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def _pytest(arguments: list[str], copy: Path) -> None:
@@ -135,20 +125,18 @@ def copies(folder: Path, count: int) -> Queue[Path]:
     free: Queue[Path] = Queue()
     for number in range(count):
         copy = folder / str(number)
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                bytecode = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=bytecode)
-            else:
-                shutil.copy(ROOT / name, copy / name)
+        for name in FOLDERS:
+            bytecode = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=bytecode)
+        for name in FILES:
+            shutil.copy(ROOT / name, copy / name)
         free.put(copy)
     return free
 
 
 def main(*arguments: str) -> int:
-    """Run the mutants, or their tests without them, and print a line for each."""
-    words = [word for word in arguments if not word.startswith("--")]
-    mutants = load("", words[0]) if "--list" in arguments else load(*words[:1] or [""])
+    words = [*(word for word in arguments if not word.startswith("--")), ""]
+    mutants = load("", words[0]) if "--list" in arguments else load(words[0])
     if "--control" in arguments:
         tests = sorted({mutant.tests for mutant in mutants})
         return report([(name, name) for name in tests], control, "passed")
@@ -169,8 +157,7 @@ def report(cases: Sequence[tuple[str, Any]], judge: Callable[[Any, Path], str], 
                 free.put(copy)
 
         verdicts = []
-        said = pool.map(tried, [case for _, case in cases])
-        for (name, _), own in zip(cases, said, strict=True):
+        for (name, _), own in zip(cases, pool.map(tried, [own for _, own in cases]), strict=True):
             verdicts.append(own)
             print(f"{own:10} {name}", flush=True)
     count, skipped = verdicts.count(good), verdicts.count("skipped")

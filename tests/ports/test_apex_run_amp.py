@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ported import INF, scales_after
+from ported import INF, cases
 from torch import Tensor, nn
 from vocabulary import HALVES
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
 FP32 = torch.float32
 differs = pytest.mark.differs
@@ -50,12 +49,10 @@ LAYERS: dict[str, tuple[Callable[[Tensor], Tensor], str, tuple[int, ...]]] = {
     "BCELoss": (lambda x: nn.BCELoss()(x.sigmoid(), torch.ones(4)), "fp32", (4,)),
     "bce": (lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(4)), "fp32", (4,)),
 }
-BANNED = differs("apex refuses binary_cross_entropy in half; here it runs in fp32")
+BANNED = "apex refuses binary_cross_entropy in half; here it runs in fp32"
 
 
-@pytest.mark.parametrize(
-    "name", [*[*LAYERS][:-2], *(pytest.param(name, marks=BANNED) for name in [*LAYERS][-2:])]
-)
+@pytest.mark.parametrize("name", cases(LAYERS, dict.fromkeys(["BCELoss", "bce"], BANNED)))
 def test_basic_casts(name: str, amp: Precision) -> None:
     """test_basic_casts: layers, functions, methods, operators, and what apex bans."""
     function, rule, shape = LAYERS[name]
@@ -98,18 +95,17 @@ def test_promotion_of_many(amp: Precision) -> None:
         assert torch.cat(halves).dtype == amp.policy.half_dtype
 
 
-USES: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
-    "allow": (8, lambda x, w: x.mm(w).mm(w).sum()),
-    "deny": (2, lambda x, w: (x + torch.pow(w, 2) + torch.pow(w, 2)).sum()),
-    "infer": (2, lambda x, w: ((x * w) * w).sum()),
-}
+USES: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
+    (8, lambda x, w: x.mm(w).mm(w).sum()),
+    (2, lambda x, w: (x + torch.pow(w, 2) + torch.pow(w, 2)).sum()),
+    (2, lambda x, w: ((x * w) * w).sum()),
+]
 
 
 @pytest.mark.parametrize("kept", ["fp32", "half"])
-@pytest.mark.parametrize("name", USES)
-def test_cache(name: str, kept: str, amp: Precision) -> None:
+@pytest.mark.parametrize(("rows", "use"), USES, ids=["allow", "deny", "infer"])
+def test_cache(rows: int, use: Any, kept: str, amp: Precision) -> None:
     """test_cache: train, evaluate without gradients, change the weight, train: no stale cast."""
-    rows, use = USES[name]
     dtype = FP32 if kept == "fp32" else amp.policy.half_dtype
     # Small enough for bfloat16's eight bits to hold every sum.
     weight = nn.Parameter((torch.arange(rows * 8) % 3).view(rows, 8).to(dtype))
@@ -149,116 +145,16 @@ def test_recurrent(kind: Any, how: tuple[int, bool, bool], amp: Precision) -> No
         start = torch.zeros((3, 8) if cell else (layers * (1 + both), 3, 8), dtype=dtype)
         hidden = (start, start) if "LSTM" in kind.__name__ else start
         with amp.cast():
-            if packed:
-                given = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3]))
-                output = model(given, hidden)[0].data
-            elif cell:
+            if cell:
                 for step in x:
                     hidden = model(step, hidden)
                 output = hidden[0] if isinstance(hidden, tuple) else hidden
             else:
-                output = model(x, hidden)[0][-1]
+                pack = nn.utils.rnn.pack_padded_sequence
+                output = model(pack(x, torch.tensor([5, 4, 3])) if packed else x, hidden)[0]
+                output = output.data if packed else output[-1]
         output.float().sum().backward()
         assert (output.dtype, x.grad.dtype) == (half, dtype)
-
-
-class Pair(nn.Module):
-    def __init__(self, start: float, half: torch.dtype = torch.float16) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(start + torch.arange(2.0))
-        self.narrow = nn.Parameter((1 + start + torch.arange(2.0)).to(half))
-
-    def forward(self) -> Tensor:
-        return (self.wide.float() * self.narrow.float()).sum()
-
-
-def clear(how: str, models: list[Pair], optimizer: Any) -> None:
-    """The three ways of forgetting gradients that run_amp tries."""
-    if how == "none":
-        for parameter in (p for model in models for p in model.parameters()):
-            parameter.grad = None
-    for own in {"model": models, "optimizer": [optimizer]}.get(how, []):
-        own.zero_grad()
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("twice", [True, False])
-def test_add_param_group(how: str, before: bool, twice: bool, half: str) -> None:
-    """test_add_param_group: a second model joins after a step; the reference is plain and fp32.
-
-    Small dyadic numbers, which half holds at first; later gradients are rounded there, hence 2^-6
-    in bfloat16's eight bits and 2^-9 in float16's eleven, at numbers around 4.
-    """
-
-    def run(models: list[Pair], wrap: Callable[..., Any], *scalers: Static) -> list[Tensor]:
-        first = {"params": models[0].parameters()}
-        optimizer = wrap(torch.optim.SGD([first], lr=0.03125, momentum=0.125))
-        scale = scalers[0].scale if scalers else 1.0
-        (models[0]() * scale).backward()
-        optimizer.step(*scalers)
-        if before:
-            clear(how, models, optimizer)
-        optimizer.add_param_group({"params": list(models[1].parameters()), "lr": 0.0625})
-        if not before:
-            clear(how, models, optimizer)
-        for _ in range(2):
-            loss = (models[0]() + models[1]()) * scale
-            loss.backward(retain_graph=twice)
-            if twice:
-                loss.backward()
-            optimizer.step(*scalers)
-            clear(how, models, optimizer)
-        return [p.detach().float() for model in models for p in model.parameters()]
-
-    reference = run([Pair(1.0).float(), Pair(2.0).float()], lambda plain: plain)
-    found = run([Pair(1.0, HALVES[half]), Pair(2.0, HALVES[half])], MasterWeights, Static(4.0))
-    tolerance = 2.0**-4 if half == "bfloat16" else 2.0**-8
-    for ours, theirs in zip(found, reference, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0.0, atol=tolerance)
-
-
-@pytest.mark.parametrize("spoilt", [None, "wide", "narrow"])
-@pytest.mark.parametrize("at", ["0", "1"])
-@pytest.mark.parametrize("own_scalers", [True, False])
-@pytest.mark.parametrize("skip", ["all", "each"])
-def test_two_models_two_losses(skip: str, own_scalers: bool, at: str, spoilt: str | None) -> None:
-    """test_multiple_models_optimizers_losses: an inf skips all of one optimizer, or one of two."""
-
-    starts = {"0": 1.0, "1": 2.0}
-    models = {name: Pair(start) for name, start in starts.items()}
-    twins = {name: Pair(start).float() for name, start in starts.items()}
-    plain, inner = (
-        {
-            n: torch.optim.SGD(m.parameters(), lr=starts[n] / 32, momentum=0.125)
-            for n, m in own.items()
-        }
-        for own in (twins, models)
-    )
-    parts = {name: MasterWeights(sgd) for name, sgd in inner.items()}
-    joint = MultiOptimizer(parts, skip=skip, own_losses=True)
-    one = Backoff(init_scale=4.0)
-    scalers = {"0": one, "1": Backoff(init_scale=16.0) if own_scalers else one}
-    pairs = [
-        (name, *pair)
-        for name, model in models.items()
-        for pair in zip(model.parameters(), twins[name].parameters(), strict=True)
-    ]
-    for step in range(3):
-        for name, model in models.items():
-            (model() * scalers[name].scale).backward()
-        for name, ours, theirs in pairs:
-            theirs.grad = ours.grad.float() / scalers[name].scale
-        skipping: list[str] = []
-        if step == 1 and spoilt is not None:
-            getattr(models[at], spoilt).grad[0] = INF
-            skipping = ["0", "1"] if skip == "all" else [at]
-        joint.step(scalers if own_scalers else one)
-        joint.zero_grad()
-        for name in plain.keys() - skipping:
-            plain[name].step()
-        assert all(torch.equal(joint.master_of(ours), theirs) for _, ours, theirs in pairs)
 
 
 class ConvNet(nn.Module):
@@ -271,65 +167,36 @@ class ConvNet(nn.Module):
         return self.norm(F.relu(self.conv(x * self.gain)))
 
 
-class Trained:
-    def __init__(self, mode: str, half: str, init_scale: float = 2.0**8, **rules: Any) -> None:
-        torch.manual_seed(0)
-        self.model, self.precision = ConvNet(), Precision(mode, half)
-        plain = torch.optim.SGD(self.model.parameters(), lr=1e-2)
-        _, self.optimizer = self.precision.prepare(self.model, plain)
-        self.scaler = Backoff(init_scale=init_scale, **rules)
-
-    def step(self, factor: float = 1.0) -> Tensor:
-        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * factor
-        with self.precision.cast():
-            loss = F.mse_loss(self.model(x), torch.ones(4, 6, 8, 8))
-        (loss * self.scaler.scale).backward()
-        self.optimizer.step(self.scaler)
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
 MODES = [("fp32", "float16"), *product(("amp", "mixed"), HALVES)]
 EACH = pytest.mark.parametrize(("mode", "half"), MODES)
 
 
 @EACH
-def test_restore(mode: str, half: str) -> None:
-    """test_checkpointing: a run restored from its state goes on as the one that never stopped."""
-    run, again = (Trained(mode, half, scale, growth_interval=2) for scale in (2.0**8, 2.0**4))
-    for _ in range(3):
-        run.step()
-    for part in ("model", "optimizer", "scaler"):
-        getattr(again, part).load_state_dict(copy.deepcopy(getattr(run, part).state_dict()))
-    assert all(torch.equal(run.step(), again.step()) for _ in range(3))
-    for ours, theirs in zip(run.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(run.optimizer.master_of(ours), again.optimizer.master_of(theirs))
-
-
-@pytest.mark.parametrize("overflows", [0, 1, 2])
-@pytest.mark.parametrize("mode", ["amp", "mixed"])
-def test_the_scale_falls_with_every_overflow(mode: str, overflows: int) -> None:
-    """test_checkpointing: inputs of 2^17 overflow float16, and halve the scale each time."""
-    run = Trained(mode, "float16")
-    for _ in range(overflows):
-        run.step(2.0**17)
-    assert run.scaler.scale == 2.0 ** (8 - overflows)
-
-
-@EACH
 def test_training_lowers_the_loss(mode: str, half: str) -> None:
     """test_checkpointing: ten steps on one batch, each with a smaller loss."""
-    run = Trained(mode, half)
-    assert all(later < earlier for earlier, later in pairwise([run.step() for _ in range(10)]))
+    torch.manual_seed(0)
+    model, precision, scaler = ConvNet(), Precision(mode, half), Backoff(init_scale=2.0**8)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    _, optimizer = precision.prepare(model, sgd)
+    x, losses = torch.randn(4, 3, 8, 8), []
+    for _ in range(10):
+        with precision.cast():
+            losses.append(F.mse_loss(model(x), torch.ones(4, 6, 8, 8)))
+        (losses[-1] * scaler.scale).backward()
+        optimizer.step(scaler)
+        optimizer.zero_grad()
+    assert all(later < earlier for earlier, later in pairwise(losses))
 
 
 @differs("apex O2's state_dict is fp32; here it holds what is stored, masters_by_name fp32")
 @pytest.mark.parametrize("half", HALVES)
 def test_state_dict_formats(half: str) -> None:
     """test_checkpointing: no half tensor in what is saved."""
-    run = Trained("mixed", half)
-    assert run.model.state_dict()["conv.weight"].dtype == HALVES[half]
-    assert {t.dtype for t in run.optimizer.masters_by_name(run.model).values()} == {FP32}
+    model = ConvNet()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    _, optimizer = Precision("mixed", half).prepare(model, sgd)
+    assert model.state_dict()["conv.weight"].dtype == HALVES[half]
+    assert {t.dtype for t in optimizer.masters_by_name(model).values()} == {FP32}
 
 
 class TrustRatio:
@@ -386,15 +253,3 @@ def test_norm_and_overflow_of_any_size(size: int, where: int, dtype: torch.dtype
         wanted = torch.ones(3 * size).double().norm()
         # Three fp32 sums of equal squares, in blocks: a few units in the last of 24 bits.
         assert bad or abs(result.grad_norm / wanted - 1) < 2.0**-20
-
-
-KEPT = differs("apex forgets earlier overflows at a clean step, Megatron and we only at a growth")
-
-
-@pytest.mark.parametrize("clean", [0, pytest.param(9, marks=KEPT)])
-@pytest.mark.parametrize("hysteresis", [2, 10])
-def test_hysteresis(hysteresis: int, clean: int) -> None:
-    """test_update_scale_hysteresis: that many overflows lower the scale, and each one after it."""
-    scaler = Backoff(init_scale=2.0**20, growth_interval=10, hysteresis=hysteresis)
-    scales = scales_after(scaler, [INF] * (hysteresis - 1) + [1.0] * clean + [INF] * 4)
-    assert scales == [2.0**20] * (hysteresis - 1 + clean) + [2.0**k for k in (19, 18, 17, 16)]

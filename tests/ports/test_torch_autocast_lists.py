@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ported import cases
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES
@@ -40,29 +41,26 @@ class Case(NamedTuple):
     promise: str  # of the list it stands in: half, fp32, or bool
 
 
-def promise_of(name: str, last: Any) -> str:
-    if "builtin" in name:
-        return "bool" if last is torch.bool else "fp32"
-    return "half" if name.endswith("16") else "fp32"
-
-
-def cases(lists: Any) -> Iterator[Case]:
+def calls_of(lists: Any) -> Iterator[Case]:
     """The calls of every list of a table of torch's."""
     for name, rows in vars(lists).items():
+        place = "nn" if name == "banned" else name.split("_")[0]
         for op, *rest in rows:
             kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
-            calls = [part for part in rest if isinstance(part, tuple) and part] or [()]
-            place = "nn" if name == "banned" else name.split("_")[0]
-            for args in calls:
-                yield Case(place, op, args, kwargs, promise_of(name, rest[-1]))
+            promise = "half" if name.endswith("16") else "fp32"
+            if "builtin" in name:
+                promise = "bool" if rest[-1] is torch.bool else "fp32"
+            for args in [part for part in rest if isinstance(part, tuple) and part] or [()]:
+                yield Case(place, op, args, kwargs, promise)
 
 
 TABLES = {"CUDA": AutocastTestLists("cpu"), "CPU": AutocastCPUTestLists("cpu")}
 CASES = {
     f"{table}-{case.op}-{number}": case
     for table, lists in TABLES.items()
-    for number, case in enumerate(cases(lists))
+    for number, case in enumerate(calls_of(lists))
 }
+REASONS = {name: DIFFERS[case.op] for name, case in CASES.items() if case.op in DIFFERS}
 
 
 def kept(case: Case, half: str, compute: str) -> bool:
@@ -81,15 +79,10 @@ def kept(case: Case, half: str, compute: str) -> bool:
     return bool(first.dtype == {"half": HALVES[half], "fp32": FP32}[case.promise])
 
 
-def rows() -> Iterator[Any]:
-    for name, case in CASES.items():
-        marks = [pytest.mark.differs(DIFFERS[case.op])] if case.op in DIFFERS else []
-        yield pytest.param(case, marks=marks, id=name)
-
-
-@pytest.mark.parametrize("case", [*rows()])
-def test_what_torch_promises_for_cuda_holds_or_differs(case: Case) -> None:
-    if case.op in DIFFERS:
+@pytest.mark.parametrize("name", cases(CASES, REASONS))
+def test_what_torch_promises_for_cuda_holds_or_differs(name: str) -> None:
+    case = CASES[name]
+    if name in REASONS:
         with contextlib.suppress(RuntimeError, ValueError):  # no kernel, or no such arguments
             assert not kept(case, "bfloat16", "native")
     else:

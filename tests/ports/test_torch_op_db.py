@@ -4,16 +4,18 @@ With every floating input in half and with half beside fp32, forward and backwar
 spelling. In-place forms keep their tensor's format.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import pytest
 import torch
+from ported import backward_of, cases, converted
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from vocabulary import HALVES
 
 from mpframe import Precision
@@ -43,81 +45,51 @@ REASONS = {
 }
 EXCEPTIONS = {name: why for why, names in REASONS.items() for name in names.split()}
 COMPUTES = [("float16", "emulated"), ("float16", "native"), ("bfloat16", "native")]
-CASES = [
-    pytest.param(name, marks=[pytest.mark.differs(EXCEPTIONS[name])] if name in EXCEPTIONS else [])
-    for name in OPS
-]
 Call = Callable[..., Any]
 Sample = tuple[Any, Any, Any]
-
-
-def spellings(op: OpInfo) -> list[Call]:
-    """The op as a function and as a method, and its aliases."""
-    found = [s for own in (op, *op.aliases) for s in (own.op, own.method_variant)]
-    return [spelling for spelling in found if spelling is not None]
 
 
 def samples(op: OpInfo, count: int) -> Iterator[Sample]:
     torch.manual_seed(0)
     made = op.sample_inputs("cpu", FP32, requires_grad=op.supports_autograd)
-    return ((s.input, s.args, s.kwargs) for s in itertools.islice(made, count))
+    return ((s.input, s.args, s.kwargs) for s in islice(made, count))
 
 
-def converted(sample: Sample, how: str, half: torch.dtype) -> Sample:
-    """The sample with fp32 tensors in `half`: all, all but the first, or the first alone."""
-    seen = itertools.count()
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype != FP32:
-            return leaf
-        first = next(seen) == 0
-        narrow = how == "all" or (how == "first") == first
-        copy = leaf.detach().clone().to(half if narrow else FP32)
-        return copy.requires_grad_(leaf.requires_grad)
-
-    return tree_map(convert, sample)
-
-
-def mixes(sample: Sample) -> tuple[str, ...]:
-    """The ways in which formats can meet in this sample."""
+def mixes(sample: Sample, half: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
+    """The ways in which formats can meet: that of the first tensor, and that of the others."""
     floating = [t for t in tree_leaves(sample) if isinstance(t, Tensor) and t.dtype == FP32]
-    return ("all", "first", "others") if len(floating) > 1 else ("all",)
+    return [(half, half), (half, FP32), (FP32, half)][: 3 if len(floating) > 1 else 1]
 
 
-def run(call: Call, sample: Sample, precision: Precision, backward: bool) -> None:
-    tensor, args, kwargs = sample
-    with precision.cast():
-        result = call(tensor, *args, **kwargs)
-    leaves = (t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad)
-    totals = [t.to_dense().abs().float().sum() for t in leaves if backward]
-    if totals:
-        torch.stack(totals).sum().backward()
-
-
-def works_in_fp32(call: Call, sample: Sample, backward: bool) -> bool:
+def error_of(call: Call, sample: Sample, formats: Any, precision: Precision, back: bool) -> str:
+    tensor, args, kwargs = converted(sample, *formats)
     try:
-        run(call, converted(sample, "none", FP32), Precision("fp32"), backward)
-    except Exception:
-        return False
-    return True
+        with precision.cast():
+            result = call(tensor, *args, **kwargs)
+        if back:
+            backward_of(result)
+    except Exception as error:
+        return repr(error)
+    return ""
 
 
 def failures(op: OpInfo, count: int) -> Iterator[str]:
-    """The errors of calls that work in fp32."""
-    for sample, call in itertools.product(samples(op, count), spellings(op)):
-        backward = works_in_fp32(call, sample, True)
-        if not backward and not works_in_fp32(call, sample, False):
+    """The errors of calls that work in fp32: of functions, methods and aliases."""
+    spellings = [s for own in (op, *op.aliases) for s in (own.op, own.method_variant)]
+    for sample, call in product(samples(op, count), filter(None, spellings)):
+        in_fp32 = partial(error_of, call, sample, (FP32, FP32), Precision("fp32"))
+        backward = not in_fp32(True)
+        if not backward and in_fp32(False):
             continue
-        for (half, compute), how in itertools.product(COMPUTES, mixes(sample)):
+        for half, compute in COMPUTES:
             precision = Precision("amp", half, compute=compute)
-            try:
-                run(call, converted(sample, how, HALVES[half]), precision, backward)
-            except Exception as error:
-                yield f"{how} {half} {compute}: {error}".splitlines()[0]
+            for formats in mixes(sample, HALVES[half]):
+                if error := error_of(call, sample, formats, precision, backward):
+                    yield f"{formats} {compute}: {error}"
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(OPS, EXCEPTIONS))
 def test_what_works_in_fp32_works_in_half(name: str, count: int) -> None:
     assert not set(failures(OPS[name], count)) or name in EXCEPTIONS
 
@@ -129,16 +101,16 @@ def test_exceptions_are_ops_that_fail() -> None:
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.inplace_variant])
 def test_in_place_forms_take_a_source_of_another_format(name: str) -> None:
     call = OPS[name].inplace_variant
-    for sample, half in itertools.product(samples(OPS[name], 20), HALVES.values()):
-        plain, args, kwargs = converted(sample, "none", FP32)
+    for sample, half in product(samples(OPS[name], 20), HALVES.values()):
+        plain, args, kwargs = converted(sample, FP32, FP32)
         try:
             with torch.no_grad():
                 call(plain, *args, **kwargs)
         except RuntimeError:
             continue
-        for how, kept in (("first", half), ("others", FP32)) if "first" in mixes(sample) else ():
+        for kept, other in mixes(sample, half)[1:]:
             with torch.no_grad(), Precision("amp", str(half)[6:]).cast():
-                tensor, args, kwargs = converted(sample, how, half)
+                tensor, args, kwargs = converted(sample, kept, other)
                 result = call(tensor, *args, **kwargs)
             assert result is tensor
             assert result.dtype == kept

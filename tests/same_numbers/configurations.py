@@ -5,9 +5,8 @@ begins high, so that its runs skip steps and drop micro-batches before they find
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 _SHORT = (
     *("trainer.max_steps=12", "trainer.eval_every=6", "trainer.checkpoint_every=6"),
@@ -36,7 +35,6 @@ _OPTIMIZERS = {
     "groups": ("optimizer.groups={biases: {ndim: 1, weight_decay: 0, lr: 0.006}}",),
     "LARC": ("optimizer=sgd", "callbacks=larc"),
 }
-_RECIPES = ("fp8_delayed", "fp8_rows", "mxfp8", "mxfp4", "nvfp4")
 _BATCH_NORM = ("model=cnn", "model.width=4")
 _MODELS = {
     "cnn": _BATCH_NORM,
@@ -57,10 +55,7 @@ _RANKS = {
 }
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A short run."""
-
+class Configuration(NamedTuple):
     name: str  # what tells it from the others
     options: tuple[str, ...]  # of the command line
     ranks: int = 1  # processes that train together
@@ -68,7 +63,6 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """All of them."""
     for mode, scaler, window, clipping in product(_MODES, _SCALERS, _WINDOWS, _CLIPPING):
         if scaler == "no scaling" or mode.endswith(" float16"):
             options = (*_SCALERS[scaler], *_WINDOWS[window], *_CLIPPING[clipping])
@@ -77,7 +71,7 @@ def configurations() -> Iterator[Configuration]:
     for mode in ("mixed float16", "amp bfloat16"):
         for name, options in {**digits, **_MODELS}.items():
             yield _of(f"{mode}, {name}", mode, *options)
-    for recipe in _RECIPES:
+    for recipe in ("fp8_delayed", "fp8_rows", "mxfp8", "mxfp4", "nvfp4"):
         options = (*_DIGITS, f"dtype/products={recipe}")
         yield _of(f"mixed bfloat16, {recipe}", "mixed bfloat16", *options)
     yield from _of_ranks_and_resumed()

@@ -28,14 +28,10 @@ from in_process import scalars  # noqa: E402
 from sameness import differing  # noqa: E402
 
 # Parts of tags, of keys of the summary and of places in a checkpoint that hold times or memory.
-_MEASURED = (
-    *("seconds", "per_second", "speed/", "memory", "step_times", "throughput", "curves"),
-    "folder",
-)
+_MEASURED = ["seconds", "per_second", "memory", "step_times", "throughput", "curves", "folder"]
 
 
 def main() -> int:
-    """Compare what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("wanted", nargs="?", default="", help="part of the names to compare")
@@ -47,13 +43,12 @@ def main() -> int:
         checkouts = zip(folders.values(), (asked.other.resolve(), ROOT), strict=True)
         servers = [_serve(checkout, chosen, folder) for folder, checkout in checkouts]
         for number, configuration in enumerate(chosen):
-            lines = [server.stdout.readline() for server in servers if server.stdout]
-            errors = [
-                f"{whose} checkout: {line.strip() or 'its process died'}"
-                for whose, line in zip(folders, lines, strict=True)
-                if line != "\n"
-            ]
-            said = errors[0] if errors else compared(*(f / f"{number}" for f in folders.values()))
+            said = ""
+            for whose, server in zip(folders, servers, strict=True):
+                line = server.stdout.readline() if server.stdout else ""
+                if line != "\n":
+                    said = said or f"{whose} checkout: {line.strip() or 'its process died'}"
+            said = said or compared(*(folder / f"{number}" for folder in folders.values()))
             failed += said != "same"
             print(f"[{number + 1}/{len(chosen)}] {configuration.name}: {said}", flush=True)
     print(f"{len(chosen)} configurations, {failed} differ")

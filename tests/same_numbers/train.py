@@ -16,11 +16,8 @@ from pathlib import Path
 import torch  # noqa: F401 (imported once, for all forks)
 import torchvision  # noqa: F401
 
-LIMIT = 300  # seconds a run may take; none takes a tenth of it
-
 
 def main() -> None:
-    """Train one after the other, each in a folder of its number."""
     script = Path(sys.argv[1]) / "scripts" / "train.py"
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # It warns of every resumed run.
     for number, (options, ranks, resumed) in enumerate(json.loads(sys.argv[2])):
@@ -48,15 +45,15 @@ def _fork(script: Path, options: list[str], rank: int, size: int, port: int) -> 
     """Start one rank, which runs the script as the command line does; its id."""
     if process := os.fork():
         return process
-    signal.alarm(LIMIT)
+    signal.alarm(300)  # None takes a tenth of these seconds.
     if size > 1:
         os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
     code = 1
     try:
         said = os.open(f"{port}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        for stream in (1, 2):
+            os.dup2(said, stream)
         sys.argv = [str(script), *options]
         runpy.run_path(str(script), run_name="__main__")
         code = 0
