@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-import own_scalers
+import own_parts
 import pytest
 import torch
 from torch import Tensor, nn
@@ -200,9 +200,9 @@ def test_one_bad_micro_batch_is_dropped_and_the_divisor_corrected(mode: str, hal
     [
         ("fp32", "float16", Static),
         ("mixed", "float16", Backoff),
-        ("mixed", "bfloat16", own_scalers.Module),
+        ("mixed", "bfloat16", own_parts.Module),
         ("amp", "float16", LogMax),
-        ("amp", "bfloat16", own_scalers.Drifting),
+        ("amp", "bfloat16", own_parts.Drifting),
     ],
 )
 def test_a_loaded_state_continues_bit_for_bit(mode: str, half: str, make_scaler: Any) -> None:

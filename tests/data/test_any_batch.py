@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from in_process import StartRun
+from own_parts import Texted
 from sameness import assert_same_run, cut
-from texts import Texted
 
 from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.core.errors import DataError, DivergedError
 from mpframe.lab.autopsy import evidence
 
 OWN = [
-    "model=own", "model._target_=texts.Reader", "dataset=own", "dataset._target_=texts.task",
-    "dataset.batch_size=8", "device=cpu",
+    "model=own", "model._target_=own_parts.Reader", "dataset=own",
+    "dataset._target_=own_parts.texts", "dataset.batch_size=8", "device=cpu",
 ]  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
 
 
 BOXES = [
-    "model=own", "model._target_=boxes.detector", "dataset=own", "dataset._target_=boxes.task",
-    "dataset.batch_size=3", "device=cpu", "trainer.epochs=1",
+    "model=own", "model._target_=own_parts.detector", "dataset=own",
+    "dataset._target_=own_parts.pictures", "dataset.batch_size=3", "device=cpu", "trainer.epochs=1",
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
 
 OPTIONS = [
-    "model._target_=noisy.NoisyNet", "dataset.augment=crop", "trainer.epochs=2",
+    "model._target_=own_parts.NoisyNet", "dataset.augment=crop", "trainer.epochs=2",
     "trainer.max_steps=14", "trainer.eval_every=4", "trainer.log_every=1",
     "trainer.ema_decay=0.9", "optimizer.lr=0.01",
 ]  # fmt: skip

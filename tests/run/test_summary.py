@@ -107,7 +107,7 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
     assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"
     for stop in (17, 37):
-        breaks = ["+callbacks.bad._target_=own_callbacks.Breaks", f"+callbacks.bad.step={stop}"]
+        breaks = ["+callbacks.bad._target_=own_parts.Breaks", f"+callbacks.bad.step={stop}"]
         with pytest.raises(UserCodeError):
             train(tmp_path / str(stop), *options, *breaks)
         assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)

@@ -94,7 +94,7 @@ def test_the_documents_tell_how_many_there_are() -> None:
 
 SOUND = [
     "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
-    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
+    "dtype=amp model._target_=erring.embedded dataset.fault=int64 dataset.split=both",
     "dtype=mixed model.fault=lazy",
     "dataset.loss=half",
     "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",

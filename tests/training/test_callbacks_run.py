@@ -133,8 +133,8 @@ def test_an_entry_that_is_no_callback_is_refused(node: dict[str, Any], line: str
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]
 OFTEN = ["trainer.log_every=3", "trainer.eval_every=2", "scheduler=none"]
-MINE = ["+callbacks.mine._target_=own_callbacks.Losses", "+callbacks.mine.name=mine"]
-HITS = "+metrics.hits._target_=own_callbacks.LikeTorchmetrics"
+MINE = ["+callbacks.mine._target_=own_parts.Losses", "+callbacks.mine.name=mine"]
+HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -151,7 +151,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_users_callback_sees_every_step_once_over_a_resume(tmp_path: Path) -> None:
     """Another one of its class, which begins with the second start, keeps a state of its own."""
-    other = ["+callbacks.other._target_=own_callbacks.Losses", "+callbacks.other.name=other"]
+    other = ["+callbacks.other._target_=own_parts.Losses", "+callbacks.other.name=other"]
     train(tmp_path, *SMALL, *MINE, "trainer.max_steps=3")
     train(tmp_path, *SMALL, *MINE, *other, "trainer.max_steps=5", "resume=auto")
     assert (tmp_path / "mine.txt").read_text() == "1.0 2.0 3.0 4.0 5.0"
@@ -236,12 +236,12 @@ def test_one_is_monitored(tmp_path: Path, monitor: str) -> None:
 
 
 def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path: Path) -> None:
-    own = "dataset._target_=own_callbacks.with_objects"
+    own = "dataset._target_=own_parts.with_objects"
     train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
     assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
 
 
-OWN = "_target_=own_callbacks"
+OWN = "_target_=own_parts"
 TAKEN = "callbacks.checkpoints: every run has a callback of this name; give yours another name"
 
 
@@ -249,7 +249,7 @@ TAKEN = "callbacks.checkpoints: every run has a callback of this name; give your
     (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
     ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
     ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
-    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
+    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_parts.Nope: "),
     ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
     ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, TAKEN),
 ])  # fmt: skip

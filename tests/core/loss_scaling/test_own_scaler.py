@@ -1,6 +1,6 @@
 """A user's loss scaler is one class and its `_target_`: in all modes, saved, resumed, refused."""
 
-import own_scalers
+import own_parts
 import pytest
 import torch
 from in_process import scalars
@@ -28,7 +28,7 @@ OWN = "loss_scaling._target_"
 def test_it_scales_and_resumes_bit_for_bit(
     start_run, tmp_path, dtype, name, more, expected
 ) -> None:
-    options = [*SHORT, f"dtype={dtype}", f"{OWN}=own_scalers.{name}", *more]
+    options = [*SHORT, f"dtype={dtype}", f"{OWN}=own_parts.{name}", *more]
     done = start_run(tmp_path / "whole", *options)
     assert (done.status, done.loss_scaling) == ("finished", name)
     scales = scalars(tmp_path / "whole")["loss_scale/scale"]
@@ -41,12 +41,12 @@ def test_it_scales_and_resumes_bit_for_bit(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([f"{OWN}=own_scalers.Mute"], "has no update; see docs/loss_scaling.md"),
+        ([f"{OWN}=own_parts.Mute"], "has no update; see docs/loss_scaling.md"),
         ([f"{OWN}=torch.nn.Identity"], "has no update and no scale; see docs/loss_scaling.md"),
-        ([f"{OWN}=own_scalers.Number"],
+        ([f"{OWN}=own_parts.Number"],
          "its scale is a float; must be a 0-d float32 tensor; see docs/loss_scaling.md"),
-        (["loss_scaling.evry=2", f"{OWN}=own_scalers.Drifting"],
-         "own_scalers.Drifting takes no such argument; nearest: every"),
+        (["loss_scaling.evry=2", f"{OWN}=own_parts.Drifting"],
+         "own_parts.Drifting takes no such argument; nearest: every"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_the_folder_is_taken(
@@ -65,7 +65,7 @@ def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
         return Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=scaler)
 
     with pytest.raises(CheckpointError) as refused:
-        trainer(own_scalers.Module()).load_state_dict(trainer(Backoff()).state_dict())
+        trainer(own_parts.Module()).load_state_dict(trainer(Backoff()).state_dict())
     assert str(refused.value).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
         "state_dict for Module: Unexpected key(s) in state_dict: "
