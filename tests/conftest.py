@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from paths import PATHS
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,14 +68,13 @@ def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     """Two ranks, for all tests that leave them alive."""
-    with ranks(2) as own:
+    with Ranks(2) as own:
         yield own
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
-    """Four of them."""
-    with ranks(4) as own:
+    with Ranks(4) as own:
         yield own
 
 

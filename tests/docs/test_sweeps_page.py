@@ -7,7 +7,7 @@ import pytest
 from fixtures import Patch, Shown
 from hydra import compose
 from pages import ROOT, Page
-from programs import command, plugin, statuses
+from processes import command, plugin, statuses
 
 from mpframe.config.overrides import hydra_over
 

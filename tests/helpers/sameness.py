@@ -1,41 +1,30 @@
 """Whether two runs came to the same: weights, states, curves, records and summary, bit for bit."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import vocabulary
 from in_process import scalars, train
 
 from mpframe import checkpoint
 from mpframe.tracking.amax_record import FILE_NAME
 
 MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
-LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
-TIMES = ("seconds", "train_seconds", "step_times")
+# `curves/last_step` holds measurements among others, which `curves` of a run tells apart.
+LEFT_OUT = re.compile(
+    rf"/({'|'.join(MEASURED)}|curves/last_step|throughput/(seconds|train_seconds|step_times))(/|$)"
+)
 MEASURED_SUMMARY = ("seconds", "train_seconds", "samples_per_second", "median_step_seconds",
                     "peak_memory_bytes")  # fmt: skip
 
 
-def differing(first: Any, second: Any, path: str = "") -> list[str]:
+def differing(first: Any, second: Any) -> list[str]:
     """The paths at which two nested states differ; what is a measurement is left out."""
-    if path.endswith((*MEASURED, LOGGED, *(f"throughput/{time}" for time in TIMES))):
-        return []
-    if isinstance(first, dict) and isinstance(second, dict):
-        keys = sorted(first.keys() | second.keys(), key=str)
-        entries = [(first.get(key), second.get(key), f"{path}/{key}") for key in keys]
-    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        if len(first) != len(second):
-            return [path]
-        pairs = enumerate(zip(first, second, strict=True))
-        entries = [(a, b, f"{path}/{n}") for n, (a, b) in pairs]
-    elif isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
-    else:
-        return [] if first == second or (first != first and second != second) else [path]
-    return [found for entry in entries for found in differing(*entry)]
+    return [path for path in vocabulary.differing(first, second) if not LEFT_OUT.search(path)]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -60,8 +49,7 @@ def assert_same_run(first: Path, second: Path) -> None:
         assert steps == sorted(set(steps)), f"{tag}: {steps}"
     for tag in MEASURED:
         assert [s for s, _ in curves[tag]] == [s for s, _ in scalars(first)[tag]], tag
-    found = differing(results(first), results(second))
-    assert not found, found
+    assert differing(results(first), results(second)) == []
 
 
 def cut(whole: Path, target: Path, at: int = 4) -> Path:

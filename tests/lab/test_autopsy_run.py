@@ -18,7 +18,7 @@ from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.ranges import read_ranges
 
-OWN = "model._target_=overflowing.Overflowing"
+OWN = "model._target_=planted.beyond"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
 STOPS = "trainer.max_consecutive_skips=4"
 HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216"]
@@ -62,7 +62,7 @@ def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
 
 def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
     """The backward pass of sqrt at 0 is not finite in any format: no scale and no pin helps."""
-    error = diverge(tmp_path, "model._target_=overflowing.Root")
+    error = diverge(tmp_path, "model._target_=planted.Root")
     assert error == (
         "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model or data; "
         f"see {evidence.all_in(tmp_path)[0] / 'report.md'}"
@@ -84,7 +84,7 @@ def test_weights_ruined_without_masters_need_masters(tmp_path: Path) -> None:
         ("run=/nowhere", "no readable checkpoint"),
         (f"run={{}} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
         (f"run={{}} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
-        ("run={}", "if you trust it, add model._target_=overflowing.Overflowing"),
+        ("run={}", "if you trust it, add model._target_=planted.beyond"),
     ],
 )
 def test_mistakes_are_one_line(arguments: str, said: str, failed: Path, monkeypatch: Patch) -> None:

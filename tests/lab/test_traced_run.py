@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from foreign import Foreign
 from in_process import StartRun, composed, texts
+from planted import Foreign
 
 from mpframe.config.command_line import check_config
 from mpframe.core.errors import RunInterrupted, UserCodeError
@@ -20,7 +20,7 @@ from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.gan import discriminator_objective, generator_objective
 
-FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed"]
+FOREIGN = ["model._target_=planted.Foreign", "dtype=mixed"]
 
 
 def built(*overrides: str) -> Trainer:
@@ -56,7 +56,7 @@ def test_every_loss_is_traced(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
-    trainer = built("model._target_=foreign.Lazy", f"dtype.mode={mode}")
+    trainer = built("model._target_=planted.lazy", f"dtype.mode={mode}")
     assert trainer.model[1].weight.shape == (10, 64)
     assert half_weights(trainer) == ["1.weight", "1.bias"] * (mode == "mixed")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ranked
 from ranked import OWN, Points, summary_in, torchrun, trouble
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.data import Loader
@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(
     tmp_path: Path, rank: int, name: str, timeout: int, how: str
 ) -> None:
     """Also where torch's own collectives are met first, whose errors come out of the model."""
-    with ranks(2) as own:
+    with Ranks(2) as own:
         began = time.monotonic()
         options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how]
         own.begin(ranked.run, tmp_path / "run", *OWN, *options)

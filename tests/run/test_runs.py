@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import programs
+import processes
 import pytest
 from checkout import ROOT
 from in_process import scalars, train
@@ -34,7 +34,7 @@ def test_every_shipped_experiment_runs_two_steps(
 def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     """In a Python of its own."""
     done = subprocess.run(
-        [sys.executable, programs.SCRIPT,
+        [sys.executable, processes.SCRIPT,
          "dtype=mixed", "loss_scaling=Backoff", "callbacks.progress_bar.shown=on"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,

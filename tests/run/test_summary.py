@@ -62,7 +62,7 @@ def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
     tmp_path: Path, caplog: Log, scaler: str
 ) -> None:
     """The scale goes down from 65536, and would fit after ten steps; its floor is 1."""
-    options = ["model._target_=overflowing.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
+    options = ["model._target_=planted.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
     short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "callbacks.autopsy=null"]
     done = train(tmp_path / "ended", *short)
     assert (done.status, done.steps, done.skipped_steps) == ("finished", 0, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from vocabulary import differing, flat
+from vocabulary import differing
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Batch
@@ -69,7 +69,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    return flat(one).keys() == flat(other).keys() and not differing(one, other)
+    return not differing(one, other)
 
 
 def backward(model: nn.Module, precision: Precision) -> None:
