@@ -38,8 +38,7 @@ class FirstOutputs:
     name, higher_is_better = "first", True
     sync_on_compute = True  # as torchmetrics'
 
-    def __init__(self) -> None:
-        self.value = 0.0
+    value = 0.0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         for row in outputs.float():
@@ -53,7 +52,7 @@ class FirstOutputs:
 class Net(nn.Module):
     """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
 
-    def __init__(self, norm: bool, whole: bool) -> None:
+    def __init__(self, norm: Any, whole: Any) -> None:
         super().__init__()
         self.whole = whole
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
@@ -69,11 +68,10 @@ class Net(nn.Module):
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of every token of every window."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def parts(name: str, norm: bool = False, whole: bool = False) -> tuple[nn.Module, Any, Any]:
+def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, Any, Any]:
     """A model, its samples and its loss."""
     random = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
@@ -81,13 +79,10 @@ def parts(name: str, norm: bool = False, whole: bool = False) -> tuple[nn.Module
         text = torch.randint(0, 32, (16, 17), generator=random)
         data = TensorDataset(text[:, :-1], text[:, 1:])
         return GPT(32, context=16, depth=2, heads=2, width=32), data, token_loss
+    loss = nn.CrossEntropyLoss()
     if name == "resnet18":
-        images = torch.randn(16, 3, 8, 8, generator=random)
-        return (
-            resnet18(10, width=4),
-            TensorDataset(images, torch.arange(16) % 10),
-            nn.CrossEntropyLoss(),
-        )
+        data = TensorDataset(torch.randn(16, 3, 8, 8, generator=random), torch.arange(16) % 10)
+        return resnet18(10, width=4), data, loss
     inputs = torch.randn(67, 8, generator=random)
     if name == "mlp":  # A layer of one row, of which the second rank holds none, and one of 5 rows.
         layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)]
@@ -98,13 +93,7 @@ def parts(name: str, norm: bool = False, whole: bool = False) -> tuple[nn.Module
     else:
         model = Net(norm, whole)
     classes = 4 if name == "net" else 5
-    return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), nn.CrossEntropyLoss()
-
-
-def precision_of(mode: str, recipe: Any) -> Precision:
-    if mode == "split":  # Its masters have memory only while they are updated.
-        return Precision("mixed", "bfloat16", master_weights=SplitMaster)
-    return Precision(mode, products=Recipe.from_mapping("own", recipe) if recipe else "none")
+    return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), loss
 
 
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
@@ -113,42 +102,43 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
     `optimizer`, `batch`, `steps`, and those of a plan.
     """
-    name = options.get("name", "net")
-    model, data, loss = parts(name, options.get("norm", False), options.get("whole", False))
+    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
+    net = options["name"] == "net"
+    model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
         model = model.double()
         data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
     if options.get("sync"):
         comm.synchronize_batchnorm(model)
-    precision = precision_of(mode, options.get("recipe"))
-    optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
+    kind: dict[str, Any] = {"mode": mode, "products": recipe}
+    if split := mode == "split":
+        kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
+    precision = Precision(**kind)
+    optimizer = options["optimizer"](model.parameters(), lr=1e-2)
     if options.get("fsdp"):
         shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)
-    split = mode == "split"
-    ema = None if split else Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    # The masters of a split have memory only while they are updated.
+    means = {} if split else {p: masters.master_of(p) for p in model.parameters()}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
     trainer = Trainer(
-        model,
-        masters,
-        supervised(loss),
-        precision,
+        *(model, masters, supervised(loss), precision),
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        algorithms={} if ema is None else {"ema": AverageWeights(ema, model)},
-        plan=Plan(epochs=9, max_steps=options.get("steps", 4), **plan),
-        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if name == "net" else {}),
+        algorithms={"ema": AverageWeights(Ema(means, 0.9), model)},
+        plan=Plan(epochs=9, max_steps=options["steps"], **plan),
+        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if net else {}),
         comm=comm,
     )
-    batch = options.get("batch", 16 if name == "net" else 8)
+    batch = options.get("batch", 16 if net else 8)
     train = Loader(data, batch, shuffle=True, drop_last=True, comm=comm)
     part = (len(data) - 1) // 8 * 4  # Of the last batch, a single sample, only rank 0 has any.
     return trainer, train, Loader(Subset(data, range(2 * part + 1)), part, shuffle=False, comm=comm)
 
 
-def whole_of(tensor: Any) -> Tensor:
+def whole_of(tensor: Any) -> Any:
     """What all ranks hold of it."""
-    own: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return own
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
@@ -165,9 +155,9 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
         if fault is not None and comm.rank == 1:
             fault(trainer, batches)
         result: Any = step(*batches)
-        told = {key: float(getattr(result, key)) for key in ("grad_norm", "loss", "scale")}
-        dropped = int(result.dropped or 0)
-        results.append({"skipped": bool(result.skipped), "dropped": dropped, **told})
+        told = ("grad_norm", "loss", "scale", "skipped")
+        results.append({key: float(getattr(result, key)) for key in told})
+        results[-1]["dropped"] = int(result.dropped or 0)
         return result
 
     trainer.train_step = watched  # type: ignore[method-assign]
@@ -175,10 +165,8 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     weights = [whole_of(own.detach()).clone() for own in trainer.model.parameters()]
     evaluation = trainer.evaluate(val)
     states.append(state())
-    return {
-        "states": states, "weights": weights, "results": results,
-        "metrics": evaluation.metrics, "loss": evaluation.loss,
-    }  # fmt: skip
+    found = {"states": states, "weights": weights, "results": results}
+    return {**found, "metrics": evaluation.metrics, "loss": evaluation.loss}
 
 
 def in_group(do: Any, *arguments: Any) -> Any:
@@ -189,11 +177,11 @@ def in_group(do: Any, *arguments: Any) -> Any:
 
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
-    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         large = options.get("large", 2**22)
         patched.setattr(process_group, "_LARGE", large)
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
-        return trained(mode, comm, options)
+        return in_group(lambda comm: trained(mode, comm, options))
 
 
 def bad_input(trainer: Trainer, batches: Any) -> None:
@@ -207,6 +195,4 @@ def assert_same(first: Any, second: Any) -> None:
 
 
 def assert_same_but(first: list[Any], second: list[Any], *names: str) -> None:
-    """The same for states, but for these entries."""
-    kept = [[{k: s[k] for k in s if k not in names} for s in each] for each in (first, second)]
-    assert_same(*kept)
+    assert_same(*([{k: s[k] for k in s if k not in names} for s in own] for own in (first, second)))
