@@ -28,11 +28,10 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def pytest_collection() -> Generator[None, object, object]:
     """Looks for no garbage among modules and tests: it takes a third of the time of collecting."""
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_unconfigure() -> None:
@@ -43,19 +42,19 @@ def pytest_unconfigure() -> None:
 def _logging_left_as_found() -> Iterator[None]:
     """What Hydra sets up in a test, handlers and level, would change what the next one sees."""
     root = logging.getLogger()
-
-    def writers() -> list[logging.Handler]:  # pytest's own come and go with each phase of a test.
-        return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
-
-    level, before = root.level, writers()
+    level, before = root.level, _handlers(root)
     yield
-    for handler in writers():
-        if handler not in before:
-            root.removeHandler(handler)
-            handler.close()
+    for handler in _handlers(root) - before:
+        root.removeHandler(handler)
+        handler.close()
     for handler in before:
         root.addHandler(handler)  # One that is there is not added again.
     root.setLevel(level)
+
+
+def _handlers(root: logging.Logger) -> set[logging.Handler]:
+    """But pytest's own, which come and go with each phase of a test."""
+    return {own for own in root.handlers if not type(own).__module__.startswith("_pytest")}
 
 
 @pytest.fixture
@@ -102,6 +101,4 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few samples for each dataset that reads files, in the formats those have."""
     from tiny_data import write_tiny_data
 
-    root = tmp_path_factory.mktemp("data")
-    write_tiny_data(root)
-    return root
+    return write_tiny_data(tmp_path_factory.mktemp("data"))

@@ -28,11 +28,9 @@ def _composed(place: str, *words: str) -> DictConfig:
 
 def composed(*overrides: str) -> DictConfig:
     """The options of a command line; those of a resumed run are composed with the first one's."""
-    words = [word for word in overrides if not word.startswith("resume=")]
-    own = deepcopy(_composed(os.getcwd(), *words))
-    for word in overrides:
-        if word.startswith("resume="):
-            own.resume = word.removeprefix("resume=")
+    resumes = [word for word in overrides if word.startswith("resume=")]
+    own = deepcopy(_composed(os.getcwd(), *(word for word in overrides if word not in resumes)))
+    own.merge_with_dotlist(resumes)
     return own
 
 
@@ -58,19 +56,16 @@ def command(*words: str) -> int:
 
 
 def events(folder: Path) -> EventAccumulator:
-    """Everything in a run folder's event files."""
     everything = {"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
-    """The texts of a tag with their steps."""
-    found = events(folder).Tensors(tag)
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+    return [(e.step, e.tensor_proto.string_val[0].decode()) for e in events(folder).Tensors(tag)]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every scalar tag of a run folder with its (step, value) pairs."""
     found = events(folder)
-    tags = found.Tags()["scalars"]
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags}
+    read = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in points] for tag, points in read.items()}

@@ -27,7 +27,7 @@ WORDS = 12
 
 
 class Losses(Callback):
-    """Keeps the numbers of all steps, over resumes; writes them at the end."""
+    """Keeps the numbers of all steps, over resumes, and writes them."""
 
     def __init__(self, name: str) -> None:
         self._name, self.losses = name, []
@@ -37,8 +37,6 @@ class Losses(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.losses.append(float(trainer.progress.global_step))
-
-    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         self._path.write_text(" ".join(map(str, self.losses)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,21 +76,20 @@ class LikeTorchmetrics(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("hits", torch.zeros(()))
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("counts", torch.zeros(2))
 
     def forward(self) -> None:
         raise AssertionError("a metric is not called")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        self.hits = self.hits + (preds.argmax(1) == target).sum()
-        self.seen = self.seen + len(target)
+        hits = (preds.argmax(1) == target).sum()
+        self.counts = self.counts + torch.stack([hits, hits.new_tensor(len(target))])
 
     def compute(self) -> Tensor:
-        return self.hits / self.seen
+        return self.counts[0] / self.counts[1]
 
     def reset(self) -> None:
-        self.hits, self.seen = torch.zeros(()), torch.zeros(())
+        self.counts = torch.zeros(2)
 
 
 class Vector(LikeTorchmetrics):

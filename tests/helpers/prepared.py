@@ -1,6 +1,7 @@
-"""A trainer of a model, prepared in a mode."""
+"""A trainer of a model, prepared in a mode, and the context of a run that there is none of."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,10 @@ from torch.optim import SGD
 
 from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.callbacks.results import Results
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.run_context import RunContext
 
 
 def prepared(
@@ -19,3 +24,9 @@ def prepared(
     model, wrapped = precision.prepare(model, make(model.parameters()))
     objective = supervised(objective) if isinstance(objective, nn.Module) else objective
     return cls(model, wrapped, objective, precision, **rest)  # type: ignore[no-any-return]
+
+
+def context(folder: Path, tracker: Tracker | None = None, train: Any = None) -> RunContext:
+    """The context of a run in `folder`; what is not given may not be used."""
+    own: Any = tracker
+    return RunContext(folder, "seed: 0\n", "a run", own, train, Throughput(1), Results())

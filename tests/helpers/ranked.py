@@ -13,8 +13,6 @@ import torch
 from checkout import HELPERS, ROOT
 from in_process import train
 from sameness import differing, results
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from mpframe import Trainer
 from mpframe.checkpoint import saving
@@ -33,8 +31,8 @@ NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
 
 def trouble(rank: int, step: int, name: str) -> list[str]:
     """The options by which a rank gets a signal."""
-    values = {"_target_": "ranked.Trouble", "rank": rank, "step": step, "name": name}
-    return [f"+callbacks.trouble.{key}={value}" for key, value in values.items()]
+    values = f"_target_=ranked.Trouble rank={rank} step={step} name={name}"
+    return [f"+callbacks.trouble.{word}" for word in values.split()]
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
@@ -49,14 +47,12 @@ def assert_same_results(undisturbed: Path, other: Path) -> None:
 
 def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
     """What the page tells to type: two ranks of scripts/train.py, and what they say."""
-    flags = [word for word in words if word.startswith("--")]
-    options = [word for word in words if not word.startswith("--")]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
-    return subprocess.run(
-        [*start, str(ROOT / "scripts" / "train.py"), *options],
-        capture_output=True, text=True, timeout=within, cwd=HELPERS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += [word for word in words if word.startswith("--")]
+    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    own: Any = {"capture_output": True, "text": True, "timeout": within, "cwd": HELPERS}
+    return subprocess.run(start, env=env, check=False, **own)
 
 
 def run(folder: Path, *options: str) -> Any:
@@ -68,7 +64,6 @@ def run(folder: Path, *options: str) -> Any:
 
 
 def runs(folder: Path, options: list[list[str]]) -> list[Any]:
-    """The same for several runs, one after another, each in a folder of its own."""
     return [run(folder / str(number), *own) for number, own in enumerate(options)]
 
 
@@ -89,13 +84,10 @@ class Drift(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
-            with torch.no_grad():
-                next(trainer.model.parameters()).add_(0.01)
+            next(trainer.model.parameters()).detach().add_(0.01)
 
 
 class Overflow(Callback):
-    """The samples of rank 1 grow beyond float16."""
-
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
             batches[0][0].fill_(6e4)
@@ -113,21 +105,14 @@ class FullDisk(Callback):
             written, saving._write_file = saving._write_file, write  # type: ignore[assignment]
 
 
-class Points(Dataset[Any]):
-    def __init__(self, count: int, bad: int | None) -> None:
-        self._count, self._bad = count, bad
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        value = float("nan") if index == self._bad else index / self._count
-        return torch.full((4,), value), index % 2
+def rows(count: int, bad: int | None = None) -> Any:
+    """Of four numbers; one may hold nan."""
+    values = [torch.nan if row == bad else row / count for row in range(count)]
+    return [(torch.full((4,), value), row % 2) for row, value in enumerate(values)]
 
 
 def points(bad: int | None = None) -> Task:
-    """Rows of four numbers; one may hold nan."""
-    return classification(Points(32, bad), Points(7, None))
+    return classification(rows(32, bad), rows(7))
 
 
 def seeded_otherwise() -> torch.nn.Module:

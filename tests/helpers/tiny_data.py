@@ -1,6 +1,5 @@
 """Tiny data in each real format."""
 
-import csv
 import datetime
 import gzip
 import struct
@@ -14,8 +13,8 @@ from PIL import Image
 from mpframe.config.locations import CONF
 
 
-def write_tiny_data(root: Path) -> None:
-    """A few samples for each dataset that reads files, in the formats those have."""
+def write_tiny_data(root: Path) -> Path:
+    """A few samples for each dataset that reads files, in the formats those have; the folder."""
     random = np.random.default_rng(0)
     _idx(root / "fashion_mnist", random)
     _cifar(root / "cifar10" / "cifar-10-batches-bin", random)
@@ -23,14 +22,14 @@ def write_tiny_data(root: Path) -> None:
         for number in range(2):
             _image(root / "image_folder" / place / f"{number:04d}.jpg", random, (32, 32, 3), 256)
     for name in ("art", "business", "politics", "sport", "tech"):
-        folder = root / "text_folder" / name
-        folder.mkdir(parents=True)
+        (folder := root / "text_folder" / name).mkdir(parents=True)
         for number in range(5):
             (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
     for split in ("train", "val"):
-        for kind, shape, top in (("images", (40, 64, 3), 256), ("masks", (40, 64), 2)):
-            _image(root / "mask_folder" / split / kind / "one.png", random, shape, top)
+        _image(root / "mask_folder" / split / "images" / "one.png", random, (40, 64, 3), 256)
+        _image(root / "mask_folder" / split / "masks" / "one.png", random, (40, 64), 2)
     _tables(root)
+    return root
 
 
 def _image(path: Path, random: np.random.Generator, shape: tuple[int, ...], top: int) -> None:
@@ -64,10 +63,8 @@ def _tables(root: Path) -> None:
 
 def _csv(path: Path, columns: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
+    rows = [columns, *zip(*columns.values(), strict=True)]
+    path.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
 
 
 def _idx(folder: Path, random: np.random.Generator) -> None:

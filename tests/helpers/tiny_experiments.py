@@ -8,10 +8,9 @@ import pytest
 from mpframe.config.locations import CONF
 
 _TEXTS = {path.stem: path.read_text("utf-8") for path in (CONF / "experiment").glob("*.yaml")}
-EXPERIMENTS = sorted(
-    [*_TEXTS, *(f"{name}_small" for name, text in _TEXTS.items() if "${size:" in text)]
-)
-"""Each shipped experiment; the small size of one that has two has `_small` behind its name."""
+# Each shipped experiment; the small size of one that has two has `_small` behind its name.
+_SMALL = [f"{name}_small" for name, text in _TEXTS.items() if "${size:" in text]
+EXPERIMENTS = sorted([*_TEXTS, *_SMALL])
 
 # Behind each name, what makes it small. DATA is the folder of the fixture `tiny_data`. Images of
 # CIFAR-10 are the copy in JPEG: its own format has 60,000 at least, which only large batches read.

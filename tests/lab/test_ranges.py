@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_context import context
+from prepared import context
 from torch import Tensor, nn
 from vocabulary import CalledOps
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import ranked
-from ranked import OWN, Points, summary_in, torchrun, trouble
+from ranked import OWN, rows, summary_in, torchrun, trouble
 from ranks import Ranks
 
 from mpframe import checkpoint
@@ -16,7 +16,7 @@ from mpframe.tracking.summary import Status
 
 def order_of(batch: int) -> list[int]:
     """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
-    order: list[int] = Loader(Points(32, None), 8, shuffle=True).batch_ids(0, batch).tolist()
+    order: list[int] = Loader(rows(32), 8, shuffle=True).batch_ids(0, batch).tolist()
     return order
 
 

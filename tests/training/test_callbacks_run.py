@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fixtures import Log
 from in_process import scalars, train
-from prepared import prepared
-from run_context import context
+from prepared import context, prepared
 from torch import nn
 
 from mpframe import Trainer, checkpoint
