@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forks import forks
-from refusal import refused
+from fixtures import forks, refused
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from vocabulary import differing

@@ -9,8 +9,8 @@ import numpy as np
 import PIL.ImageOps
 import pytest
 import torch
+from fixtures import refused
 from PIL import Image
-from refusal import refused
 from torch import Tensor
 from vocabulary import differing
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusal import refused
+from fixtures import refused
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusal import refused
-from time_limit import time_limit
+from fixtures import refused, time_limit
 from torch import Tensor
 from torchvision.datasets import FashionMNIST
 

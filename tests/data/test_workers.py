@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import forks
-from refusal import refused
-from time_limit import time_limit
+from fixtures import forks, refused, time_limit
 from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 

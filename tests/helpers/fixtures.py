@@ -1,7 +1,42 @@
-"""Short names of pytest's fixtures, for the signatures of tests."""
+"""Short names of pytest's fixtures, marks, a refusal's words, and a limit of time."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 Patch = pytest.MonkeyPatch
 Log = pytest.LogCaptureFixture
 Shown = pytest.CaptureFixture[str]
+# Tests that start data workers by fork: from Python 3.12 on that warns, beside torch's threads.
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def refused(error: type[Exception], call: Callable[..., Any], *given: Any, **named: Any) -> str:
+    """The message of the `error` that the call raises, which is one line."""
+    with pytest.raises(error) as caught:
+        call(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TooLong(BaseException):
+    """No `except Exception` on the way swallows it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """What hangs fails, and says so: also where it waits in a system call."""
+
+    def late(*_: Any) -> None:
+        raise TooLong(f"still at it after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

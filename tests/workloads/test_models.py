@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from refusal import refused
+from fixtures import refused
 from torch import nn
 from vocabulary import differing
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from refusal import refused
+from fixtures import refused
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
