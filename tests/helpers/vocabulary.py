@@ -64,7 +64,8 @@ class NoSilentPromotion(TorchDispatchMode):
         name = func.overloadpacket.__name__
         found = formats([t for t in tensors((args, kwargs)) if t.dim()])
         if name not in CASTS and "batch_norm" not in name:
-            assert len(found) < 2, f"{func} was given {found}: a silent promotion"
+            shown = ", ".join(sorted(map(str, found)))
+            assert len(found) < 2, f"{func} was given {shown}: a silent promotion"
         return func(*args, **(kwargs or {}))
 
 
