@@ -66,7 +66,6 @@ def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
-    """Two ranks, for all tests that leave them alive."""
     with Ranks(2) as own:
         yield own
 
@@ -82,9 +81,9 @@ def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> It
     """Forgets what the tests of a file imported from their folders: others use the same names."""
     yield
     base = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(base):
-            del sys.modules[name]
+    files = {name: str(getattr(module, "__file__", "")) for name, module in sys.modules.items()}
+    for name in (name for name, file in files.items() if file.startswith(base)):
+        del sys.modules[name]
     sys.path[:] = [place for place in sys.path if not place.startswith(base)]
 
 

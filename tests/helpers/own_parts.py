@@ -110,8 +110,8 @@ def with_objects() -> Task:
 class Drifting(Scaler):
     """Doubles every so many steps, halves on overflow: all that a subclass needs to say."""
 
-    def __init__(self, start: float = 1024.0, every: int = 3) -> None:
-        super().__init__({"scale": torch.tensor(start), "clean": torch.zeros(())})
+    def __init__(self, every: int = 3) -> None:
+        super().__init__({"scale": torch.tensor(1024.0), "clean": torch.zeros(())})
         self._every = every
 
     def update(self, amax: Tensor) -> None:
@@ -146,46 +146,25 @@ class Number(Drifting):
 class NoisyNet(nn.Module):
     """Needs all that a checkpoint carries: batch statistics, and each generator's numbers.
 
-    What it saw lately is in a buffer that is not persistent, and its place there in a plain number.
+    What it saw is in a buffer that grows, in one that is not persistent, and in a plain number.
     """
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
-        self.drop, self.last = nn.Dropout(0.2), nn.Linear(width, 10)
-        self.register_buffer("bank", torch.zeros(3, width), persistent=False)
-        self.next = 0
+        self.first, self.norm = nn.Linear(64, 16), nn.BatchNorm1d(16)
+        self.drop, self.last, self.count = nn.Dropout(0.2), nn.Linear(16, 10), 0
+        self.register_buffer("means", torch.zeros(0, 16))
+        self.register_buffer("sum", torch.zeros(16), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.first(images.flatten(1))))
         if self.training:
             hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.normal())
-            self.bank[self.next] = hidden.detach().float().mean(0)
-            self.next = (self.next + 1) % 3
-            hidden = hidden + 0.1 * self.bank[self.next]
-        return self.last(self.drop(hidden))
-
-
-class Remembering(nn.Module):
-    """A layer of the image beside the mean of all that it saw in training.
-
-    The means are in a buffer that grows, their sum in one that is not persistent.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.count = nn.Linear(128, 10), 0
-        self.register_buffer("means", torch.zeros(0, 64))
-        self.register_buffer("sum", torch.zeros(64), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        images = images.flatten(1)
-        if self.training:
-            self.means = torch.cat([self.means, images.detach().float().mean(0, keepdim=True)])
+            self.means = torch.cat([self.means, hidden.detach().float().mean(0, keepdim=True)])
             self.sum += self.means[-1] * len(self.means)
             self.count += 1
         memory = self.sum / (self.count + 1) + self.means.sum(0)
-        return self.last(torch.cat([images, memory.expand_as(images)], dim=1))
+        return self.last(self.drop(hidden + 0.01 * memory))
 
 
 class Made(Dataset[Any]):

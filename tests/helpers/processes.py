@@ -40,7 +40,6 @@ def as_a_new_program() -> None:
 
 
 def forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A new process that calls a function."""
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
@@ -83,12 +82,10 @@ def _train(folder: Path, options: tuple[str, ...]) -> None:
 
 
 def training(folder: Path) -> bool:
-    """True as soon as a run has begun to write its curves."""
     return any(folder.glob("events.out.*"))
 
 
 def saving(folder: Path) -> bool:
-    """True while a checkpoint is being written."""
     return any(folder.glob("checkpoints/.step_*.new"))
 
 

@@ -137,7 +137,6 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
 
 
 def whole_of(tensor: Any) -> Any:
-    """What all ranks hold of it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -185,12 +184,10 @@ def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def bad_input(trainer: Trainer, batches: Any) -> None:
-    """A fault: this rank's last micro-batch holds inf."""
     batches[-1][0][0, 0] = torch.inf
 
 
 def assert_same(first: Any, second: Any) -> None:
-    """Bit for bit, at any depth."""
     assert (found := differing(first, second)) == [], found
 
 

@@ -21,10 +21,8 @@ _UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
 _SCENES = "dataset.train=16 dataset.val=2 dataset.test=2 dataset.image_size=64 dataset.workers=0"
 _SPEECH = "dataset.train=64 dataset.val=8 dataset.test=8 dataset.max_labels=3"
 _ROWS = f"""
-bert_classifier: dataset.root=DATA/text_folder {_BERT}
-bert_classifier_small: dataset.root=DATA/text_folder {_BERT}
-bert_spans: {_BERT}
-bert_spans_small: {_BERT}
+bert_classifier bert_classifier_small: dataset.root=DATA/text_folder {_BERT}
+bert_spans bert_spans_small: {_BERT}
 bikes: dataset.root=DATA/bikes
 cifar10_adamw: {_JPEG} model.width=8
 cifar10_resnet18: dataset.root=DATA/cifar10 dataset.batch_size=500 dataset.workers=0 model.width=2
@@ -45,33 +43,22 @@ image_folder_resnet18: dataset.root=DATA/image_folder dataset.batch_size=8 datas
     model.width=8
 ladder: {_JPEG} model.width=8
 ladder_digits:
-photographs_unet: dataset.root=DATA/mask_folder {_UNET}
-photographs_unet_small: dataset.root=DATA/mask_folder {_UNET}
+photographs_unet photographs_unet_small: dataset.root=DATA/mask_folder {_UNET}
 rossmann: dataset.root=DATA/rossmann
-shapes_unet: dataset.images=64 {_UNET}
-shapes_unet_small: dataset.images=64 {_UNET}
+shapes_unet shapes_unet_small: dataset.images=64 {_UNET}
 speech_lstm: {_SPEECH} dataset.workers=0 model.hidden=16 model.layers=2
 speech_lstm_small: {_SPEECH}
 """
-TINY = dict(re.findall(r"^(\w+):((?:.|\n )*)", _ROWS, re.M))
-
-
-def skip_without_extras(experiment: str) -> None:
-    """Skips a test of an experiment whose YAML says that it needs packages that are not here."""
-    if "mpframe[text]" in _TEXTS[chosen(experiment)[0].partition("=")[2]]:
-        pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
+_WORDS = re.findall(r"^([\w ]+):((?:.|\n )*)", _ROWS, re.M)
+TINY = {name: words for names, words in _WORDS for name in names.split()}
 
 
 def tiny(experiment: str, data: Path) -> list[str]:
     """The words that choose a shipped experiment and make it small; "" is what runs by default."""
     if not experiment:
         return []
-    skip_without_extras(experiment)
-    return [*chosen(experiment), *TINY[experiment].replace("DATA", str(data)).split()]
-
-
-def chosen(experiment: str) -> list[str]:
-    """The words that choose a shipped experiment in a size."""
-    if experiment in _TEXTS:
-        return [f"experiment={experiment}"]
-    return [f"experiment={experiment.removesuffix('_small')}", "+size=small"]
+    name = experiment if experiment in _TEXTS else experiment.removesuffix("_small")
+    if "mpframe[text]" in _TEXTS[name]:  # Its YAML says what it needs.
+        pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
+    size = [] if name == experiment else ["+size=small"]
+    return [f"experiment={name}", *size, *TINY[experiment].replace("DATA", str(data)).split()]
