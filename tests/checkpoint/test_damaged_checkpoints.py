@@ -14,8 +14,7 @@ import torch
 from checkout import ROOT
 from fixtures import Log, Patch, Shown, time_limit
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
-from in_process import train
-from sameness import differing, trained
+from in_process import differing, train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, prune

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import train
+from in_process import assert_same_run, cut, train, trained
 from omegaconf import OmegaConf
-from sameness import assert_same_run, cut, trained
 
 from mpframe import checkpoint
 from mpframe.core.errors import CheckpointError

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import scalars, train
-from sameness import differing
+from in_process import differing, scalars, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint import saving

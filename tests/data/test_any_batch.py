@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import StartRun
+from in_process import StartRun, assert_same_run, cut
 from own_parts import Texted
-from sameness import assert_same_run, cut
 
 from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.core.errors import DataError, DivergedError

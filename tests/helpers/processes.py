@@ -1,19 +1,15 @@
 """Processes from a server that has imported once what would take each of them its seconds.
 
 There is one for each process of pytest: multiprocessing keeps it, and reads the names at its start.
-What is claimed of a start itself (what is imported, what an import prints) needs `subprocess`.
 """
 
-import atexit
 import importlib.util
 import json
 import logging
 import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -21,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import ROOT
+from checkout import HELPERS, ROOT
 
 from mpframe.core.errors import MpframeError
 
@@ -91,28 +87,9 @@ def saving(folder: Path) -> bool:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What `python scripts/train.py WORDS...` comes to in a folder."""
-    environment = {**os.environ, "HYDRA_FULL_ERROR": ""}
-    with tempfile.TemporaryDirectory() as place:
-        files = [Path(place) / name for name in ("stdout", "stderr")]
-        code = exit_code(forked(_main, words, folder, environment, files), within=300)
-        return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
-
-
-def _main(words: tuple[str], folder: Path, environment: dict[str, str], files: list[Path]) -> None:
-    as_a_new_program()
-    for descriptor, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [str(SCRIPT.parent), *filter(None, paths)]
-    sys.argv = [str(SCRIPT), *words]
-    sys.orig_argv = [sys.executable, *sys.argv]
-    try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing ends its processes without them.
+    env = {**os.environ, "HYDRA_FULL_ERROR": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([sys.executable, str(SCRIPT), *words], check=False, **how)
 
 
 def summaries(folder: Path) -> list[dict[str, object]]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mpframe.core.casting.op_lists import op_name
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+INF, NAN = float("inf"), float("nan")
 
 # Kernels whose business is to change a format, or to move values between formats.
 CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_", "convert_element_type", "convert"})
@@ -125,3 +126,12 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_bits([a], [b])
     return bool(a == b or (a != a and b != b))
+
+
+def scales_after(scaler: Any, amaxes: Iterable[float]) -> list[float]:
+    """The scale after each of these updates."""
+    scales = []
+    for amax in amaxes:
+        scaler.update(torch.tensor(amax))
+        scales.append(scaler.scale.item())
+    return scales

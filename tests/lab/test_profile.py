@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log
-from in_process import StartRun
-from sameness import assert_same_run
+from in_process import StartRun, assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.profiler import profile

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_experiments import EXPERIMENTS, TINY, tiny
+from tiny_data import EXPERIMENTS, TINY, tiny
 
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.command_line import jobs

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_training import assert_same
+from ranked import assert_same
 from torch import Tensor, nn
 
 from mpframe import Precision, Trainer

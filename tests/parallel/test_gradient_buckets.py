@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_training import CPU
+from ranked import CPU
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

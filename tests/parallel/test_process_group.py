@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_training import assert_same, in_group, on_ranks, setup, trained
+from ranked import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
 from torch import Tensor, nn
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import ranked
-from in_process import train
+from in_process import differing, train
 from ranked import NET, NOISY, OWN, assert_same_results, summary_in, trouble
 from ranks import Ranks
-from sameness import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS

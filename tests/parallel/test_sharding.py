@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from rank_training import (
+from ranked import (
     CPU,
     assert_same_but,
     bad_input,

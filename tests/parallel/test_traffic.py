@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
 from checkout import ROOT
-from rank_training import in_group, setup
+from ranked import in_group, setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ported import INF, scales_after
 from torch import Tensor, nn
-from vocabulary import HALVES
+from vocabulary import HALVES, INF, scales_after
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer

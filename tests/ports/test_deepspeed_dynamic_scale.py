@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from ported import INF, NAN
 from torch import nn
 from torch.optim import SGD, Adam
+from vocabulary import INF, NAN
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError

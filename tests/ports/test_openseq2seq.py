@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from ported import INF, scales_after
 from torch import nn
-from vocabulary import HALVES
+from vocabulary import HALVES, INF, scales_after
 
 from mpframe import Backoff, MasterWeights, Precision
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ported import INF, NAN, scales_after
 from torch import Tensor, nn
-from vocabulary import HALVES
+from vocabulary import HALVES, INF, NAN, scales_after
 
 from mpframe import Backoff, MasterWeights, Precision
 from mpframe.core.errors import ConfigError

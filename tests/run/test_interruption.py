@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from fixtures import Log, Patch, Shown
-from in_process import scalars, train
+from in_process import assert_same_run, scalars, train, trained
 from processes import exit_code, start, training, wait_until
-from sameness import assert_same_run, trained
 
 from mpframe import checkpoint
 from mpframe.core.errors import ConfigError, RunInterrupted

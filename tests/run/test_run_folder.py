@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import Shown
-from in_process import train
-from sameness import trained
+from in_process import train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, identity_of

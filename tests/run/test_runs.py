@@ -9,7 +9,7 @@ import processes
 import pytest
 from checkout import ROOT
 from in_process import scalars, train
-from tiny_experiments import EXPERIMENTS, tiny
+from tiny_data import EXPERIMENTS, tiny
 
 from mpframe.tracking.summary import Summary
 

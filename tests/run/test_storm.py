@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from in_process import assert_same_run
 from processes import exit_code, saving, start, training, wait_until
-from sameness import assert_same_run
 
 from mpframe import checkpoint
 

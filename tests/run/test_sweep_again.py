@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from fixtures import Patch, Shown
-from in_process import command
+from in_process import assert_same_run, command
 from omegaconf import OmegaConf
 from processes import exit_code, forked
-from sameness import assert_same_run
 
 from mpframe.config.command_line import prepare
 from mpframe.config.sweep import holds_this_run

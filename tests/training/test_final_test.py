@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import composed, scalars, train
-from sameness import differing
+from in_process import composed, differing, scalars, train
 from torch.utils.data import TensorDataset
 
 from mpframe import checkpoint

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log
-from in_process import train
+from in_process import assert_same_run, cut, train
 from prepared import prepared
-from sameness import assert_same_run, cut
 from test_param_groups import batches, built, copied, moved
 from torch import Tensor, nn
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import composed, scalars, train
-from sameness import assert_same_run, cut
+from in_process import assert_same_run, composed, cut, scalars, train
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR
 

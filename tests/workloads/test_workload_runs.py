@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun, train
+from in_process import StartRun, assert_same_run, cut, train
 from PIL import Image
-from sameness import assert_same_run, cut
-from tiny_experiments import tiny
+from tiny_data import tiny
 from torch import Tensor
 
 from mpframe import checkpoint

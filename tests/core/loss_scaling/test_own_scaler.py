@@ -3,8 +3,7 @@
 import own_parts
 import pytest
 import torch
-from in_process import scalars
-from sameness import assert_same_run, cut
+from in_process import assert_same_run, cut, scalars
 from torch import nn
 
 from mpframe import Backoff, Precision, Trainer
