@@ -25,8 +25,6 @@ def seal(folder: Path, facts: dict[str, Any] | None = None) -> None:
 
 
 def instead(name: str, make: Change) -> Change:
-    """Another thing in the place of a file."""
-
     def change(folder: Path) -> None:
         (folder / name).unlink()
         make(folder / name)
@@ -66,8 +64,6 @@ def pickled(content: bytes) -> Change:
 
 
 class Attack:
-    """Unpickled, it leaves a file."""
-
     def __reduce__(self) -> Any:
         return os.system, ("touch attacked",)
 

@@ -80,7 +80,6 @@ def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar tag of a run folder with its (step, value) pairs."""
     found = events(folder)
     read = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
     return {tag: [(e.step, e.value) for e in points] for tag, points in read.items()}

@@ -52,7 +52,6 @@ def run(
 
 
 def prepared(model: nn.Module, products: Any = "mxfp8", **rest: Any) -> Precision:
-    """The precision for which a model is prepared."""
     precision = Precision(**{"mode": "mixed", "half": "bfloat16", "products": products, **rest})
     precision.prepare(model, torch.optim.SGD(model.parameters()))
     return precision
@@ -64,8 +63,6 @@ A3, B3, C = made(4, 64, 32), made(4, 32, 96, seed=1), made(64, 96, seed=3)
 
 
 class Note(TorchDispatchMode):
-    """Notes the product ops that run."""
-
     refused: tuple[str, ...] = ()
 
     def __init__(self, seen: list[str]) -> None:

@@ -47,8 +47,6 @@ class Losses(Callback):
 
 
 class Breaks(Callback):
-    """Raises at a step."""
-
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -168,8 +166,6 @@ class NoisyNet(nn.Module):
 
 
 class Made(Dataset[Any]):
-    """So many samples, each made from its index."""
-
     def __init__(self, make: Callable[[int], Any], count: int) -> None:
         self.make, self.count = make, count
 

@@ -39,7 +39,6 @@ class Page:
         self.text = path.read_text()
 
     def blocks(self, *languages: str) -> list[str]:
-        """The fenced blocks of these languages, in their order."""
         return [code for language, code in _FENCE.findall(self.text) if language in languages]
 
     def files(self) -> dict[str, str]:

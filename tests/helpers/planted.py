@@ -21,8 +21,6 @@ def named(**layers: nn.Module) -> nn.Module:
 
 
 class Gain(nn.Module):
-    """Multiplies by a number."""
-
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
@@ -71,13 +69,11 @@ def scattered(gain: float = 1e6, layers: int = 20) -> nn.Module:
 
 
 def normed() -> nn.Module:
-    """A layer norm and a batch norm between linear layers."""
     flat, first, relu, head = net().children()
     return nn.Sequential(flat, first, nn.LayerNorm(32), nn.BatchNorm1d(32), relu, head)
 
 
 def bare_norm() -> nn.Module:
-    """A norm without weights of its own."""
     norm = nn.BatchNorm1d(32, affine=False)
     return named(first=nn.Linear(64, 32), norm=norm, head=nn.Linear(32, 10))
 
@@ -123,8 +119,6 @@ class Steep(Root):
 
 
 class Product(nn.Module):
-    """x W + b, in a class of its own."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)

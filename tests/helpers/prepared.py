@@ -27,6 +27,5 @@ def prepared(
 
 
 def context(folder: Path, tracker: Tracker | None = None, train: Any = None) -> RunContext:
-    """The context of a run in `folder`; what is not given may not be used."""
     own: Any = tracker
     return RunContext(folder, "seed: 0\n", "a run", own, train, Throughput(1), Results())

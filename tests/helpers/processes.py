@@ -42,7 +42,6 @@ def forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def exit_code(process: BaseProcess, within: float = 60) -> int:
-    """The exit code of a process that ends within so many seconds."""
     process.join(within)
     assert process.exitcode is not None, f"process {process.pid} has not ended in {within} s"
     return process.exitcode

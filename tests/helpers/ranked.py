@@ -52,7 +52,6 @@ class FirstOutputs:
 
     name, higher_is_better = "first", True
     sync_on_compute = True  # as torchmetrics'
-
     value = 0.0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -229,7 +228,6 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_results(undisturbed: Path, other: Path) -> None:
-    """But for what is measured."""
     found = differing(results(undisturbed), results(other))
     assert [path for path in found if not path.startswith("/state/usage")] == []
 
@@ -245,7 +243,7 @@ def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[st
 
 
 def run(folder: Path, *options: str) -> Any:
-    """Train on this rank; its summary, or the kind and text of the error that ended it."""
+    """This rank's summary, or the kind and text of the error that ended its run."""
     try:
         return train(folder, *options)
     except MpframeError as error:
@@ -305,7 +303,6 @@ def points(bad: int | None = None) -> Task:
 
 
 def seeded_otherwise() -> torch.nn.Module:
-    """A model that is another one in each process."""
     torch.manual_seed(os.getpid())
     return torch.nn.Linear(4, 2)
 

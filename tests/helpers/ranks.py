@@ -63,7 +63,6 @@ class Ranks:
         return self.results(within)
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start the call on every rank."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
 

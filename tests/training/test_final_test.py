@@ -87,7 +87,7 @@ def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) 
 def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """A memory that grows, and one that is not persistent: the best has less of both."""
     model = "model._target_=own_parts.NoisyNet"
-    run = run_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
+    run = run_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32", "optimizer.lr=3")
     run.train()
     summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
     assert best != checkpoint.newest(tmp_path)
