@@ -36,7 +36,7 @@ class Command:
 
 class Page:
     def __init__(self, path: Path) -> None:
-        self.text = path.read_text()
+        self.path, self.text = path, path.read_text()
 
     def blocks(self, *languages: str) -> list[str]:
         return [code for language, code in _FENCE.findall(self.text) if language in languages]
