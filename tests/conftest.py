@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from paths import PATHS
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,11 +28,10 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def pytest_collection() -> Generator[None, object, object]:
     """Looks for no garbage among modules and tests: it takes a third of the time of collecting."""
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_unconfigure() -> None:
@@ -43,19 +42,19 @@ def pytest_unconfigure() -> None:
 def _logging_left_as_found() -> Iterator[None]:
     """What Hydra sets up in a test, handlers and level, would change what the next one sees."""
     root = logging.getLogger()
-
-    def writers() -> list[logging.Handler]:  # pytest's own come and go with each phase of a test.
-        return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
-
-    level, before = root.level, writers()
+    level, before = root.level, _handlers(root)
     yield
-    for handler in writers():
-        if handler not in before:
-            root.removeHandler(handler)
-            handler.close()
+    for handler in _handlers(root) - before:
+        root.removeHandler(handler)
+        handler.close()
     for handler in before:
         root.addHandler(handler)  # One that is there is not added again.
     root.setLevel(level)
+
+
+def _handlers(root: logging.Logger) -> set[logging.Handler]:
+    """But pytest's own, which come and go with each phase of a test."""
+    return {own for own in root.handlers if not type(own).__module__.startswith("_pytest")}
 
 
 @pytest.fixture
@@ -67,15 +66,13 @@ def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
-    """Two ranks, for all tests that leave them alive."""
-    with ranks(2) as own:
+    with Ranks(2) as own:
         yield own
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
-    """Four of them."""
-    with ranks(4) as own:
+    with Ranks(4) as own:
         yield own
 
 
@@ -84,9 +81,9 @@ def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> It
     """Forgets what the tests of a file imported from their folders: others use the same names."""
     yield
     base = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(base):
-            del sys.modules[name]
+    files = {name: str(getattr(module, "__file__", "")) for name, module in sys.modules.items()}
+    for name in (name for name, file in files.items() if file.startswith(base)):
+        del sys.modules[name]
     sys.path[:] = [place for place in sys.path if not place.startswith(base)]
 
 
@@ -103,6 +100,4 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few samples for each dataset that reads files, in the formats those have."""
     from tiny_data import write_tiny_data
 
-    root = tmp_path_factory.mktemp("data")
-    write_tiny_data(root)
-    return root
+    return write_tiny_data(tmp_path_factory.mktemp("data"))

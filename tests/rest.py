@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -30,11 +31,9 @@ DAYS = 7
 
 
 class Part(NamedTuple):
-    """One command: arguments of this Python. Changes of paths that begin so ask for it."""
-
     name: str
-    command: tuple[str, ...]
-    touched_by: tuple[str, ...]
+    command: tuple[str, ...]  # arguments of this Python
+    touched_by: tuple[str, ...]  # Changes of paths that begin so ask for it.
 
 
 def folders() -> list[str]:
@@ -48,7 +47,7 @@ def _pytest(*words: str) -> tuple[str, ...]:
 
 
 def parts() -> Iterator[Part]:
-    """All of them: the shortest kinds first."""
+    """The shortest kinds first."""
     for folder in folders():
         touched = (f"mpframe/{folder}", f"tests/{folder}", "tests/helpers")
         yield Part(f"slow {folder}", _pytest(f"tests/{folder}", "-m", "slow"), touched)
@@ -72,8 +71,7 @@ def parts() -> Iterator[Part]:
 def changed() -> list[str]:
     """The paths that the last commit changed, none where git does not know."""
     command = ["git", "diff", "--name-only", "HEAD~1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.split() if done.returncode == 0 else []
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.split()
 
 
 def due(every: Iterable[Part], paths: Iterable[str], day: int) -> list[Part]:
@@ -90,7 +88,7 @@ def run(part: Part, seconds: float) -> int | None:
         return None
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
-        return process.wait(None if seconds == float("inf") else seconds)
+        return process.wait(min(seconds, threading.TIMEOUT_MAX))
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -100,24 +98,23 @@ def run(part: Part, seconds: float) -> int | None:
 
 
 def main(*arguments: str) -> int:
-    """Run the parts that the arguments choose; the exit code."""
     parser = argparse.ArgumentParser(description="Runs what ./dev leaves out.")
     parser.add_argument("words", nargs="*", help="of the parts' names")
-    parser.add_argument("--within", type=float, help="seconds: a share of the parts, for CI")
+    about = "seconds: a share of the parts, for CI"
+    parser.add_argument("--within", type=float, default=float("inf"), help=about)
     options = parser.parse_args(arguments)
     words = options.words or [""]
     chosen = [part for part in parts() if any(word in part.name for word in words)]
-    if options.within is not None:
+    if options.within < float("inf"):
         chosen = due(chosen, changed(), datetime.date.today().toordinal())
     failed, began = [], time.monotonic()
-    end = began + (float("inf") if options.within is None else options.within)
     for part in chosen:
         print(f"+ {part.name}", flush=True)
         since = time.monotonic()
-        code = run(part, end - since)
+        code = run(part, began + options.within - since)
         failed += [part.name] if code not in (0, NO_TESTS, None) else []
-        took = f"{time.monotonic() - since:.0f} s"
-        print(f"= {part.name}: {took}{', not ended in time' if code is None else ''}", flush=True)
+        late = ", not ended in time" if code is None else ""
+        print(f"= {part.name}: {time.monotonic() - since:.0f} s{late}", flush=True)
     print(f"{len(chosen)} parts, {time.monotonic() - began:.0f} s; failed: {failed or 'none'}")
     return 1 if failed else 0
 

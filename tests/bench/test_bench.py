@@ -15,7 +15,7 @@ from bench.hand_loop import hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
 from bench.table import Claim, Table, as_json
 from fixtures import Patch, Shown
-from sameness import differing
+from in_process import differing
 
 
 def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_not_count() -> None:

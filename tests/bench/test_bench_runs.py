@@ -12,8 +12,7 @@ from bench.whole import one_run, ours, trainers
 from bench.whole.loaders import cut, dataloaders
 from bench.whole.workloads import WORKLOADS, Workload
 from fixtures import Patch
-from in_process import scalars
-from sameness import differing
+from in_process import differing, scalars
 
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.run.run import train

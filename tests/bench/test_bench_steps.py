@@ -15,8 +15,8 @@ from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
 from fixtures import Patch
+from in_process import differing
 from ranks import Ranks
-from sameness import differing
 
 TINY = {
     "linear": {"width": 4, "layers": 2, "batch": 3},

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Log, Patch, full
-from in_process import scalars, train
-from sameness import differing
+from in_process import differing, scalars, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, saving

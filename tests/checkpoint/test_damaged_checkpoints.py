@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch, Shown
+from fixtures import Log, Patch, Shown, time_limit
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
-from in_process import train
-from sameness import differing, trained
-from time_limit import time_limit
+from in_process import differing, train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, prune

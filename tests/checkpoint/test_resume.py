@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import train
+from in_process import assert_same_run, cut, differing, train, trained
 from omegaconf import OmegaConf
-from sameness import assert_same_run, cut, differing, trained
 from torch import nn
 
 from mpframe import Backoff, Precision, Trainer, checkpoint
@@ -24,7 +23,7 @@ from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
 # 11 steps an epoch; the fourth and the fourteenth step lie within an epoch, and a validation within
 # no epoch's end. Everything that has a state is on.
 EVERYTHING = [
-    "model._target_=noisy.NoisyNet", "dataset.augment=crop", "trainer.accumulate=2",
+    "model._target_=own_parts.NoisyNet", "dataset.augment=crop", "trainer.accumulate=2",
     "trainer.epochs=2", "trainer.max_steps=16", "trainer.ema_decay=0.9", "trainer.clip_norm=1.0",
     "trainer.log_every=1", "trainer.checkpoint_every=4", "trainer.keep_last=100",
     "trainer.eval_every=3", "optimizer.lr=0.01",

@@ -14,7 +14,7 @@ from checkout import ROOT
 from fixtures import Patch, Shown
 from hydra import compose, initialize_config_module
 from in_process import train
-from programs import command, plugin, statuses, summaries
+from processes import command, plugin, statuses, summaries
 
 import mpframe
 from mpframe.cli.commands import doctor, evaluate

@@ -12,7 +12,7 @@ import pytest
 from checkout import ROOT
 from fixtures import Patch, Shown
 from in_process import train
-from programs import command
+from processes import command
 
 from mpframe.cli.commands import evaluate, export, predict, report
 from mpframe.cli.commands import train as training

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import Patch, Shown
+from fixtures import Patch, Shown, time_limit
 from hydra._internal import hydra as hydra_core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
-from time_limit import time_limit
 
 from mpframe.cli import job as job_module
 from mpframe.config import command_line

@@ -13,15 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from fixtures import time_limit
 from hostile_checkpoints import seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_process import train
-from sameness import differing
+from in_process import differing, train
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary as Values
 from tensorboard.summary.writer.record_writer import RecordWriter
-from time_limit import time_limit
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import content_digest

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from refusal import refused
+from fixtures import refused
 from torch import nn
 from torch.utils.data import TensorDataset
 from vocabulary import differing, same_bits

@@ -7,9 +7,8 @@ import numpy as np
 import PIL.ImageOps
 import pytest
 import torch
-from fixtures import Log
+from fixtures import Log, refused
 from PIL import Image
-from refusal import refused
 from torch import Tensor
 from vocabulary import differing
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
-from refusal import refused
+from fixtures import Patch, refused
 from torch import Tensor
 from vocabulary import differing
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
-from forks import forks
-from refusal import refused
+from fixtures import Patch, forks, refused
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 from vocabulary import differing

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusal import refused
+from fixtures import refused
 from torch import Tensor
 
 from mpframe.core.errors import DataError

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
-from refusal import refused
-from time_limit import time_limit
+from fixtures import Patch, refused, time_limit
 from torch import Tensor
 from torchvision.datasets import FashionMNIST
 

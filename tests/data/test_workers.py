@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Patch, Shown
-from forks import forks
-from refusal import refused
-from time_limit import time_limit
+from fixtures import Log, Patch, Shown, forks, refused, time_limit
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import programs
+import processes
 import pytest
 import torch
 from checkout import ROOT
@@ -287,7 +287,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 SWEEPS = Page(DOCS / "sweeps.md")
 LAUNCHERS = [
-    pytest.param(name, marks=programs.plugin(f"hydra_{name.partition('_')[0]}_launcher"))
+    pytest.param(name, marks=processes.plugin(f"hydra_{name.partition('_')[0]}_launcher"))
     for name in ("joblib", "submitit_local")
 ]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
@@ -301,7 +301,7 @@ def words_of(name: str) -> list[str]:
 
 
 def run(folder: Path, *words: str) -> None:
-    done = programs.command(folder, *words)
+    done = processes.command(folder, *words)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
@@ -314,12 +314,12 @@ def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
     for _ in range(2):  # The second time every job has its result already.
         run(tmp_path, *words)
         tables.append((tmp_path / place / "sweep.csv").read_text())
-    ended = programs.statuses(tmp_path / place)
+    ended = processes.statuses(tmp_path / place)
     assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
     assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
 
 
-@programs.plugin("hydra_submitit_launcher")
+@processes.plugin("hydra_submitit_launcher")
 def test_the_slurm_command_composes() -> None:
     words = [word for word in words_of("submitit_slurm") if not word.startswith(("-", "seed="))]
     with hydra_over():
@@ -330,14 +330,14 @@ def test_the_slurm_command_composes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Of optuna 2.10 and its sqlalchemy.
-@programs.plugin("hydra_optuna_sweeper")
+@processes.plugin("hydra_optuna_sweeper")
 def test_a_study_in_a_file_continues(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     words = [word for word in words_of("sqlite") if not word.startswith("model.")]
     words += [*SMALL[:1], "model.hidden=range(3, 6)", *SMALL[2:]]
     words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
     for trials in (3, 6):
         run(tmp_path, *words)
-        ended = programs.statuses(tmp_path / "runs" / "search")
+        ended = processes.statuses(tmp_path / "runs" / "search")
         assert (set(ended.values()), len(ended)) == ({"finished"}, trials)
     monkeypatch.chdir(tmp_path)
     (code,) = (code for code in SWEEPS.blocks("python") if "get_param_importances" in code)

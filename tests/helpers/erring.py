@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.data import Accuracy, Task
@@ -31,10 +31,10 @@ class Samples(Dataset[Any]):
         if self.fault == "exit" and index == 37:
             sys.exit(0)
         inputs, target = torch.linspace(0, 1, 8) + index / 64, index % CLASSES
-        forms = {"uint8": (64 * inputs).byte(), "float64": inputs.double()}
-        forms["int64"] = (64 * inputs).long()
+        whole = (64 * inputs).long()
+        forms = {"uint8": whole.byte(), "int64": whole, "float64": inputs.double()}
         bad = {"classes": CLASSES, "negative": -3} if index == 37 else {}
-        targets: dict[str, float] = {"float": float(target), **bad}
+        targets = {"float": float(target)} | bad
         return forms.get(self.fault, inputs), targets.get(self.fault, target)
 
 
@@ -42,9 +42,7 @@ class Batches(Samples):
     """The same samples, whole batches at a time: as words, or with a graph behind them."""
 
     def fetch_batch(self, indices: list[int]) -> Any:
-        samples = [self[index] for index in indices]
-        inputs = torch.stack([inputs for inputs, _ in samples])
-        targets = torch.tensor([target for _, target in samples])
+        inputs, targets = default_collate([self[index] for index in indices])
         return "words" if self.fault == "words" else (inputs.requires_grad_() * 1, targets)
 
 
@@ -60,17 +58,8 @@ def tensor_objective(model: nn.Module, batch: Any) -> Any:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def no_outputs_objective(model: nn.Module, batch: Any) -> StepOutput:
-    return StepOutput(tensor_objective(model, batch))
-
-
 def count_objective(model: nn.Module, batch: Any) -> StepOutput:
     return StepOutput(tensor_objective(model, batch), count=-1)
-
-
-def half_objective(model: nn.Module, batch: Any) -> StepOutput:
-    outputs = model(batch[0]).float()
-    return StepOutput(tensor_objective(model, batch).half(), outputs, batch[1])
 
 
 LOSSES: dict[str, Any] = {"each": each_loss, "detached": detached_loss, "not_callable": 3}
@@ -78,14 +67,14 @@ OBJECTIVES: dict[str, Any] = {
     "empty": {},
     "tensor": tensor_objective,
     "count": count_objective,
-    "no_outputs": no_outputs_objective,
-    "half": half_objective,
+    "no_outputs": lambda model, batch: StepOutput(tensor_objective(model, batch)),
+    "half": lambda model, batch: StepOutput(
+        tensor_objective(model, batch).half(), model(batch[0]).float(), batch[1]
+    ),
 }
 
 
 class Exits(torch.optim.lr_scheduler.ConstantLR):
-    """Ends the program after two steps."""
-
     def step(self, epoch: int | None = None) -> None:
         if self.last_epoch == 2:
             sys.exit(0)
@@ -93,15 +82,11 @@ class Exits(torch.optim.lr_scheduler.ConstantLR):
 
 
 class Raises(Accuracy):
-    """Cannot count."""
-
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         raise ZeroDivisionError("nothing seen")
 
 
 class Words(Accuracy):
-    """Tells how it went."""
-
     def compute(self) -> Any:
         return "good"
 
@@ -118,24 +103,18 @@ def task(
     return Task(train, val, loss=LOSSES.get(loss, nn.CrossEntropyLoss()), metric=measure)
 
 
-class TurnsNan:
-    """Cross-entropy, and nan from one training batch on."""
-
-    def __init__(self, good: int) -> None:
-        self._good = good
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self._good -= torch.is_grad_enabled()
-        return cross_entropy(outputs, targets) * (float("nan") if self._good < 0 else 1)
-
-
 def nan_after(batches: int) -> Task:
-    """The digits with a loss that is good for so many training batches."""
-    return replace(digits(), objective=supervised(TurnsNan(batches)))
+    """The digits with a loss that turns nan after so many training batches."""
+    left = iter(range(batches))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        turned = torch.is_grad_enabled() and next(left, None) is None
+        return cross_entropy(outputs, targets) * (float("nan") if turned else 1)
+
+    return replace(digits(), objective=supervised(loss))
 
 
 def linear() -> nn.Module:
-    """A linear model of the digits."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -157,7 +136,7 @@ class Net(nn.Module):
         return super().train(mode)
 
     def forward(self, inputs: Tensor) -> Any:
-        if self.fault == "exit" or (self.fault == "exit_later" and not self.training):
+        if self.fault == "exit_later" and not self.training:
             sys.exit(0)
         if self.fault == "raises":
             raise KeyError("hidden")
@@ -171,19 +150,10 @@ class Net(nn.Module):
         return made.get(self.fault, logits)
 
 
-class Embedded(nn.Module):
-    """Takes whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(128, 4), nn.Linear(32, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.table(inputs).flatten(1))
+def embedded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(128, 4), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
 class StuckSGD(torch.optim.SGD):
-    """Cannot step."""
-
     def step(self, closure: Any = None) -> None:
         raise ArithmeticError("no way down")

@@ -24,23 +24,12 @@ def seal(folder: Path, facts: dict[str, Any] | None = None) -> None:
     (folder / "manifest.json").write_text(Manifest(files, facts or {}).text())
 
 
-def resealed(change: Change) -> Change:
-    """The change, and a manifest that fits it."""
-    return partial(_in_turn, change, seal)
-
-
-def _in_turn(first: Change, second: Change, folder: Path) -> None:
-    first(folder)
-    second(folder)
-
-
 def instead(name: str, make: Change) -> Change:
-    """Another thing in the place of a file."""
-    return lambda folder: _in_turn(Path.unlink, make, folder / name)
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
 
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+    return change
 
 
 def named(folder: Path) -> None:
@@ -55,26 +44,26 @@ def manifest(content: Any) -> Change:
     return lambda folder: (folder / "manifest.json").write_text(text) and None
 
 
+def stated(state: Any) -> Change:
+    """A state file of these bytes, or of another state, and a manifest that fits it."""
+
+    def change(folder: Path) -> None:
+        (folder / "state.pt").write_bytes(state if isinstance(state, bytes) else saved(state))
+        seal(folder)
+
+    return change
+
+
 def pickled(content: bytes) -> Change:
-    """A state file whose pickle is `content`, resealed."""
+    """A state file whose pickle is `content`."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/version", "3\n")
-    return bytes_of_state(buffer.getvalue())
-
-
-def bytes_of_state(content: bytes) -> Change:
-    return resealed(lambda folder: (folder / "state.pt").write_bytes(content) and None)
-
-
-def stated(state: Any) -> Change:
-    return bytes_of_state(saved(state))
+    return stated(buffer.getvalue())
 
 
 class Attack:
-    """Unpickled, it leaves a file."""
-
     def __reduce__(self) -> Any:
         return os.system, ("touch attacked",)
 
@@ -96,14 +85,13 @@ def repacked(content: bytes, compression: int = zipfile.ZIP_STORED, more: str = 
     return buffer.getvalue()
 
 
-TORN = r"state\.pt: damaged, not a saved state"
 STORED = r"state\.pt: .*its entries are not stored as torch stores them"
 ZEROES = b"\x80\x02" + b"N0" * 20_000_000 + b"."
 DEEP = b"\x80\x02}K\x01" + b"]" * 100_000 + b"a" * 99_999 + b"s."
 WEIGHTS = {"trainer": {"weights": {"a": torch.zeros(2)}}}
 DOUBLED: list[Any] = reduce(lambda held, _: [held, held], range(60), [])  # unfolds to 2^60
 HOLLOW = {"trainer": {"weights": {"a": torch.zeros(1).expand(10**12)}}}
-OLD = {"_use_new_zipfile_serialization": False}
+DEVICE = partial(os.symlink, "/dev/zero")
 NOT_A_FILE = r"state\.pt: cannot be read \(Not a regular file\)"
 NO_MANIFEST = r"manifest\.json: damaged, not a manifest"
 ENTRY = '{"files":{"state.pt":{"bytes":1e999,"sha256":""}},"facts":{}}'
@@ -111,14 +99,14 @@ ENDLESS = f'{{"format":2,"content":{ENTRY},"sha256":""}}'
 BOMB = repacked(saved({"a": torch.zeros(2**22)}), zipfile.ZIP_DEFLATED)
 ATTACKS = {
     "code": saved({"trainer": Attack()}),
-    "code in an old file": saved({"trainer": Attack()}, **OLD),
+    "code in an old file": saved({"trainer": Attack()}, _use_new_zipfile_serialization=False),
     "a bare pickle": pickle.dumps(Attack()),
 }
 STATES: dict[str, tuple[Change, str]] = {
-    "code": (bytes_of_state(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
-    "a bare pickle": (bytes_of_state(ATTACKS["a bare pickle"]), TORN),
-    "a bomb": (bytes_of_state(BOMB), STORED),
-    "a name that leaves": (bytes_of_state(repacked(saved(WEIGHTS), more="../left")), STORED),
+    "code": (stated(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
+    "a bare pickle": (stated(ATTACKS["a bare pickle"]), r"state\.pt: damaged, not a saved state"),
+    "a bomb": (stated(BOMB), STORED),
+    "a name that leaves": (stated(repacked(saved(WEIGHTS), more="../left")), STORED),
     "a hollow tensor": (stated(HOLLOW), r"state\.pt: .*1000000000000 values in a file of"),
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),
@@ -131,7 +119,7 @@ CASES: dict[str, tuple[Change, str]] = {
     **STATES,
     "state a fifo": (instead("state.pt", os.mkfifo), NOT_A_FILE),
     "manifest a fifo": (instead("manifest.json", os.mkfifo), r"manifest\.json: Not a regular file"),
-    "state a device": (instead("state.pt", device), r"state\.pt: cannot be read \(A link"),
+    "state a device": (instead("state.pt", DEVICE), r"state\.pt: cannot be read \(A link"),
     "a device named": (named, r"manifest\.json: damaged, it names '/dev/zero'"),
     "an endless size": (manifest(ENDLESS), NO_MANIFEST),
     "manifest too deep": (manifest("[" * 100_000), NO_MANIFEST),

@@ -1,17 +1,25 @@
-"""Runs in this process, as a command line would start them, and what they wrote."""
+"""Runs in this process, as a command line would start them, and whether two came to the same."""
 
+import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pytest
+import vocabulary
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mpframe import checkpoint
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.run.run import Run
+from mpframe.tracking.amax_record import FILE_NAME
 from mpframe.tracking.summary import Summary
 
 StartRun = Callable[..., Summary]
@@ -19,6 +27,13 @@ HYDRA = {
     "job": {"name": "train"}, "overrides": {"task": []}, "mode": "RUN", "sweep": {"dir": "."},
     "runtime": {"cwd": ".", "config_sources": [], "choices": {}},
 }  # fmt: skip
+MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
+# `curves/last_step` holds measurements among others, which `curves` of a run tells apart.
+LEFT_OUT = re.compile(
+    rf"/({'|'.join(MEASURED)}|curves/last_step|throughput/(seconds|train_seconds|step_times))(/|$)"
+)
+MEASURED_SUMMARY = ("seconds", "train_seconds", "samples_per_second", "median_step_seconds",
+                    "peak_memory_bytes")  # fmt: skip
 
 
 @cache
@@ -28,11 +43,9 @@ def _composed(place: str, *words: str) -> DictConfig:
 
 def composed(*overrides: str) -> DictConfig:
     """The options of a command line; those of a resumed run are composed with the first one's."""
-    words = [word for word in overrides if not word.startswith("resume=")]
-    own = deepcopy(_composed(os.getcwd(), *words))
-    for word in overrides:
-        if word.startswith("resume="):
-            own.resume = word.removeprefix("resume=")
+    resumes = [word for word in overrides if word.startswith("resume=")]
+    own = deepcopy(_composed(os.getcwd(), *(word for word in overrides if word not in resumes)))
+    own.merge_with_dotlist(resumes)
     return own
 
 
@@ -58,19 +71,66 @@ def command(*words: str) -> int:
 
 
 def events(folder: Path) -> EventAccumulator:
-    """Everything in a run folder's event files."""
     everything = {"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
-    """The texts of a tag with their steps."""
-    found = events(folder).Tensors(tag)
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+    return [(e.step, e.tensor_proto.string_val[0].decode()) for e in events(folder).Tensors(tag)]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar tag of a run folder with its (step, value) pairs."""
     found = events(folder)
-    tags = found.Tags()["scalars"]
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags}
+    read = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in points] for tag, points in read.items()}
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """The paths at which two nested states differ; what is a measurement is left out."""
+    return [path for path in vocabulary.differing(first, second) if not LEFT_OUT.search(path)]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """All that a run leaves, save for measurements of time and memory."""
+    summary = json.loads((folder / "summary.json").read_text())
+    newest = checkpoint.read(folder)
+    return {
+        "state": newest.state,
+        "step": newest.global_step,
+        "validation": newest.facts["validation"],
+        "curves": scalars(folder),
+        "amax": (folder / FILE_NAME).read_text(),
+        "summary": {k: v for k, v in summary.items() if k not in MEASURED_SUMMARY},
+    }
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Two runs came to the same, and the second's curves are complete and strictly increase."""
+    curves = scalars(second)
+    for tag, points in curves.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), f"{tag}: {steps}"
+    for tag in MEASURED:
+        assert [s for s, _ in curves[tag]] == [s for s, _ in scalars(first)[tag]], tag
+    assert differing(results(first), results(second)) == []
+
+
+def cut(whole: Path, target: Path, at: int = 4) -> Path:
+    """A copy of a run's folder as a kill after step `at` and a few more steps would leave it."""
+    shutil.copytree(whole, target)
+    for path in checkpoint.all_in(target):
+        if int(path.name[5:]) > at:
+            shutil.rmtree(path)
+    (target / "summary.json").unlink()
+    return target
+
+
+def trained(*options: str) -> Any:
+    """A fixture: the folder of a run with these options, made once for a file of tests."""
+
+    @pytest.fixture(scope="module")
+    def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        train(folder := tmp_path_factory.mktemp("run"), *options)
+        return folder
+
+    return run

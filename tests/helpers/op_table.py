@@ -31,10 +31,12 @@ def add(names: str, *inputs: Any, of: str = "", by: str = "", **options: Any) ->
 
     of: the family of their names, as in `linalg_inv`. by: the names of the inputs, to give all by.
     """
+    keys = by.split()
     for name in names.split():
         places = [getattr(torch, of)] if of else [F, torch, torch.special, Tensor]
         ways: list[Spelling] = [getattr(p, name) for p in places if hasattr(p, name)]
-        ways += [partial(_by_name, ways[0], by)] if by else []
+        if by:
+            ways.append(lambda *xs, f=ways[0], **o: f(**dict(zip(keys, xs, strict=True)), **o))
         add_ways(f"{of}_{name}" if of else name, inputs, *(partial(way, **options) for way in ways))
 
 
@@ -44,8 +46,9 @@ def add_ways(op: str, inputs: tuple[Any, ...], *ways: Spelling) -> None:
     TABLE[op] = Row(inputs, [*known.spellings, *ways])
 
 
-def _by_name(function: Spelling, names: str, *inputs: Any, **options: Any) -> Any:
-    return function(**dict(zip(names.split(), inputs, strict=True)), **options)
+def real(function: Spelling) -> Spelling:
+    """The op seen by its real part."""
+    return lambda *inputs: function(*inputs).real.clone()
 
 
 _generator = torch.Generator().manual_seed(5)
@@ -64,7 +67,6 @@ SPREAD, EYE = CLASSES.expand(2, 4), torch.eye(4, dtype=torch.bool)
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
 POSITIVE = X @ X.T + 2 * torch.eye(4)  # positive definite
 PIVOTS = torch.arange(1, 5, dtype=torch.int32)
-
 # Matrix products and attention.
 experts = values(4, 8), values(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
 add_ways("_grouped_mm", experts, lambda x, w, ends: torch._grouped_mm(x, w, offs=ends))
@@ -76,20 +78,20 @@ add("addmv", V, X, W)
 add("addr", X, V, W)
 add("baddbmm", batch, batch, batch)
 add("bmm", batch, batch)
-add("chain_matmul", X, Y)
+add("chain_matmul pow cdist cosine_similarity dist pairwise_distance", X, Y)
+add("allclose isclose heaviside inner", X, Y)
 add("einsum", "ij,jk->ik", X, Y)
 add_ways("einsum", ("ij,jk->ik", X, Y), lambda how, *xs: torch.einsum(how, list(xs)))
 add("multi_dot", [X, Y, Z], of="linalg")
 add("vecdot", X, Y, of="linalg", dim=0)
 add("linear", X, values(4, 4), values(4), by="input weight bias")
-add("matmul", X, Y, by="input other")
+add("matmul add atan2 div maximum minimum mul sub", X, Y, by="input other")
 add_ways("matmul", (X, Y), lambda x, y: x @ y, lambda x, y: x.__rmatmul__(y), torch.linalg.matmul)
 add("mm", X, Y, by="input mat2")
 add("mv", X, V)
 add("prelu", X, V[:1])
 add("scaled_dot_product_attention", HEADS, HEADS, HEADS, by="query key value")
 add("scaled_dot_product_attention", HEADS, HEADS, HEADS, is_causal=True)
-
 add("conv1d", LINE, values(3, 4, 3), BIAS, by="input weight bias")
 add("conv2d", IMAGE, KERNEL, BIAS, by="input weight bias")
 add("conv3d", CUBE, values(3, 2, 3, 3, 3), BIAS, by="input weight bias")
@@ -98,7 +100,6 @@ add("conv_transpose2d", IMAGE, values(4, 3, 3, 3), BIAS, by="input weight bias")
 add("conv_transpose3d", CUBE, values(2, 3, 3, 3, 3), BIAS, by="input weight bias")
 add("conv_tbc", values(8, 2, 4), values(3, 4, 3), BIAS)
 add("convolution", IMAGE, KERNEL, BIAS, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-
 # Recurrent layers and cells, as `nn.LSTM` and its like call them.
 for op, gates in (("gru", 3), ("lstm", 4), ("rnn_relu", 1), ("rnn_tanh", 1)):
     weights = [values(gates * 3, n) for n in (4, 3)] + [values(gates * 3) for _ in range(2)]
@@ -106,14 +107,12 @@ for op, gates in (("gru", 3), ("lstm", 4), ("rnn_relu", 1), ("rnn_tanh", 1)):
     state, states = ([h, c], [h[None], c[None]]) if op == "lstm" else (h, h[None])
     add(op, values(5, 2, 4), states, weights, True, 1, 0.0, False, False, False)
     add(f"{op}_cell", values(2, 4), state, *weights)
-
 # Exponentials, powers, norms, reductions and distances.
 unary = "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh square tan"
 add(unary, X, by="input")
 add_ways("acos", (X,), torch.arccos, Tensor.arccos)
 add_ways("reciprocal", (X,), lambda x: 1 / x)
 add("softplus", X, beta=2.0)
-add("pow", X, Y)
 add_ways("pow", (X, Y), lambda x, y: x**2, lambda x, y: x**y, lambda x, y: 2**x)
 add("softmax log_softmax cumprod cumsum logsumexp", X, dim=0)
 add("group_norm", IMAGE, 2, V, W)
@@ -127,29 +126,17 @@ add("matrix_norm norm vector_norm", X, of="linalg")
 add("matrix_norm", X, of="linalg", ord="nuc")
 add("renorm", X, 2, 0, 0.5)
 add("sum_to_size", X, 1, 4)
-add("cdist cosine_similarity dist pairwise_distance", X, Y)
 add("quantile nanquantile", V, 0.5)
 add("histogram", V, 3)
 add("histogramdd", X, [2] * 4)
-add("allclose isclose", X, Y)
-
-
-def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    mean, variance = torch.zeros(4, device=x.device), torch.ones(4, device=x.device)
-    return F.batch_norm(x, mean, variance, weight.float(), bias.float(), True)
-
-
-def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.instance_norm(x, weight=weight.float(), bias=bias.float())
-
-
-add_ways("batch_norm", (IMAGE, V, W), _batch_norm)
-add_ways("instance_norm", (IMAGE, V, W), _instance_norm)
+add_ways("batch_norm", (IMAGE, V, W),
+         lambda x, w, b: F.batch_norm(x, None, None, w.float(), b.float(), True))  # fmt: skip
+add_ways("instance_norm", (IMAGE, V, W),
+         lambda x, w, b: F.instance_norm(x, weight=w.float(), bias=b.float()))  # fmt: skip
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # CSR is in beta state
     add_ways("sparse_sampled_addmm", (X.to_sparse_csr(), X, Y), torch.sparse.sampled_addmm)
 add_ways("_sparse_mm", (X.to_sparse(), Y), torch.sparse.mm)
-
 # Coordinates and regions of images.
 add("grid_sampler grid_sampler_2d", IMAGE, GRID, 0, 0, False)
 add("grid_sampler_3d", CUBE, values(1, 3, 3, 3, 3), 0, 0, False)
@@ -161,24 +148,17 @@ for op in ("ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"):
 add_ways("torchvision.nms", (X, V, 0.5), torchvision.ops.nms, nms, nms.default)
 deformed = IMAGE, values(2, 18, 4, 4), KERNEL
 add_ways("torchvision.deform_conv2d", deformed, torchvision.ops.deform_conv2d)
-
-
-# Fourier transforms, and complex numbers made of real ones, seen by their real parts.
-def _real(*inputs: Any, function: Spelling, **options: Any) -> Tensor:
-    return function(*inputs, **options).real.clone()  # type: ignore[no-any-return]
-
-
+# Fourier transforms, and complex numbers made of real ones.
 for kind in ("fft", "hfft", "ifft", "ihfft", "irfft", "rfft"):
     for op in (kind, f"{kind}2", f"{kind}n"):
-        add_ways(f"fft_{op}", (X,), partial(_real, function=getattr(torch.fft, op)))
-stft = partial(_real, function=lambda x, w: torch.stft(x, 4, window=w, return_complex=True))
+        add_ways(f"fft_{op}", (X,), real(getattr(torch.fft, op)))
+stft = real(lambda x, w: torch.stft(x, 4, window=w, return_complex=True))
 add_ways("stft", (LINE.flatten(), V), stft)
-add_ways("complex", (X, Y), partial(_real, function=torch.complex))
-add_ways("polar", (X, Y), partial(_real, function=torch.polar))
-add_ways("view_as_complex", (values(4, 2),), partial(_real, function=torch.view_as_complex))
-add_ways("linalg_eigvals", (POSITIVE,), partial(_real, function=torch.linalg.eigvals))
+add_ways("complex", (X, Y), real(torch.complex))
+add_ways("polar", (X, Y), real(torch.polar))
+add_ways("view_as_complex", (values(4, 2),), real(torch.view_as_complex))
+add_ways("linalg_eigvals", (POSITIVE,), real(torch.linalg.eigvals))
 add_ways("linalg_eig", (POSITIVE,), lambda m: [part.real for part in torch.linalg.eig(m)])
-
 # Decompositions, inverses, determinants and solves.
 one = "cholesky cholesky_ex cond det eigh eigvalsh inv inv_ex ldl_factor ldl_factor_ex lu lu_factor"
 one += " lu_factor_ex matrix_rank matrix_sqrth pinv polar qr slogdet svd svdvals"
@@ -196,7 +176,6 @@ add("cholesky_inverse geqrf logdet lu pinverse svd", POSITIVE)
 add("cholesky_solve triangular_solve", Y, POSITIVE)
 add("lu_solve", Y, POSITIVE, PIVOTS)
 add("ormqr", POSITIVE, V, Y)
-
 # Functions of `torch.special`.
 one = "airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtri spherical_bessel_j0"
 one += " modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1"
@@ -206,7 +185,6 @@ two = f"{chebyshev} {chebyshev.replace('cheb', 'shifted_cheb')} zeta hermite_pol
 two += " hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"
 add(one, X, of="special")
 add(two, X, Y, of="special")
-
 # Losses.
 two = "binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss"
 lengths = torch.tensor([[1, 2], [3, 1]]), torch.tensor([6, 6]), torch.tensor([2, 2])
@@ -224,9 +202,7 @@ add_ways("nll_loss2d", (*pixels, None, 1, -100), of_c.nll_loss2d)
 add_ways("nll_loss_nd", (X, CLASSES, torch.ones(4), 1, -100), of_c.nll_loss_nd)
 add_ways("poisson_nll_loss", (X, Y), F.poisson_nll_loss)
 add("triplet_margin_loss", X, Y, Z, by="anchor positive negative")
-
 # Ops of several inputs that follow the widest.
-add("add atan2 div maximum minimum mul sub", X, Y, by="input other")
 add_ways("add", (X, Y), lambda x, y: x + y, lambda x, y: y.__radd__(x))
 add_ways("atan2", (X, Y), torch.arctan2)
 add_ways("div", (X, Y), lambda x, y: x / y, torch.divide, torch.true_divide)
@@ -238,7 +214,6 @@ add("cat column_stack dstack hstack stack vstack", [X, Y], by="tensors")
 add_ways("cat", ([X, Y],), torch.concat, torch.concatenate)
 add("cross", values(4, 3), values(4, 3), dim=1)
 add("dot vdot cartesian_prod", V, W)
-add("heaviside inner", X, Y)
 add("index_add index_copy", X, 0, INDEX, Y[:2], by="input dim index source")
 add("index_put", X, (INDEX,), Y[:2])
 add("index_reduce", X, 0, INDEX, Y[:2], "prod")
@@ -253,7 +228,6 @@ add_ways("where", (EYE, X, Y), torch.where, lambda mask, x, y: x.where(mask, y))
 weighted = partial(F.embedding_bag, mode="sum")
 bag = INDEX[None], X, values(1, 2)
 add_ways("embedding_bag", bag, lambda i, x, w: weighted(i, x, per_sample_weights=w))
-
 # Activations, dropout, padding and pooling: ops of one input.
 names = "celu elu gelu glu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 rrelu selu"
 add(f"{names} sigmoid silu tanh", X - 0.5)

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from checkout import ROOT
@@ -16,44 +15,30 @@ _HEADING = re.compile(r"^#+ (.+)$", re.M)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-@dataclass(frozen=True)
 class Command:
     """A command of a page: the program and its arguments, and the comment behind it."""
 
-    words: tuple[str, ...]
-    note: str
-
-    @property
-    def program(self) -> str:
-        """`train` of `python scripts/train.py` and of `mpframe train`; else the first word."""
-        if self.words[0] == "mpframe":
-            return self.words[1]
-        if self.words[0] == "python" and self.words[1].startswith("scripts/"):
-            return Path(self.words[1]).stem
-        return self.words[0]
-
-    @property
-    def of_ours(self) -> bool:
-        return self.program != self.words[0]
-
-    @property
-    def arguments(self) -> list[str]:
-        return list(self.words[2:])
+    def __init__(self, line: str, note: str) -> None:
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"\w+=", words[0]):  # Variables that are set for it.
+            del words[0]
+        if words[:1] == ["torchrun"]:  # Its flags, then a script of ours: what each rank runs.
+            first = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
+            words[:first] = ["python"]
+        self.words, self.note, self.arguments = words, note, words[2:]
+        # `train` of `python scripts/train.py` and of `mpframe train`; else the first word.
+        self.of_ours = bool(re.match("mpframe |python scripts/", " ".join(words)))
+        self.program = Path(words[1]).stem if self.of_ours else words[0]
 
     def __str__(self) -> str:
         return shlex.join(self.words)
 
 
-@dataclass(frozen=True)
 class Page:
-    path: Path
-
-    @property
-    def text(self) -> str:
-        return self.path.read_text()
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, path.read_text()
 
     def blocks(self, *languages: str) -> list[str]:
-        """The fenced blocks of these languages, in their order."""
         return [code for language, code in _FENCE.findall(self.text) if language in languages]
 
     def files(self) -> dict[str, str]:
@@ -65,7 +50,7 @@ class Page:
         shell = [*self.blocks("bash", "sh"), *_INDENTED.findall(self.text)]
         lines = "\n".join(shell).replace("\\\n", " ").splitlines()
         return [
-            Command(_words(part), line.partition(" # ")[2].strip())
+            Command(part, line.partition(" # ")[2].strip())
             for line in lines
             for part in line.split("&&")
             if part.strip() and not part.strip().startswith("#")
@@ -78,14 +63,3 @@ class Page:
 
     def links(self) -> list[str]:
         return _LINK.findall(_FENCE.sub("", self.text))
-
-
-def _words(line: str) -> tuple[str, ...]:
-    """The words of a command, without the variables that are set for it and the comment behind."""
-    words = shlex.split(line, comments=True)
-    while words and re.match(r"\w+=", words[0]):
-        del words[0]
-    if words[:1] == ["torchrun"]:  # Its flags, then a script of ours: what each rank runs.
-        first = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
-        words[:first] = ["python"]
-    return tuple(words)

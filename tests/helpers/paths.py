@@ -1,8 +1,6 @@
 """The ways in which a step can be computed: `pytest --path=NAME` takes one for all tests."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -33,18 +31,8 @@ def _split(patch: pytest.MonkeyPatch) -> None:
 
 def _compiled(patch: pytest.MonkeyPatch) -> None:
     """Each trainer compiles its model, by a compiler that leaves the ops as they are."""
-    plain: Any = Plan.__init__
-
-    def compiling(plan: Plan, *args: Any, **kwargs: Any) -> None:
-        plain(plan, *args, **{"compile": True, **kwargs})
-
-    patch.setattr(Plan, "__init__", compiling)
+    patch.setattr(Plan, "__init__", partialmethod(Plan.__init__, compile=True))
     patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-PATHS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "plain": lambda patch: None,
-    "buckets": _buckets,
-    "split": _split,
-    "compiled": _compiled,
-}
+PATHS = {"plain": lambda patch: None, "buckets": _buckets, "split": _split, "compiled": _compiled}

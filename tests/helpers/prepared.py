@@ -1,7 +1,8 @@
-"""A trainer of a model, prepared in a mode, and what it may be given in place of a loader."""
+"""A trainer of a model, prepared in a mode, and the context of a run that there is none of."""
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,13 +10,10 @@ from torch.optim import SGD
 
 from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
-
-
-class Batches(list[Any]):
-    """Batches in place of a loader."""
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return iter(self[start:])
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.callbacks.results import Results
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.run_context import RunContext
 
 
 def prepared(
@@ -27,3 +25,15 @@ def prepared(
     model, wrapped = precision.prepare(model, make(model.parameters()))
     objective = supervised(objective) if isinstance(objective, nn.Module) else objective
     return cls(model, wrapped, objective, precision, **rest)  # type: ignore[no-any-return]
+
+
+def context(folder: Path, tracker: Tracker | None = None, train: Any = None) -> RunContext:
+    own: Any = tracker
+    return RunContext(folder, "seed: 0\n", "a run", own, train, Throughput(1), Results())
+
+
+class Batches(list[Any]):
+    """Batches in place of a loader."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return iter(self[start:])

@@ -1,6 +1,14 @@
-"""Runs in processes of their own, to be signalled and killed, from a server with torch loaded."""
+"""Processes from a server that has imported once what would take each of them its seconds.
 
+There is one for each process of pytest: multiprocessing keeps it, and reads the names at its start.
+"""
+
+import importlib.util
+import json
 import logging
+import multiprocessing
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -8,31 +16,32 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fork_server import CONTEXT, as_a_new_program
-from in_process import train
+import pytest
+from checkout import HELPERS, ROOT
 
 from mpframe.core.errors import MpframeError
 
+SCRIPT = ROOT / "scripts" / "train.py"
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([
+    "mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data", "pytest",
+    "mpframe.parallel.process_group",
+    "torch._dynamo", "torch.distributed.fsdp",  # With the first step, of whatever model.
+])  # fmt: skip
+
+
+def as_a_new_program() -> None:
+    """In a forked process: Python's own way to start others, as data workers, and not this one."""
+    multiprocessing.set_start_method(None, force=True)
+
 
 def forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A new process that calls a function."""
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 
 
-def start(folder: Path, *options: str) -> BaseProcess:
-    """Train in a new process; it logs to `folder/train.log` and exits as the program would."""
-    return forked(_train, folder, options)
-
-
-def finished(folder: Path, *options: str, within: float = 300) -> int:
-    """Train in a new process to its end; its exit code."""
-    return exit_code(start(folder, *options), within)
-
-
 def exit_code(process: BaseProcess, within: float = 60) -> int:
-    """The exit code of a process that ends within so many seconds."""
     process.join(within)
     assert process.exitcode is not None, f"process {process.pid} has not ended in {within} s"
     return process.exitcode
@@ -49,17 +58,14 @@ def wait_until(holds: Callable[[], object], process: BaseProcess, within: float 
     return True
 
 
-def training(folder: Path) -> bool:
-    """True as soon as a run has begun to write its curves."""
-    return any(folder.glob("events.out.*"))
-
-
-def saving(folder: Path) -> bool:
-    """True while a checkpoint is being written."""
-    return any(folder.glob("checkpoints/.step_*.new"))
+def start(folder: Path, *options: str) -> BaseProcess:
+    """Train in a new process; it logs to `folder/train.log` and exits as the program would."""
+    return forked(_train, folder, options)
 
 
 def _train(folder: Path, options: tuple[str, ...]) -> None:
+    from in_process import train  # Few tests need what it imports.
+
     as_a_new_program()
     folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=folder / "train.log", level=logging.INFO)
@@ -68,3 +74,35 @@ def _train(folder: Path, options: tuple[str, ...]) -> None:
     except MpframeError as error:
         logging.error("mpframe: %s", error)
         sys.exit(error.exit_code)
+
+
+def training(folder: Path) -> bool:
+    return any(folder.glob("events.out.*"))
+
+
+def saving(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/.step_*.new"))
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What `python scripts/train.py WORDS...` comes to in a folder."""
+    env = {**os.environ, "HYDRA_FULL_ERROR": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([sys.executable, str(SCRIPT), *words], check=False, **how)
+
+
+def summaries(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
+
+
+def statuses(folder: Path) -> dict[str, object]:
+    """How the jobs of a sweep ended, by what was swept."""
+    found = folder.glob("*/summary.json")
+    return {path.parent.name: json.loads(path.read_text())["status"] for path in found}
+
+
+def plugin(name: str) -> pytest.MarkDecorator:
+    """Skips where a plugin of Hydra is not installed."""
+    find = importlib.util.find_spec
+    there = find("hydra_plugins") and find(f"hydra_plugins.{name}")
+    return pytest.mark.skipif(not there, reason=f"{name} is not installed; mpframe[sweep] has it")

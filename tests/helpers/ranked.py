@@ -1,5 +1,9 @@
-"""What a rank does in the tests of several: runs, and callbacks that put one rank into trouble."""
+"""What a rank does in the tests of several: runs, and one short training; ranks in trouble.
 
+The training is for a single process and for ranks, whose results are compared bit for bit.
+"""
+
+import copy
 import errno
 import json
 import os
@@ -9,19 +13,201 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from checkout import HELPERS, ROOT
-from in_process import train
-from sameness import differing, results
-from torch import Tensor
-from torch.utils.data import Dataset
+from in_process import differing, results, train
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
-from mpframe import Trainer
+from mpframe import LogMax, Precision
 from mpframe.checkpoint import saving
 from mpframe.core.callback import Callback
+from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import MpframeError
-from mpframe.data import classification
+from mpframe.core.objective import supervised
+from mpframe.core.tree import map_tensors
+from mpframe.data import Loader, classification
+from mpframe.data.metrics import Accuracy
 from mpframe.data.task import Task
+from mpframe.lowbit.recipe import Recipe
+from mpframe.parallel import data_parallel, process_group
+from mpframe.parallel.launch import init_comm
+from mpframe.run.trainer import shard
+from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.split_master import SplitMaster
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+from mpframe.workloads.images import resnet18
+from mpframe.workloads.text.language_model import GPT
+
+CPU = torch.device("cpu")
+OF_PLAN = ("accumulate", "clip_norm", "clip_value", "reduce")
+
+
+class FirstOutputs:
+    """A metric that cannot be merged, and that depends on the order of the samples."""
+
+    name, higher_is_better = "first", True
+    sync_on_compute = True  # as torchmetrics'
+    value = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for row in outputs.float():
+            self.value = self.value / 2 + float(row[0] > row[1])
+
+    def compute(self) -> float:
+        assert not self.sync_on_compute
+        return self.value
+
+
+class Net(nn.Module):
+    """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
+
+    def __init__(self, norm: Any, whole: Any) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        if not whole:
+            self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        if not self.whole and self.training and inputs[0].sum() < 0:
+            hidden = self.sometimes(hidden)
+        return self.last(hidden)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, Any, Any]:
+    """A model, its samples and its loss."""
+    random = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    if name == "gpt":
+        text = torch.randint(0, 32, (16, 17), generator=random)
+        data = TensorDataset(text[:, :-1], text[:, 1:])
+        return GPT(32, context=16, depth=2, heads=2, width=32), data, token_loss
+    loss = nn.CrossEntropyLoss()
+    if name == "resnet18":
+        data = TensorDataset(torch.randn(16, 3, 8, 8, generator=random), torch.arange(16) % 10)
+        return resnet18(10, width=4), data, loss
+    inputs = torch.randn(67, 8, generator=random)
+    if name == "mlp":  # A layer of one row, of which the second rank holds none, and one of 5 rows.
+        layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)]
+        model: nn.Module = nn.Sequential(*layers, nn.Linear(1, 5))
+    elif name == "tied":  # Two blocks that share a weight, and one that does not.
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
+        model[2].weight = model[0].weight
+    else:
+        model = Net(norm, whole)
+    classes = 4 if name == "net" else 5
+    return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), loss
+
+
+def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
+    """A trainer, and what it trains and validates on.
+
+    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
+    `optimizer`, `batch`, `steps`, and those of a plan.
+    """
+    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
+    net = options["name"] == "net"
+    model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
+    if options.get("double"):
+        model = model.double()
+        data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
+    if options.get("sync"):
+        comm.synchronize_batchnorm(model)
+    recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
+    kind: dict[str, Any] = {"mode": mode, "products": recipe}
+    if split := mode == "split":
+        kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
+    precision = Precision(**kind)
+    optimizer = options["optimizer"](model.parameters(), lr=1e-2)
+    if options.get("fsdp"):
+        shard(model, {"": optimizer}, precision, comm, CPU)
+    _, masters = precision.prepare(model, optimizer)
+    means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
+    plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
+    trainer = Trainer(
+        *(model, masters, supervised(loss), precision),
+        scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
+        # The masters of a split have memory only while they are updated.
+        algorithms={} if split else {"ema": AverageWeights(Ema(means, 0.9), model)},
+        plan=Plan(epochs=9, max_steps=options["steps"], **plan),
+        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if net else {}),
+        comm=comm,
+    )
+    batch = options.get("batch", 16 if net else 8)
+    train = Loader(data, batch, shuffle=True, drop_last=True, comm=comm)
+    part = (len(data) - 1) // 8 * 4  # Of the last batch, a single sample, only rank 0 has any.
+    return trainer, train, Loader(Subset(data, range(2 * part + 1)), part, shuffle=False, comm=comm)
+
+
+def whole_of(tensor: Any) -> Any:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
+    """All that a short run leaves: whole states before each step and at the end, a validation."""
+    trainer, train, val = setup(mode, comm, options)
+    results, states, step = [], [], trainer.train_step
+
+    def state() -> Any:
+        return copy.deepcopy(map_tensors(whole_of, trainer.state_dict()))
+
+    def watched(*batches: Any) -> Any:
+        states.append(state())
+        fault = options.get("faults", {}).get(len(results))
+        if fault is not None and comm.rank == 1:
+            fault(trainer, batches)
+        result: Any = step(*batches)
+        told = ("grad_norm", "loss", "scale", "skipped")
+        results.append({key: float(getattr(result, key)) for key in told})
+        results[-1]["dropped"] = int(result.dropped or 0)
+        return result
+
+    trainer.train_step = watched  # type: ignore[method-assign]
+    trainer.fit(train)
+    weights = [whole_of(own.detach()).clone() for own in trainer.model.parameters()]
+    evaluation = trainer.evaluate(val)
+    states.append(state())
+    found = {"states": states, "weights": weights, "results": results}
+    return {**found, "metrics": evaluation.metrics, "loss": evaluation.loss}
+
+
+def in_group(do: Any, *arguments: Any) -> Any:
+    """What `do` returns for the ranks and these arguments, as one of the ranks."""
+    with init_comm(None, lambda: CPU, 120) as comm:
+        return do(comm, *arguments)
+
+
+def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
+    with pytest.MonkeyPatch.context() as patched:
+        large = options.get("large", 2**22)
+        patched.setattr(process_group, "_LARGE", large)
+        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
+        return in_group(lambda comm: trained(mode, comm, options))
+
+
+def bad_input(trainer: Trainer, batches: Any) -> None:
+    batches[-1][0][0, 0] = torch.inf
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert (found := differing(first, second)) == [], found
+
+
+def assert_same_but(first: list[Any], second: list[Any], *names: str) -> None:
+    assert_same(*([{k: s[k] for k in s if k not in names} for s in own] for own in (first, second)))
+
 
 OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
        "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
@@ -33,8 +219,8 @@ NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
 
 def trouble(rank: int, step: int, name: str) -> list[str]:
     """The options by which a rank gets a signal."""
-    values = {"_target_": "ranked.Trouble", "rank": rank, "step": step, "name": name}
-    return [f"+callbacks.trouble.{key}={value}" for key, value in values.items()]
+    values = f"_target_=ranked.Trouble rank={rank} step={step} name={name}"
+    return [f"+callbacks.trouble.{word}" for word in values.split()]
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
@@ -42,25 +228,22 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_results(undisturbed: Path, other: Path) -> None:
-    """But for what is measured."""
     found = differing(results(undisturbed), results(other))
     assert [path for path in found if not path.startswith("/state/usage")] == []
 
 
 def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
     """What the page tells to type: two ranks of scripts/train.py, and what they say."""
-    flags = [word for word in words if word.startswith("--")]
-    options = [word for word in words if not word.startswith("--")]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
-    return subprocess.run(
-        [*start, str(ROOT / "scripts" / "train.py"), *options],
-        capture_output=True, text=True, timeout=within, cwd=HELPERS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += [word for word in words if word.startswith("--")]
+    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    own: Any = {"capture_output": True, "text": True, "timeout": within, "cwd": HELPERS}
+    return subprocess.run(start, env=env, check=False, **own)
 
 
 def run(folder: Path, *options: str) -> Any:
-    """Train on this rank; its summary, or the kind and text of the error that ended it."""
+    """This rank's summary, or the kind and text of the error that ended its run."""
     try:
         return train(folder, *options)
     except MpframeError as error:
@@ -68,7 +251,6 @@ def run(folder: Path, *options: str) -> Any:
 
 
 def runs(folder: Path, options: list[list[str]]) -> list[Any]:
-    """The same for several runs, one after another, each in a folder of its own."""
     return [run(folder / str(number), *own) for number, own in enumerate(options)]
 
 
@@ -89,13 +271,10 @@ class Drift(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
-            with torch.no_grad():
-                next(trainer.model.parameters()).add_(0.01)
+            next(trainer.model.parameters()).detach().add_(0.01)
 
 
 class Overflow(Callback):
-    """The samples of rank 1 grow beyond float16."""
-
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
             batches[0][0].fill_(6e4)
@@ -113,25 +292,17 @@ class FullDisk(Callback):
             written, saving._write_file = saving._write_file, write  # type: ignore[assignment]
 
 
-class Points(Dataset[Any]):
-    def __init__(self, count: int, bad: int | None) -> None:
-        self._count, self._bad = count, bad
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        value = float("nan") if index == self._bad else index / self._count
-        return torch.full((4,), value), index % 2
+def rows(count: int, bad: int | None = None) -> Any:
+    """Of four numbers; one may hold nan."""
+    values = [torch.nan if row == bad else row / count for row in range(count)]
+    return [(torch.full((4,), value), row % 2) for row, value in enumerate(values)]
 
 
 def points(bad: int | None = None) -> Task:
-    """Rows of four numbers; one may hold nan."""
-    return classification(Points(32, bad), Points(7, None))
+    return classification(rows(32, bad), rows(7))
 
 
 def seeded_otherwise() -> torch.nn.Module:
-    """A model that is another one in each process."""
     torch.manual_seed(os.getpid())
     return torch.nn.Linear(4, 2)
 

@@ -9,15 +9,13 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
-from fork_server import CONTEXT
+from processes import CONTEXT
 
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
@@ -31,9 +29,8 @@ class Ranks:
     """
 
     def __init__(self, size: int) -> None:
-        self._scratch = TemporaryDirectory()
-        self.scratch = Path(self._scratch.name)
-        self._size = size
+        self._folder, self._size = tempfile.TemporaryDirectory(), size
+        self.scratch = Path(self._folder.name)
         self._start()
 
     def _start(self) -> None:
@@ -53,12 +50,11 @@ class Ranks:
         try:
             self.begin(function, *arguments)
             results = self.results(within)
+            if not self._crashed():
+                return results
         except (AssertionError, BrokenPipeError):
             if not self._crashed():
                 raise
-            results = []
-        if not self._crashed():
-            return results
         codes = [process.exitcode for process in self.processes]
         print(f"ranks: a crash ended one of them {codes}; the call is made again", file=sys.stderr)
         self._kill()
@@ -67,16 +63,14 @@ class Ranks:
         return self.results(within)
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start the call on every rank."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
     def results(self, within: float = 240) -> list[Any]:
-        """What each rank returned; None for one that was killed."""
         return [self.results_of(rank, within) for rank in range(self._size)]
 
     def results_of(self, rank: int, within: float = 240) -> Any:
-        """What one rank returned."""
+        """What one rank returned; None if it was killed."""
         pipe = self._pipes[rank]
         assert pipe.poll(within), f"no rank may take longer than {within} s"
         try:
@@ -87,28 +81,21 @@ class Ranks:
         assert not failed, value
         return value
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._kill()
-        self._scratch.cleanup()
+        self._folder.cleanup()
 
     def _crashed(self) -> bool:
-        """Whether a fault in compiled code has ended a rank; a test's SIGKILL is none."""
+        """A test's SIGKILL is none."""
         return any(process.exitcode in CRASHES for process in self.processes)
 
     def _kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
-
-
-@contextmanager
-def ranks(size: int = 2) -> Iterator[Ranks]:
-    """So many ranks within the block."""
-    own = Ranks(size)
-    try:
-        yield own
-    finally:
-        own.close()
 
 
 def _work(pipe: Connection, rank: int, size: int, port: int, scratch: Path) -> None:

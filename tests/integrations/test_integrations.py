@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
+from fixtures import refused
 from pages import Page
-from refusal import refused
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -13,9 +13,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from fixtures import Log, Patch, Shown
+from fixtures import Log, Patch, Shown, refused
 from in_process import composed, train
-from refusal import refused
 from test_diagnosis import case_of, net, times
 from torch import Tensor, nn
 from vocabulary import differing
@@ -251,7 +250,7 @@ def test_ops_are_denied() -> None:
     assert (pin_words([]), deny_words([])) == ((), ())
 
 
-OWN = "model._target_=overflowing.Overflowing"
+OWN = "model._target_=planted.beyond"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
 STOPS = "trainer.max_consecutive_skips=4"
 HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216"]
@@ -296,7 +295,7 @@ def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
 
 def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
     """The backward pass of sqrt at 0 is not finite in any format: no scale and no pin helps."""
-    error = diverge(tmp_path, "model._target_=overflowing.Root")
+    error = diverge(tmp_path, "model._target_=planted.Root")
     page = evidence.all_in(tmp_path)[0] / "report.md"
     assert error == f"{STOPS} reached: not finite in fp32 too: model or data; see {page}"
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures import Log, Patch, Shown
 from in_process import StartRun
-from tiny_experiments import EXPERIMENTS, TINY, tiny
+from tiny_data import EXPERIMENTS, TINY, tiny
 from vocabulary import differing
 
 from mpframe.cli.commands import doctor as doctor_command

@@ -14,10 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fixtures import Log, Patch
-from foreign import Foreign
+from fixtures import Log, Patch, refused
 from in_process import StartRun, composed, texts
-from refusal import refused
+from planted import Foreign
 from torch import Tensor, nn
 from torch.optim import SGD
 from vocabulary import HALVES, Kernels, formats
@@ -277,7 +276,7 @@ def test_attached_to_be_evaluated_in_another_mode() -> None:
     assert formats(list(model.parameters())) == {FP32}
 
 
-FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed"]
+FOREIGN = ["model._target_=planted.Foreign", "dtype=mixed"]
 
 
 def built(*overrides: str) -> Trainer:
@@ -313,7 +312,7 @@ def test_every_loss_is_traced(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
-    trainer = built("model._target_=foreign.Lazy", f"dtype.mode={mode}")
+    trainer = built("model._target_=planted.lazy", f"dtype.mode={mode}")
     assert trainer.model[1].weight.shape == (10, 64)
     assert half_weights(trainer) == ["1.weight", "1.bias"] * (mode == "mixed")
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log
-from in_process import StartRun, texts
-from sameness import assert_same_run
+from in_process import StartRun, assert_same_run, texts
 from torch import nn
 from torch.profiler import profile
 

@@ -14,8 +14,7 @@ from fixtures import Patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import StartRun, events
-from prepared import prepared
-from run_context import context
+from prepared import context, prepared
 from torch import Tensor, nn
 from vocabulary import CalledOps, same_bits
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from low_bits import ROWS, prepared
-from rank_training import assert_same
+from ranked import assert_same
 from torch import Tensor, nn
 
 from mpframe import Precision, Trainer

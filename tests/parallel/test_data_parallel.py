@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_training import CPU, assert_same, assert_same_but, bad_input, on_ranks, trained
+from ranked import CPU, assert_same, assert_same_but, bad_input, on_ranks, trained
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -12,7 +12,7 @@ import torch
 from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
 from checkout import ROOT
 from fixtures import Patch
-from rank_training import assert_same, in_group, on_ranks, setup, trained
+from ranked import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import ranked
 from fixtures import Log
-from in_process import train
-from ranked import NET, NOISY, OWN, Points, assert_same_results, summary_in, torchrun, trouble
-from ranks import Ranks, ranks
-from sameness import differing
+from in_process import differing, train
+from ranked import NET, NOISY, OWN, assert_same_results, rows, summary_in, torchrun, trouble
+from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS
@@ -194,7 +193,7 @@ def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path)
 
 def order_of(batch: int) -> list[int]:
     """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
-    order: list[int] = Loader(Points(32, None), 8, shuffle=True).batch_ids(0, batch).tolist()
+    order: list[int] = Loader(rows(32), 8, shuffle=True).batch_ids(0, batch).tolist()
     return order
 
 
@@ -276,7 +275,7 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path: Path, case: Any) -> None:
     """Also where torch's own collectives are met first, whose errors come out of the model."""
     rank, name, timeout, how = case
-    with ranks(2) as own:
+    with Ranks(2) as own:
         began = time.monotonic()
         options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how]
         own.begin(ranked.run, tmp_path / "run", *OWN, *options)

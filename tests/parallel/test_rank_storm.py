@@ -16,7 +16,7 @@ import pytest
 import ranked
 from processes import saving, wait_until
 from ranked import NOISY, OWN, assert_same_results, torchrun, trouble
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.tracking.summary import Status
@@ -47,7 +47,7 @@ class Storm:
         """Let so many ranks go on with a run, and kill one; what is saved can be loaded."""
         began = time.time_ns()
         curves, summary = folder / "metrics.csv", folder / "summary.json"
-        with ranks(size) as own:
+        with Ranks(size) as own:
             victim = self.random.choice(own.processes)
             own.begin(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
             wait_until(lambda: curves.exists() and curves.stat().st_mtime_ns > began, victim, SLOW)
@@ -68,7 +68,7 @@ class Storm:
         *struck, (size, parallel) = runs
         for each in struck:
             self.strike(folder, *each)
-        with ranks(size) as own:
+        with Ranks(size) as own:
             ends = own(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
         assert {getattr(end, "status", end) for end in ends} == {Status.FINISHED}
         assert checkpoint.read(folder).global_step == 14

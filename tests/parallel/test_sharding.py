@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_training import CPU, assert_same_but, bad_input, on_ranks, parts, setup, whole_of
+from ranked import CPU, assert_same_but, bad_input, on_ranks, parts, setup, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ported import INF, cases
+from ported import cases
 from torch import Tensor, nn
-from vocabulary import HALVES
+from vocabulary import HALVES, INF
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 

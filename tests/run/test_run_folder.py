@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import Shown
-from in_process import train
-from sameness import trained
+from in_process import train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, identity_of
@@ -24,7 +23,7 @@ from mpframe.tracking.summary import Summary
 
 OPTIONS = ["model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=2"]
 OPTIONS += ["trainer.keep_last=9"]
-FAILS = ["resume=auto", "model._target_=noisy.nothing"]
+FAILS = ["resume=auto", "model._target_=own_parts.nothing"]
 
 finished = trained(*OPTIONS, "trainer.max_steps=4", "seed=1")
 other = trained(*OPTIONS, "trainer.max_steps=2", "seed=2")
@@ -103,7 +102,7 @@ def test_a_refused_start_leaves_every_byte(done: Path, other: Path, case: str) -
 
 
 def test_in_a_new_folder_a_failed_start_is_on_record(tmp_path: Path) -> None:
-    for target in ("noisy.nothing", "noisy.nowhere"):  # The second replaces the first.
+    for target in ("own_parts.nothing", "own_parts.nowhere"):  # The second replaces the first.
         with pytest.raises(MpframeError):
             train(tmp_path, *OPTIONS, f"model._target_={target}")
         summary = Summary.read(tmp_path)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from fixtures import Log, Patch, Shown
-from fork_server import as_a_new_program
 from in_process import HYDRA, command, composed, train
 from omegaconf import DictConfig
-from processes import exit_code, forked
+from processes import as_a_new_program, exit_code, forked
 from tqdm import tqdm
 
 from mpframe import checkpoint

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import programs
+import processes
 import pytest
 from checkout import ROOT
 from in_process import scalars, train
-from tiny_experiments import EXPERIMENTS, tiny
+from tiny_data import EXPERIMENTS, tiny
 
 from mpframe.tracking.summary import Summary
 
@@ -34,7 +34,7 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     """In a Python of its own."""
     words = ["dtype=mixed", "loss_scaling=Backoff", "callbacks.progress_bar.shown=on"]
     done = subprocess.run(
-        [sys.executable, programs.SCRIPT, *words], capture_output=True, text=True, timeout=300,
+        [sys.executable, processes.SCRIPT, *words], capture_output=True, text=True, timeout=300,
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from processes import exit_code, finished, saving, start, training, wait_until
-from sameness import assert_same_run
+from in_process import assert_same_run
+from processes import exit_code, saving, start, training, wait_until
 
 from mpframe import checkpoint
 
@@ -47,7 +47,7 @@ class Storm:
         # Every third time in a save, wherever in it that may be.
         while self._signalled(struck, name, number % 3 == 0, early, *options) != expected:
             shutil.rmtree(struck)  # It was over before its moment came.
-        assert finished(struck, *self.options, *options, "resume=auto") == 0
+        assert exit_code(start(struck, *self.options, *options, "resume=auto"), 300) == 0
         assert_same_run(self.whole, struck)
         shutil.rmtree(struck)
 

@@ -54,7 +54,7 @@ def test_a_run_with_no_step_is_diverged(tmp_path: Path, options: list[str], caus
 @pytest.mark.parametrize("scaler", ["Backoff", "LogMax"])
 def test_a_first_search_cut_off_is_no_divergence(tmp_path: Path, caplog: Log, scaler: str) -> None:
     """The scale goes down from 65536, and would fit after ten steps; its floor is 1."""
-    options = ["model._target_=overflowing.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
+    options = ["model._target_=planted.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
     short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "callbacks.autopsy=null"]
     done = train(tmp_path / "ended", *short)
     assert (done.status, done.steps, done.skipped_steps) == ("finished", 0, 2)
@@ -94,7 +94,7 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
     assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"
     for stop in (17, 37):
-        breaks = ["+callbacks.bad._target_=own_callbacks.Breaks", f"+callbacks.bad.step={stop}"]
+        breaks = ["+callbacks.bad._target_=own_parts.Breaks", f"+callbacks.bad.step={stop}"]
         with pytest.raises(UserCodeError):
             train(tmp_path / str(stop), *options, *breaks)
         assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)

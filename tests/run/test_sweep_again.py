@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from fixtures import Patch, Shown
-from in_process import command
+from in_process import assert_same_run, command
 from omegaconf import OmegaConf
 from processes import exit_code, forked
-from sameness import assert_same_run
 from torch import nn
 
 from mpframe.config.command_line import prepare
@@ -28,7 +27,7 @@ PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
     "-m", "seed=1,2", PLACE, "model=mlp", "model.hidden=4",
     "trainer.max_steps=5", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=3",
-    "callbacks.progress_bar=null", "+callbacks.stop._target_=own_callbacks.Stop",
+    "callbacks.progress_bar=null", "+callbacks.stop._target_=own_parts.Stop",
     "+callbacks.stop.seed=${seed}",
 ]  # fmt: skip
 NAMES = ["seed=1", "seed=2"]

@@ -57,7 +57,7 @@ FAULTS = {
     "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
 }  # fmt: skip
 SOUND = ["dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both"]
-SOUND += ["dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both"]
+SOUND += ["dtype=amp model._target_=erring.embedded dataset.fault=int64 dataset.split=both"]
 SOUND += ["dtype=mixed model.fault=lazy", "dataset.loss=half"]
 SOUND += ["dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20"]
 DOCTOR = [("dataset.loss=each", "dataset: the loss each_loss gave")]

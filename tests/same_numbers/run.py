@@ -24,8 +24,7 @@ ROOT = HERE.parents[2]
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "helpers"), str(ROOT)]
 import torch  # noqa: E402
 from configurations import Configuration, configurations  # noqa: E402
-from in_process import scalars  # noqa: E402
-from sameness import differing  # noqa: E402
+from in_process import differing, scalars  # noqa: E402
 
 # Parts of tags, of keys of the summary and of places in a checkpoint that hold times or memory.
 _MEASURED = ["seconds", "per_second", "memory", "step_times", "throughput", "curves", "folder"]

@@ -13,11 +13,10 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch
+from fixtures import Log, Patch, refused
 from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
 from pages import Page
-from refusal import refused
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData

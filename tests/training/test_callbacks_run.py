@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import Log
-from in_process import scalars, train
-from own_callbacks import Losses
-from prepared import prepared
-from refusal import refused
-from run_context import context
-from sameness import trained
+from fixtures import Log, refused
+from in_process import scalars, train, trained
+from own_parts import Losses
+from prepared import context, prepared
 from torch import nn
 
 from mpframe import Trainer, checkpoint
@@ -97,8 +94,8 @@ def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, ca
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]
 OFTEN = ["trainer.log_every=3", "trainer.eval_every=2", "scheduler=none"]
-MINE = ["+callbacks.mine._target_=own_callbacks.Losses", "+callbacks.mine.name=mine"]
-HITS = "+metrics.hits._target_=own_callbacks.LikeTorchmetrics"
+MINE = ["+callbacks.mine._target_=own_parts.Losses", "+callbacks.mine.name=mine"]
+HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -111,7 +108,7 @@ plain = trained(*SMALL, *OFTEN, HITS)
 
 def test_a_users_callback_sees_every_step_once_over_a_resume(tmp_path: Path) -> None:
     """Another one of its class, which begins with the second start, keeps a state of its own."""
-    other = ["+callbacks.other._target_=own_callbacks.Losses", "+callbacks.other.name=other"]
+    other = ["+callbacks.other._target_=own_parts.Losses", "+callbacks.other.name=other"]
     train(tmp_path, *SMALL, *MINE, "trainer.max_steps=3")
     train(tmp_path, *SMALL, *MINE, *other, "trainer.max_steps=5", "resume=auto")
     assert (tmp_path / "mine.txt").read_text() == "1.0 2.0 3.0 4.0 5.0"
@@ -192,19 +189,19 @@ def test_one_is_monitored(tmp_path: Path, monitor: str) -> None:
 
 
 def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path: Path) -> None:
-    own = "dataset._target_=own_callbacks.with_objects"
+    own = "dataset._target_=own_parts.with_objects"
     train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
     assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
 
 
-OWN, MINE_IS = "_target_=own_callbacks", "+callbacks.mine._target_"
+OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"
 
 
 @pytest.mark.parametrize(("options", "error", "line"), [
     (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
     ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
     ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
-    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_callbacks.Nope: "),
+    ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_parts.Nope: "),
     ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
     ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, "callbacks.checkpoints: every run has a callback of this name; give yours another name"),
     ([f"{MINE_IS}=builtins.dict"], ConfigError, "callbacks.mine._target_=builtins.dict: must return a mpframe.core.callback.Callback, got dict\n"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from refusal import refused
+from fixtures import refused
 
 from mpframe.core.errors import ConfigError
 from mpframe.training.callbacks.guards import EarlyStopping

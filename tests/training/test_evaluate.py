@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from fixtures import Patch, Shown
+from fixtures import Patch, Shown, refused
 from in_process import train
-from refusal import refused
-from sameness import trained as made_by
+from in_process import trained as made_by
 
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate, main

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import composed, scalars, train
-from sameness import differing
+from in_process import composed, differing, scalars, train
 from torch.utils.data import TensorDataset
 
 from mpframe import checkpoint
@@ -88,8 +87,8 @@ def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) 
 
 def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """A memory that grows, and one that is not persistent: the best has less of both."""
-    model = "model._target_=noisy.Remembering"
-    run = trained(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
+    model = "model._target_=own_parts.NoisyNet"
+    run = trained(tmp_path, *OPTIONS[1:], model, "dtype=fp32", "optimizer.lr=3")
     summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
     assert best != checkpoint.newest(tmp_path)
     assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss

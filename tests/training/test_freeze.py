@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log
-from in_process import train
-from refusal import refused
-from sameness import assert_same_run, cut
+from fixtures import Log, refused
+from in_process import assert_same_run, cut, train
 from test_param_groups import batches, built, copied, moved
 from torch import Tensor
 

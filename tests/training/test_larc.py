@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Patch, refused
 from omegaconf import OmegaConf
 from prepared import prepared
-from refusal import refused
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 

@@ -12,7 +12,7 @@ from prepared import prepared
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from vocabulary import differing, flat
+from vocabulary import differing
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Batch
@@ -61,7 +61,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    return flat(one).keys() == flat(other).keys() and not differing(one, other)
+    return not differing(one, other)
 
 
 def backward(model: nn.Module, precision: Precision) -> None:

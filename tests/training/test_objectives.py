@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Patch, refused
 from in_process import composed, train
 from prepared import Batches, prepared
-from refusal import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import Log
-from in_process import composed, scalars, train
-from sameness import assert_same_run, cut
+from in_process import assert_same_run, composed, cut, scalars, train
 from torch import Tensor
 from vocabulary import differing
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log
+from fixtures import Log, refused
 from omegaconf import OmegaConf
-from refusal import refused
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 

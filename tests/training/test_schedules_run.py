@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Patch
-from in_process import composed, scalars, train
-from refusal import refused
-from sameness import assert_same_run, cut, trained
+from fixtures import Log, Patch, refused
+from in_process import assert_same_run, composed, cut, scalars, train, trained
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import refused
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from refusal import refused
 from torch import Tensor, nn
 from torchvision import ops
 from torchvision.models.detection import FasterRCNN, MaskRCNN

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch
-from refusal import refused
+from fixtures import Patch, refused
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torchvision
 from checkout import ROOT
+from fixtures import refused
 from hydra.utils import get_object
 from omegaconf import OmegaConf
-from refusal import refused
 from torch import nn
 from vocabulary import differing
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import refused
 from PIL import Image
-from refusal import refused
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.fetching import at_epoch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusal import refused
+from fixtures import refused
 from torch import nn
 from torch.nn import functional as F
 from vocabulary import HALVES, Kernels

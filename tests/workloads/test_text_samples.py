@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch
-from refusal import refused
+from fixtures import Log, Patch, refused
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun, train
+from in_process import StartRun, assert_same_run, cut, train
+from own_parts import Texted
 from PIL import Image
-from sameness import assert_same_run, cut
-from texts import Texted
-from tiny_experiments import tiny
+from tiny_data import tiny
 
 from mpframe import checkpoint
 from mpframe.cli.commands import autopsy, export, predict
@@ -219,9 +218,9 @@ def test_the_body_waits_for_the_head(start_run: StartRun, tiny_data: Path, tmp_p
 
 
 OWN_PARTS = ["model=own", "dataset=own", "device=cpu", "dataset.batch_size=8"]
-TARGETS = ["model._target_=texts.Reader", "dataset._target_=texts.task"]
+TARGETS = ["model._target_=own_parts.Reader", "dataset._target_=own_parts.texts"]
 TEXTS = [*OWN_PARTS, *TARGETS, "trainer.max_steps=12", "trainer.keep_last=100"]
-BOXES = [*OWN_PARTS, "model._target_=boxes.detector", "dataset._target_=boxes.task"]
+BOXES = [*OWN_PARTS, "model._target_=own_parts.detector", "dataset._target_=own_parts.pictures"]
 
 
 def test_resumed_and_of_objects_a_run_is_the_same(start_run: StartRun, tmp_path: Path) -> None:

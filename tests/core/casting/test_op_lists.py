@@ -2,8 +2,8 @@
 
 import pytest
 import torchvision  # noqa: F401  its ops are registered where it is imported
+from fixtures import refused
 from omegaconf import OmegaConf
-from refusal import refused
 
 from mpframe import OpLists
 from mpframe.config.locations import CONF

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from refusal import refused
+from fixtures import refused
 
 from mpframe import OpLists, Precision
 from mpframe.core.casting.policy import Policy, has_native_half

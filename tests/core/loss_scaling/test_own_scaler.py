@@ -1,10 +1,9 @@
 """A user's loss scaler is one class and its `_target_`: in all modes, saved, resumed, refused."""
 
-import own_scalers
+import own_parts
 import pytest
 import torch
-from in_process import scalars
-from sameness import assert_same_run, cut
+from in_process import assert_same_run, cut, scalars
 from torch import nn
 
 from mpframe import Backoff, Precision, Trainer
@@ -28,7 +27,7 @@ OWN = "loss_scaling._target_"
 def test_it_scales_and_resumes_bit_for_bit(
     start_run, tmp_path, dtype, name, more, expected
 ) -> None:
-    options = [*SHORT, f"dtype={dtype}", f"{OWN}=own_scalers.{name}", *more]
+    options = [*SHORT, f"dtype={dtype}", f"{OWN}=own_parts.{name}", *more]
     done = start_run(whole := tmp_path / "whole", *options)
     assert (done.status, done.loss_scaling) == ("finished", name)
     assert [scale for _, scale in scalars(whole)["loss_scale/scale"][:4]] == expected
@@ -41,10 +40,10 @@ def test_it_scales_and_resumes_bit_for_bit(
     ("options", "said"),
     [
         ([f"{OWN}=torch.nn.Identity"], "has no update and no scale; see docs/loss_scaling.md"),
-        ([f"{OWN}=own_scalers.Number"],
+        ([f"{OWN}=own_parts.Number"],
          "its scale is a float; must be a 0-d float32 tensor; see docs/loss_scaling.md"),
-        (["loss_scaling.evry=2", f"{OWN}=own_scalers.Drifting"],
-         "own_scalers.Drifting takes no such argument; nearest: every"),
+        (["loss_scaling.evry=2", f"{OWN}=own_parts.Drifting"],
+         "own_parts.Drifting takes no such argument; nearest: every"),
     ],
 )  # fmt: skip
 def test_errors_come_before_the_folder_is_taken(start_run, tmp_path, options, said) -> None:
@@ -61,7 +60,7 @@ def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
         return Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=scaler)
 
     with pytest.raises(CheckpointError) as refused:
-        trainer(own_scalers.Module()).load_state_dict(trainer(Backoff()).state_dict())
+        trainer(own_parts.Module()).load_state_dict(trainer(Backoff()).state_dict())
     assert str(refused.value).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
     )
