@@ -67,6 +67,8 @@ def start(name: str, arguments: list[str] | None = None, program: str | None = N
 
     `arguments`, and the `program` typed before them, default to the command line's.
     """
+    # Before torch is loaded. Threads that wait by spinning fight other programs for the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.argv = [program or sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if _VERSION in sys.argv:
         _say(versions())

@@ -1,4 +1,4 @@
-"""The process of a run: its memory and threads, its console, and its job in Slurm's queue.
+"""The process of a run: its memory, its console, and its job in Slurm's queue.
 
 `mpframe.train` in a notebook leaves the process as it is.
 """
@@ -7,61 +7,21 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import torch
 
 from mpframe.config.schema import Config
 from mpframe.run.parts import resolve_device
 from mpframe.training.memory import keep_freed_memory
 
-_LOAD = Path("/proc/loadavg")
-
-
-def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | None:
-    """Return a line with the way out if threads are likely to fight for cores, else None."""
-    if threads == 1 or environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
-        return None
-    usable = _usable_cores()
-    free = max(1, min(usable, (os.cpu_count() or usable) - _busy_cores()))
-    if threads <= free:
-        return None
-    return (
-        f"torch computes with {threads} threads, and {free} of {usable} cores "
-        f"{'is' if free == 1 else 'are'} free: threads that spin while they wait can make a step "
-        f"many times slower; set OMP_NUM_THREADS={free} or OMP_WAIT_POLICY=PASSIVE"
-    )
-
-
-def _busy_cores() -> int:
-    """Return how many cores others use: now, at most the last minute's load, 0 if unknown."""
-    if not _LOAD.exists():
-        return 0
-    load, _, _, tasks, _ = _LOAD.read_text().split()
-    running = int(tasks.partition("/")[0]) - 1  # Without this process.
-    return int(min(float(load), running))
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 log = logging.getLogger(__name__)
 
 
 def prepare_process(config: Config) -> None:
-    """On a CPU, keep freed memory and warn of threads without cores."""
+    """On a CPU, keep freed memory."""
     device = config.run.device
-    if device not in ("auto", "cpu") or resolve_device(device).type != "cpu":
-        return
-    keep_freed_memory()
-    advice = advice_on_threads(torch.get_num_threads(), os.environ)
-    if advice is not None:
-        log.warning("warning: %s", advice)
+    if device in ("auto", "cpu") and resolve_device(device).type == "cpu":
+        keep_freed_memory()
 
 
 RESULT = {"result": True}

@@ -62,7 +62,7 @@ def test_sums_are_the_same_however_sent_and_a_norm_does_not_overflow(two: Ranks)
 
 def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
     """The third of four ranks whose weights are divided; the second has no batch."""
-    third = SimpleNamespace(sharding=object(), any=bool, broadcast_object=lambda value: value)
+    third = SimpleNamespace(sharding=object(), any=lambda _: True, broadcast_object=lambda it: it)
     third.gather_object = lambda value: ["first", None, value, "fourth"]
     take: Any = process_group.ProcessGroup.broadcast_if_missing
     assert [take(third, own) for own in ("third", None)] == ["third", "first"]
