@@ -35,6 +35,7 @@ from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
+from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tags import Tag, metric_tag
@@ -160,8 +161,10 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         scaling_of(trainer),
         folder,
     )
-    log.info("%s", dtype_map.describe(trainer.precision, trainer.model))
-    for line in dtype_map.warnings(trainer.precision):
+    precision, model = trainer.precision, trainer.model
+    whole = dtype_map.describe(precision, model)
+    log.info("%s", dtype_map.describe(precision, model, folded=True), extra={WHOLE: whole})
+    for line in dtype_map.warnings(precision):
         log.warning("warning: %s", line)
     for hint in hints_on(PlannedRun(trainer, train, config.flat)):
         log.warning("%s", hint)

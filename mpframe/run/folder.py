@@ -72,7 +72,7 @@ class RunFolder:
             self._texts = {name: as_yaml(node, secrets) for name, node in nodes.items()}
             self._name = f"{hydra.job.name}.log"
         self._log = logging.handlers.MemoryHandler(_RECORDS, logging.CRITICAL + 1)
-        self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
+        self._formatter = Redacting(_WholeLines(_FORMAT), secrets)
 
     def refuse_unfit(self, resume: str) -> None:
         """Refuse a folder that belongs to another run, or has links in it."""
@@ -147,6 +147,18 @@ class RunFolder:
         self._log.setTarget(handler)
         self._log.flush()
         self._log.capacity = 1  # From now on each line at once.
+
+
+WHOLE = "whole"
+"""`extra` of a log line: what train.log gets in its place, where the console shows less."""
+
+
+class _WholeLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        whole = getattr(record, WHOLE, None)
+        if whole is not None:
+            record = logging.makeLogRecord({**vars(record), "msg": whole, "args": ()})
+        return super().format(record)
 
 
 class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]

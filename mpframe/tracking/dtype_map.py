@@ -6,7 +6,8 @@ policy.py, like each op's handler, so the table cannot differ from the run.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -56,8 +57,35 @@ def dtype_map(precision: Precision, model: nn.Module) -> list[Row]:
     return [row for row in rows if row.storage is not None or row.compute != "-"]
 
 
+def fold(rows: Iterable[Row]) -> list[Row]:
+    """Join rows that differ in one number of their module's name: `layers.0-11.query`.
+
+    The last numbers are joined first, so that equal blocks of equal blocks become one.
+    """
+    named = [(row.module.split("."), replace(row, module="")) for row in rows]
+    for place in reversed(range(max((len(parts) for parts, _ in named), default=0))):
+        joined: dict[object, list[int]] = {}
+        for number, (parts, row) in enumerate(named):
+            numbered = len(parts) > place and parts[place].isdigit()
+            others = (*parts[:place], None, *parts[place + 1 :], row)
+            joined.setdefault(others if numbered else number, []).append(number)
+        named = [_joined([named[n] for n in numbers], place) for numbers in joined.values()]
+    return [replace(row, module=".".join(parts)) for parts, row in named]
+
+
+def _joined(named: list[tuple[list[str], Row]], place: int) -> tuple[list[str], Row]:
+    parts, row = named[0]
+    if len(named) == 1:
+        return parts, row
+    numbers = sorted(int(parts[place]) for parts, _ in named)
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends]
+    return [*parts[:place], ",".join(words), *parts[place + 1 :]], row
+
+
 def as_table(rows: list[Row]) -> str:
-    """Lay the map out as a plain-text table, one line a module."""
+    """Lay the map out as a plain-text table, one line a row."""
     shown = len(_HEAD) + any(row.products for row in rows)
     cells = [(*_HEAD, _PRODUCTS)[:shown]]
     for row in rows:
@@ -68,10 +96,10 @@ def as_table(rows: list[Row]) -> str:
     return align([cells[0], rule, *cells[1:]])
 
 
-def describe(precision: Precision, model: nn.Module) -> str:
+def describe(precision: Precision, model: nn.Module, *, folded: bool = False) -> str:
     """Return the map as a table, the recipes in it, and in `mixed` which weights stay fp32."""
-    policy = precision.policy
-    lines = [as_table(dtype_map(precision, model)), *map(str, policy.recipes.values())]
+    policy, rows = precision.policy, dtype_map(precision, model)
+    lines = [as_table(fold(rows) if folded else rows), *map(str, policy.recipes.values())]
     if policy.stores_by_op:
         lines += _fp32_share(precision, model)
     return "\n".join(lines)

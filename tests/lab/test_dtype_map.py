@@ -5,6 +5,7 @@ A run traces its first batch: which weights are half, the same in every command.
 
 import inspect
 import logging
+import re
 import signal
 from collections import OrderedDict
 from dataclasses import replace
@@ -15,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fixtures import Log, Patch, refused
-from in_process import StartRun, composed, texts
+from in_process import StartRun, composed, texts, train
 from planted import Foreign
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -27,7 +28,7 @@ from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, RunInterrupted, UserCodeError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
-from mpframe.tracking.dtype_map import as_table, dtype_map
+from mpframe.tracking.dtype_map import as_table, dtype_map, fold
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.gan import discriminator_objective, generator_objective
@@ -76,6 +77,36 @@ def test_the_table() -> None:
 
 NO_CASTS = "ops=none: no casts"
 PINNED = {"head": "fp32", "encoder": "half"}
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+
+
+def blocks(count: int) -> nn.Sequential:
+    parts = (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(count))
+    return nn.Sequential(*parts)
+
+
+def test_equal_rows_of_numbered_modules_are_folded_on_the_console_and_whole_in_the_log(
+    tmp_path: Path, caplog: Log
+) -> None:
+    model = nn.ModuleDict({"layers": blocks(12), "heads": nn.ModuleList(blocks(4)[0][::2])})
+    rows = dtype_map(Precision("mixed", ops=lists(pins={"layers.5.0": "fp32"})), model)
+    found = {row.module: row.why for row in fold(rows)}
+    assert found == {
+        "layers.0-4,6-11.0,2": "linear in ops.allow", "layers.0-11.1": "relu in ops.infer",
+        "layers.5.0": "ops.modules['layers.5.0']=fp32", "layers.5.2": "linear in ops.allow",
+        "heads.0-1": "linear in ops.allow",
+    }  # fmt: skip
+    assert fold([]) == []
+    caplog.set_level(logging.INFO)
+    own = ("model=own", "model._target_=test_dtype_map.stack", "trainer.max_steps=1", "device=cpu")
+    train(tmp_path, *own, "dtype=mixed")
+    (shown,) = (text for text in caplog.messages if text.startswith("module "))
+    whole = (tmp_path / "train.log").read_text()
+    for text, names in ((shown, ["1-3"]), (whole, ["1", "2", "3"])):
+        assert re.findall(r"^([\d-]+) +Linear ", text, re.M) == names
 
 
 @pytest.mark.parametrize(
