@@ -16,7 +16,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fixtures import Log, Patch, refused
-from in_process import StartRun, composed, texts, train
+from in_process import HYDRA, StartRun, composed, texts, train
+from omegaconf import DictConfig
 from planted import Foreign
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -102,7 +103,7 @@ def test_equal_rows_of_numbered_modules_are_folded_on_the_console_and_whole_in_t
     assert fold([]) == []
     caplog.set_level(logging.INFO)
     own = ("model=own", "model._target_=test_dtype_map.stack", "trainer.max_steps=1", "device=cpu")
-    train(tmp_path, *own, "dtype=mixed")
+    train(tmp_path, *own, "dtype=mixed", hydra=DictConfig(HYDRA))
     (shown,) = (text for text in caplog.messages if text.startswith("module "))
     whole = (tmp_path / "train.log").read_text()
     for text, names in ((shown, ["1-3"]), (whole, ["1", "2", "3"])):
