@@ -30,6 +30,7 @@ class MasterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, optimizer: Optimizer, mixed: MixedPrecision, norm: Tensor) -> None:
         super().__init__(optimizer, device_placement=False)
         self._mixed, self._norm = mixed, norm
+        self.bounds: dict[str, float] = {}  # of the next step
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step at the end of a window of micro-batches."""
@@ -38,7 +39,8 @@ class MasterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "optimizer.step: Accelerate's takes no closure with mpframe; compute the loss first"
             )
         if self.gradient_state.sync_gradients:
-            result = self._mixed.step(self.optimizer)
+            bounds, self.bounds = self.bounds, {}
+            result = self._mixed.step(self.optimizer, **bounds)
             self._norm.copy_(result.grad_norm)
             self._is_overflow = bool(result.skipped)
 
@@ -60,9 +62,10 @@ def connect(
     (masters,) = mixed.prepare(model, optimizer)
     norm = torch.zeros((), device=accelerator.device)
     accelerator.scaler = mixed  # `backward` scales the loss by it, and checkpoints keep its state.
-    accelerator.clip_grad_norm_ = partial(_clip, mixed, norm)
-    accelerator.clip_grad_value_ = partial(_clip_values, mixed)
-    return MasterOptimizer(masters, mixed, norm)
+    optimizer = MasterOptimizer(masters, mixed, norm)
+    accelerator.clip_grad_norm_ = partial(_clip, optimizer, norm)
+    accelerator.clip_grad_value_ = partial(_clip_values, optimizer)
+    return optimizer
 
 
 def prepare(
@@ -75,14 +78,19 @@ def prepare(
 
 
 def _clip(
-    mixed: MixedPrecision, norm: Tensor, parameters: Any, max_norm: float, norm_type: float = 2.0
+    optimizer: MasterOptimizer,
+    norm: Tensor,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Note the bound: the step clips, when the gradients are unscaled, and fills the norm in."""
     if norm_type != 2:
         raise ConfigError(f"norm_type={norm_type}: mpframe clips by the 2-norm; leave it out")
-    mixed.max_norm = None if max_norm == float("inf") else float(max_norm)
+    if max_norm < float("inf"):
+        optimizer.bounds["max_norm"] = float(max_norm)
     return norm
 
 
-def _clip_values(mixed: MixedPrecision, parameters: Any, clip_value: float) -> None:
-    mixed.max_value = float(clip_value)
+def _clip_values(optimizer: MasterOptimizer, parameters: Any, clip_value: float) -> None:
+    optimizer.bounds["max_value"] = float(clip_value)

@@ -38,6 +38,7 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self.mixed = MixedPrecision(mode, half, scaler, **options)
+        self._bounds: dict[str, float] = {}  # of the next step
         self.precision = {"fp32": "32-true"}.get(
             mode, "16-mixed" if half == "float16" else "bf16-mixed"
         )
@@ -71,8 +72,9 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
         """Compute the gradients, then unscale, check, clip, and update or skip."""
         loss = closure()
         self._after_closure(model, optimizer)
+        bounds, self._bounds = self._bounds, {}
         if loss is not None or not model.automatic_optimization:
-            self.mixed.step(optimizer)
+            self.mixed.step(optimizer, **bounds)
         return loss
 
     def clip_gradients(
@@ -81,8 +83,7 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
         """Note the bound: the step clips, when the gradients are unscaled."""
         if clip_val > 0:
             by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            name = "max_value" if by_value == "value" else "max_norm"
-            setattr(self.mixed, name, float(clip_val))
+            self._bounds["max_value" if by_value == "value" else "max_norm"] = float(clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         return self.mixed.state_dict()

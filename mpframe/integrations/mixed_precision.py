@@ -46,8 +46,6 @@ class MixedPrecision:
         precision: the dtype mode.
         scaler: the one in use.
         result: of the last step; its values stay on the device until they are read.
-        max_norm: the next step clips the global norm of the gradients to this, or not at all.
-        max_value: or clamps each of their values to it.
         report: of the last autopsy, as text, or None. It is also logged, as a warning.
     """
 
@@ -63,13 +61,10 @@ class MixedPrecision:
         self.precision = Precision(mode, half, **options)
         self.scaler: LossScaler = auto(mode, half) if scaler is None else scaler
         self.result: StepResult | None = None
-        self.max_norm: float | None = None
-        self.max_value: float | None = None
-        self._optimizers: list[MasterWeights] = []
-        self._buffers = NO_BUFFERS
-        self._in_window = False
         self.report: str | None = None
+        self._optimizers: list[MasterWeights] = []
         self._model: nn.Module = nn.Module()
+        self._buffers, self._in_window = NO_BUFFERS, False
         self._autopsy, self._steps, self._skips = autopsy, 0, 0
         self._seen: list[tuple[Any, RandomState, LossOf]] = []
         self._place = (0, 0)
@@ -109,12 +104,10 @@ class MixedPrecision:
         scale = scale_of(self.scaler)
         return loss * scale if isinstance(scale, Tensor) else loss
 
-    def step(self, optimizer: Any) -> StepResult:
-        """Unscale, check, clip, and update or skip."""
-        none = isinstance(self.scaler, NoScaling)
-        result: StepResult = optimizer.step(
-            None if none else self.scaler, max_norm=self.max_norm, max_value=self.max_value
-        )
+    def step(self, optimizer: Any, **bounds: float) -> StepResult:
+        """Unscale, check, clip to `max_norm` or `max_value` if one is given, and update or skip."""
+        scaler = None if isinstance(self.scaler, NoScaling) else self.scaler
+        result: StepResult = optimizer.step(scaler, **bounds)
         self._buffers.restore_where(result.any_skipped())
         self.result, self._in_window = result, False
         self._steps += 1

@@ -20,11 +20,8 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import Scaler
 from mpframe.integrations.mixed_precision import MixedPrecision
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the libraries: loggers, workers
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+OF_THE_LIBRARIES = ("UserWarning", "DeprecationWarning", "FutureWarning")
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in OF_THE_LIBRARIES]
 BATCH, STEPS, NORM = 8, 6, 0.5
 FIRST = 2.0**18  # Its first steps overflow.
 MODES = [
@@ -104,14 +101,13 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def own_loop(mixed: MixedPrecision, window: int, model: nn.Module) -> tuple[Any, list[bool]]:
     (optimizer,), skipped = mixed.prepare(model, adamw(model)), []
-    mixed.max_norm = NORM
     for number, batch in enumerate(DataLoader(samples(BATCH * STEPS * window), BATCH)):
         mixed.note_batch(batch, lambda model, batch: loss_of(model, *batch), 1, number)
         with mixed.forward():
             loss = loss_of(model, *batch) / window
         mixed.scale(loss).backward()  # type: ignore[no-untyped-call]
         if (number + 1) % window == 0:
-            skipped.append(bool(mixed.step(optimizer).skipped))
+            skipped.append(bool(mixed.step(optimizer, max_norm=NORM).skipped))
     return optimizer, skipped
 
 
@@ -212,32 +208,50 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path: Path, kind: type[Scaler
     assert resumed.scaler.scale < FIRST
 
 
-@in_modes
-@pytest.mark.parametrize("window", [1, 3])
-def test_accelerate_takes_the_same_steps(mode: str, half: str, kind: Any, window: int) -> None:
+def with_accelerate(mixed: MixedPrecision, window: int) -> tuple[Any, MixedPrecision, Any, Any]:
     accelerate = pytest.importorskip("accelerate")
     from mpframe.integrations.accelerate import prepare
 
-    expected, skipped = by_hand(mixed_of(mode, half, kind), window)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=window)
-    mixed, model = mixed_of(mode, half, kind), network()
-    model, optimizer = prepare(accelerator, mixed, model, adamw(model))
-    found = []
-    for inputs, targets in DataLoader(samples(BATCH * STEPS * window), BATCH):
+    model = network()
+    return accelerator, mixed, *prepare(accelerator, mixed, model, adamw(model))
+
+
+def accelerated(parts: tuple[Any, ...], batches: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+    """The state after the steps, and which were skipped."""
+    (accelerator, mixed, model, optimizer), skipped = parts, []
+    for batch in batches:
         with accelerator.accumulate(model):
             with mixed.forward():
-                loss = loss_of(model, inputs, targets)
+                loss = loss_of(model, *batch)
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), NORM)
+            norm = accelerator.clip_grad_norm_(model.parameters(), NORM)
             optimizer.step()
             if accelerator.sync_gradients:
-                assert mixed.result is not None
                 torch.testing.assert_close(norm, mixed.result.grad_norm, equal_nan=True)
-                found.append(accelerator.optimizer_step_was_skipped)
+                skipped.append(accelerator.optimizer_step_was_skipped)
             optimizer.zero_grad()
-    assert_same(state_of(model, optimizer.optimizer), expected)
-    assert found == skipped
+    return state_of(model, optimizer.optimizer), skipped
+
+
+@in_modes
+@pytest.mark.parametrize("window", [1, 3])
+def test_accelerate_takes_the_same_steps(mode: str, half: str, kind: Any, window: int) -> None:
+    parts = with_accelerate(mixed_of(mode, half, kind), window)
+    found, skipped = accelerated(parts, list(DataLoader(samples(BATCH * STEPS * window), BATCH)))
+    expected, skips = by_hand(mixed_of(mode, half, kind), window)
+    assert_same(found, expected)
+    assert skipped == skips
+
+
+def test_accelerate_goes_on_from_its_state(tmp_path: Path) -> None:
+    batches = list(DataLoader(samples(BATCH * STEPS), BATCH))
+    made = partial(mixed_of, "mixed", "float16", LogMax)
+    whole, first, second = (with_accelerate(made(), 1) for _ in range(3))
+    accelerated(first, batches[:4])
+    first[0].save_state(tmp_path)
+    second[0].load_state(tmp_path)
+    assert_same(accelerated(second, batches[4:])[0], accelerated(whole, batches)[0])
 
 
 def test_what_accelerate_would_do_twice_is_refused() -> None:
