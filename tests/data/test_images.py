@@ -237,6 +237,7 @@ def test_every_digit_is_in_one_part_and_a_stranger_prepares_it_by_the_descriptio
     parts = [task.train, task.val, task.test]
     assert [len(part) for part in parts] == [1437, 180, 180]
     assert [part.augment for part in parts] == ["crop", "none", "none"]
+    assert [task.train.unaugmented().augment, task.train.augment] == ["none", "crop"]
     stored = torch.cat([part.images for part in parts]).flatten(1)
     published = torch.from_numpy(np.loadtxt(file, delimiter=",")[:, :-1]).float() / 16
     assert sorted(stored.tolist()) == sorted(published.tolist())

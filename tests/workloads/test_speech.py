@@ -134,7 +134,7 @@ def test_over_batches(dtype: torch.dtype) -> None:
     assert math.isnan(metric.compute())
     for classes, lengths, labels, targets in (
         ([[1, 0, 2, 3]], [3], [[2, 2, 3]], [3]),
-        ([[1, 1, 1], [0, 3, 1]], [3, 2], [[1, 1], [3, 0]], [2, 1]),
+        ([[1, 1, 1], [0, 3, 3]], [3, 2], [[1, 1], [3, 0]], [2, 1]),
     ):
         logits = F.one_hot(torch.tensor(classes), 4).to(dtype)
         wanted = {"labels": torch.tensor(labels), "lengths": targets}

@@ -18,6 +18,7 @@ from vocabulary import differing
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
 from mpframe.workloads.text.classification import pad_batch, text_folder, word_piece
+from mpframe.workloads.text import tweets
 from mpframe.workloads.text.tweets import WordJaccard, best_spans, jaccard, read_tweets, tweet_spans
 
 
@@ -261,6 +262,12 @@ def test_answers_of_odd_signs(task: Any, tmp_path: Path) -> None:
     empty = table(tmp_path / "train.csv", *rows)
     text = refused(DataError, tweet_spans, str(empty), vocab_size=60)
     assert text.startswith("dataset: '\\x07' has no token; remove the row")
+
+
+def test_the_tokens_of_an_answer_share_a_character_with_it() -> None:
+    offsets = torch.tensor([[-1, -1], [0, 2], [2, 4], [4, 6], [6, 8]])
+    for begin, end, tokens in ((2, 6, (2, 3)), (3, 5, (2, 3)), (2, 4, (2, 2)), (8, 9, (1, 4))):
+        assert tweets._tokens_between(offsets, begin, end) == tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
