@@ -35,6 +35,7 @@ SEEN = {
 def test_what_hydra_sees(monkeypatch: Patch) -> None:
     for given, seen in SEEN.items():
         assert prepare(given.split()) == seen.split()
+    assert prepare(["ops.deny-=[exp, log]"]) == SEEN["ops.deny-=[exp,log]"].split()
     monkeypatch.setenv("HOME", "/home/me, too")  # The home folder is meant as in a shell.
     assert prepare(["dataset.root=~/data"]) == ["dataset.root='/home/me, too/data'"]
 

@@ -43,6 +43,7 @@ FALLING = [2.0 * 0.8**n + 0.1 for n in range(20)]
     ([1.0, 1.1, 0.9, 1.0, 9.0], True),
     ([1.0, 1.1, NAN], True),
     ([1.0, NAN, 1.1, 1.0, 1.0], False),
+    ([1.0, math.inf, 1.1, 1.0, 9.0], True),
     (FALLING, False),
     ([*FALLING, *(FALLING[-1] + 0.05 * n for n in range(30))], True),  # Trained too long.
     ([0.97] * 20 + [0.90], True),

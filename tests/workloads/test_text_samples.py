@@ -17,8 +17,8 @@ from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
-from mpframe.workloads.text.classification import pad_batch, text_folder, word_piece
 from mpframe.workloads.text import tweets
+from mpframe.workloads.text.classification import pad_batch, text_folder, word_piece
 from mpframe.workloads.text.tweets import WordJaccard, best_spans, jaccard, read_tweets, tweet_spans
 
 
