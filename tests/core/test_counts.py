@@ -253,6 +253,13 @@ def test_labels_are_counted_as_the_model_averages_them(model, extra, count, monk
     assert count_of(compute(model_loss, model, batch).count, batch) == count
 
 
+def test_without_a_count_the_first_tensor_with_samples_counts() -> None:
+    weight, inputs = torch.tensor(0.5), torch.zeros(3, 2)
+    for batch in ((weight, inputs), {"weight": weight, "inputs": inputs}):
+        assert count_of(None, batch) == 3
+    assert count_of(None, weight) == 1
+
+
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
 def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode) -> None:
     loader = SimpleNamespace(epoch=lambda _: [texts(1), texts(0), texts(32)])

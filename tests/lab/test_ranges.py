@@ -227,7 +227,9 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
 
 
-@pytest.mark.parametrize(("figure", "worst"), [("headroom_bits", "a"), ("over_count", "c")])
+@pytest.mark.parametrize(
+    ("figure", "worst"), [("headroom_bits", "a"), ("snr_db", "a"), ("over_count", "c")]
+)
 def test_scalars_show_the_worst_layers(figure: str, worst: str) -> None:
     seen = {"a": 1.0, "b": 2.0, "c": 3.0, "d": np.nan}
     found = RangeWatch(every=1, worst=1)._worst_of(f"numerics/weights/{figure}", seen)

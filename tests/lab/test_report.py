@@ -162,6 +162,13 @@ def test_fp32_runs_that_differ_only_in_loss_scaling_count_once(
     assert table(tmp_path)[-1]["gap to fp32"] == f"+0.0000\nfp32: n {seeds}, {told}"
 
 
+def test_one_seed_beside_several_of_fp32_tells_nothing(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        make_run(f"full{seed}", replace(SUMMARY, seed=seed, val_metric=0.9 + seed * 0.01))
+    make_run("mixed", MIXED)
+    assert table(tmp_path)[-1]["gap to fp32"].endswith(f"fp32: n 3, {FEW}")
+
+
 def test_fp32_has_the_groups_own_options(make_run: MakeRun, tmp_path: Path) -> None:
     for lr, accuracy in ((0.1, 0.9), (0.2, 0.5)):
         make_run(f"full{lr}", replace(SUMMARY, val_metric=accuracy), optimizer__lr=lr)

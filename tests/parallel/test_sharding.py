@@ -22,6 +22,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
+from mpframe.parallel import sharding
 from mpframe.parallel.launch import init_comm
 from mpframe.run.trainer import refuse_beside_sharding, shard
 from mpframe.training.trainer import Trainer
@@ -227,3 +228,11 @@ def test_what_needs_whole_weights_is_refused() -> None:
         said = what.get(option.partition("=")[0], option)
         said += f": does not go with trainer.parallel=fsdp; {instead}, or "
         assert str(refused.value) == said + "trainer.parallel=ddp"
+
+
+def test_a_frozen_weight_has_no_part_in_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    layer = nn.Linear(3, 4)
+    assert sharding._count_summed_values([*layer.parameters()]) == 16
+    layer.bias.requires_grad_(False)
+    assert sharding._count_summed_values([*layer.parameters()]) == 12

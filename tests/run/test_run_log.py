@@ -6,6 +6,8 @@ import re
 import sys
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fixtures import Log, Patch, Shown
@@ -123,3 +125,14 @@ def _train_without_a_reader(folder: Path) -> None:
 def test_a_reader_of_stderr_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
     assert exit_code(forked(_train_without_a_reader, tmp_path)) == 0
     assert Summary.read(tmp_path / "run").status == "finished"
+
+
+def test_the_time_left_is_that_of_the_steps_of_this_start(monkeypatch: Patch) -> None:
+    now, lines = [0.0], console.LogLines(1)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    plan, progress = SimpleNamespace(steps_left=lambda *_: 10), SimpleNamespace(global_step=90)
+    trainer: Any = SimpleNamespace(progress=progress, plan=plan)
+    lines.setup(trainer, SimpleNamespace(train=[0]))
+    assert lines._time_left(trainer) is None
+    progress.global_step, now[0] = 91, 6.0
+    assert lines._time_left(trainer) == "01:00"

@@ -69,6 +69,7 @@ def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
             "optimizer.lr=tag(log,interval(1e-4,1e-1)) model=mlp",
             {"optimizer.lr": 0.02, "model.depth": 2},
         ),
+        ("dtype=amp ~scheduler", None, {"dtype": "amp float16"}),  # What is left out has no value.
         (  # The options of a single run's command line.
             "dtype=amp dtype.half=bfloat16 ++ops.move.softmax=allow run_name=a",
             None,

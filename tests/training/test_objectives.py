@@ -21,7 +21,7 @@ from vocabulary import HALVES, CalledOps
 from mpframe import Backoff, Precision
 from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
-from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.errors import DataError, MpframeError, UserCodeError
 from mpframe.core.objective import Objective, StepOutput, compute, supervised
 from mpframe.data import Task
 from mpframe.run.parts import build_task, to_device
@@ -280,3 +280,9 @@ def test_a_task_may_leave_the_objective_to_the_options() -> None:
     config = check_config(composed(*words))
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
         build_trainer(config, build_task(config), batches=4)
+
+
+def test_a_loss_that_refuses_1_d_outputs_is_one_line() -> None:
+    loss = supervised(nn.MSELoss(reduction="wrong"))
+    with pytest.raises(UserCodeError, match="the loss MSELoss raised ValueError"):
+        loss(nn.Flatten(0), (torch.ones(4, 1), torch.ones(4)))

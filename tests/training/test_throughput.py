@@ -81,6 +81,7 @@ def test_times_and_counts_go_on_where_a_checkpoint_was_taken() -> None:
     assert (idle.seconds, idle.state_dict()) == (state["seconds"], state)
     second = Throughput(BATCH, clock=clock)
     second.load_state_dict(state)
+    assert second.since_last_call() == (0, 0.0)
     trained(clock, second)
     for name in ("samples", "train_seconds", "seconds"):
         assert getattr(second, name) == 2 * state[name]

@@ -35,6 +35,16 @@ def step(optimizer, weight, value=0.25) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_a_weight_may_begin_anywhere_in_its_memory(offset) -> None:
+    """Words of 64 bits begin at every fourth value."""
+    flat = torch.arange(16.0).half()
+    weight = nn.Parameter(flat[offset : offset + 8])
+    step(MasterWeights(torch.optim.SGD([weight], lr=0.5)), weight, 1.0)
+    moved = torch.arange(16.0)[offset : offset + 8] - 0.5
+    assert same_bits(flat[offset : offset + 8], moved.half())
+
+
 def full(value, dtype=torch.float32):
     return torch.full((4, 4), value, dtype=dtype)
 

@@ -75,11 +75,19 @@ def late(self, x):
     return x * (1 + self.kept)
 
 
+def latest(self, x):
+    """A statistic, and a dict that has a new number under the same name after each call."""
+    self.kept.lerp_(x.detach().float().mean(0), 0.5)
+    self.last["mean"] = float(x.detach().float().mean())
+    return x * (1 + self.kept)
+
+
 KINDS = {
     "rotary": lambda: Keeping(rotary, torch.zeros(16, 4), persistent=False, filled=0),
     "growing": lambda: Keeping(growing, torch.zeros(0, 4)),
     "growing, not saved": lambda: Keeping(growing, torch.zeros(0, 4), persistent=False),
     "codebook": lambda: Keeping(codebook, torch.zeros(4), calls=0, log=[]),
+    "latest": lambda: Keeping(latest, torch.zeros(4), last={"mean": 0.0}),
     "bank": lambda: Keeping(bank, torch.zeros(8, 4), persistent=False, next=0),
     "sparse": lambda: Keeping(graph, torch.eye(4).to_sparse()),
     "late": lambda: Keeping(late),
@@ -245,7 +253,7 @@ def test_a_skipped_step_undoes_buffers_and_attributes_together(
     assert differing(state_of(trainer.model), state_of(after.model)) == []
 
 
-@pytest.mark.parametrize("kind", ["rotary", "codebook", "bank", "late", "batch norm"])
+@pytest.mark.parametrize("kind", ["rotary", "codebook", "latest", "bank", "late", "batch norm"])
 def test_so_does_a_dropped_micro_batch(kind) -> None:
     trainer, without = (trainer_of(kind, "mixed") for _ in range(2))
     good, bad, other = batch(3), batch(5, scale=torch.inf), batch(4, 2)
