@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Patch, forks, refused
+from own_parts import Made
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
@@ -22,17 +23,6 @@ from mpframe.data import ArrayImages, Loader, Normalize, digits
 from mpframe.data import loading as data_loader
 
 Pair = namedtuple("Pair", "left right")
-
-
-class Samples(Dataset[Any]):
-    def __init__(self, make: Any, count: int = 11) -> None:
-        self.make, self.count = make, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 def text(index: int) -> dict[str, Any]:
@@ -77,7 +67,7 @@ def numbers() -> TensorDataset:
 
 
 def loader(samples: Any, batch_size: int = 2, **options: Any) -> Loader:
-    data = Samples(samples) if callable(samples) else samples
+    data = Made(samples) if callable(samples) else samples
     return Loader(data, batch_size, **{"shuffle": False, **options})
 
 
@@ -155,7 +145,7 @@ NAN = torch.tensor(math.nan)
      "inputs[1][1].draws[0]"),
 ])  # fmt: skip
 def test_a_value_that_is_not_finite_is_named(make: Any, bad: Any, collate: Any, leaf: str) -> None:
-    spoilt = Samples(lambda index: bad(make(index)) if index == 7 else make(index))
+    spoilt = Made(lambda index: bad(make(index)) if index == 7 else make(index))
     batches = loader(spoilt, 3, collate=collate, split="validation").epoch(2)
     assert len([next(batches), next(batches)]) == 2
     assert refused(DataError, list, batches) == (
@@ -218,7 +208,7 @@ def test_batches_in_pinned_memory(workers: int) -> None:
         assert all(tensor.is_pinned() for tensor in tensors_in(batch))
 
 
-class KnowsEpoch(Samples):
+class KnowsEpoch(Made):
     told = (-1, -1)
 
     def set_epoch(self, seed: int, epoch: int) -> None:
@@ -259,7 +249,7 @@ def test_order_is_a_function_of_seed_and_epoch_and_a_sample_of_its_index_too() -
     ("make", "workers", "recorded"),
     [
         (numbers, 0, "1776b517e5fc8af3"),
-        pytest.param(lambda: Samples(noisy, 23), 2, "bc776e5f427ba0e1", marks=forks),
+        pytest.param(lambda: Made(noisy, 23), 2, "bc776e5f427ba0e1", marks=forks),
         (lambda: digits(augment="crop_flip").train, 0, "5acad126b34013eb"),
     ],
 )
@@ -294,7 +284,7 @@ def test_the_wait_for_batches_is_counted_without_what_the_caller_does(monkeypatc
         return torch.zeros(1)
 
     monkeypatch.setattr(data_loader, "perf_counter", lambda: now[0])
-    own = loader(Samples(slow, 6), 3)
+    own = loader(Made(slow, 6), 3)
     assert own.waited == 0.0
     for epoch in (0, 1):
         for number, _ in enumerate(own.epoch(epoch), start=1):

@@ -161,7 +161,7 @@ class NoisyNet(nn.Module):
 
 
 class Made(Dataset[Any]):
-    def __init__(self, make: Callable[[int], Any], count: int) -> None:
+    def __init__(self, make: Callable[[int], Any], count: int = 11) -> None:
         self.make, self.count = make, count
 
     def __len__(self) -> int:

@@ -136,12 +136,3 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return same_bits([a], [b])
     return bool(a == b or (a != a and b != b))
-
-
-def scales_after(scaler: Any, amaxes: Iterable[float]) -> list[float]:
-    """The scale after each of these updates."""
-    scales = []
-    for amax in amaxes:
-        scaler.update(torch.tensor(amax))
-        scales.append(scaler.scale.item())
-    return scales

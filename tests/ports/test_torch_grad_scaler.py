@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from ported import scales_after
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from vocabulary import INF, NAN, scales_after
+from vocabulary import INF, NAN
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
