@@ -3,13 +3,16 @@
 There is one for each process of pytest: multiprocessing keeps it, and reads the names at its start.
 """
 
+import atexit
 import importlib.util
 import json
 import logging
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import HELPERS, ROOT
+from checkout import ROOT
 
 from mpframe.core.errors import MpframeError
 
@@ -86,9 +89,25 @@ def saving(folder: Path) -> bool:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What `python scripts/train.py WORDS...` comes to in a folder."""
-    env = {**os.environ, "HYDRA_FULL_ERROR": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run([sys.executable, str(SCRIPT), *words], check=False, **how)
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place, name) for name in ("stdout", "stderr")]
+        code = exit_code(forked(_program, folder, words, dict(os.environ), files), within=300)
+        return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
+
+
+def _program(folder: Path, words: tuple[str, ...], env: dict[str, str], files: list[Path]) -> None:
+    as_a_new_program()
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env, HYDRA_FULL_ERROR="")
+    sys.argv = [str(SCRIPT), *words]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them.
 
 
 def summaries(folder: Path) -> list[dict[str, object]]:
