@@ -209,7 +209,7 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
 
 def _convert(value: Any, spec: Any) -> Any:
     """Convert by OmegaConf's rules: `"3"` is an int, `1` a float."""
-    if spec.type is Any:
+    if _is_of(_type(spec), value):  # Most are, and OmegaConf takes a millisecond for each.
         return value
     merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
     held: Any = OmegaConf.to_container(merged)
@@ -222,6 +222,12 @@ def _convert(value: Any, spec: Any) -> Any:
 def _type(spec: Any) -> Any:
     """Return the option's type, without the `str` of a number with its measure."""
     return reduce(or_, set(get_args(spec.type)) - {str}) if spec.metadata["measure"] else spec.type
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    if kind == list[str]:
+        return type(value) is list and all(type(held) is str for held in value)
+    return kind is Any or type(value) in (get_args(kind) or (kind,))
 
 
 @cache

@@ -10,6 +10,7 @@ Each checkpoint and each export says how a stranger uses its weights.
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -210,10 +211,10 @@ def _about(config: Config, trainer: Trainer, train: Loader) -> str:
 
 def _options_text(config_text: str, ops: OpLists) -> str:
     """Write the options as Markdown, with a file's name in place of the long lists of ops."""
-    options: Any = OmegaConf.create(config_text)
-    options.ops = {"modules": dict(ops.modules)}
+    pins = OmegaConf.to_yaml({"ops": {"modules": dict(ops.modules)}})
+    options = re.sub(r"(?m)^ops:\n(?: .*\n)+", lambda _: pins, config_text)
     said = f"`ops.allow`, `ops.deny`, `ops.infer` and `ops.move`: {ops_in_words(ops)}"
-    return f"{said}\n\n```yaml\n{OmegaConf.to_yaml(options)}\n```"
+    return f"{said}\n\n```yaml\n{options}\n```"
 
 
 def ops_in_words(ops: OpLists) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from checkout import HELPERS, ROOT
-from fixtures import Shown
+from fixtures import Patch, Shown
+from omegaconf import OmegaConf
 
+from mpframe.cli.sweep import SweepTable
 from mpframe.core.errors import MpframeError
 from mpframe.lab.report.sweep import COLUMNS, as_text, find_jobs, write_table
 from mpframe.tracking.summary import Status, Summary
@@ -107,7 +109,7 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     fp32 = replace(SUMMARY, dtype="fp32", half=None, loss_scaling="none", final_scale=None)
     unknown: Any = {"val_metric": None, "best": None, "best_step": None}
@@ -243,3 +245,11 @@ def test_a_sweep_that_is_cut_short_counts_the_jobs_that_never_began(tmp_path: Pa
     (folder,) = (tmp_path / "runs").iterdir()
     ended = [(row["seed"], row["status"]) for row in table(folder)]
     assert (folder.name, ended[:2]) == ("plain", [("10", "finished"), ("3", "no summary")])
+
+
+def test_a_sweep_that_ended_prints_its_table_once(tmp_path: Path, monkeypatch: Patch) -> None:
+    table = SweepTable()
+    table._folder, at_exit = tmp_path, [table._report]
+    monkeypatch.setattr("mpframe.cli.sweep.atexit.unregister", at_exit.remove)
+    table.on_multirun_end(OmegaConf.create({}))
+    assert at_exit == []

@@ -16,7 +16,7 @@ from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.lab.search import Pins, Search, SearchResult
+from mpframe.lab.search import Pins, RelativeError, Search, SearchResult
 
 
 class Scaled(nn.Linear):
@@ -159,3 +159,11 @@ def test_a_mistake_is_one_line(capsys: Shown) -> None:
         with pytest.raises((SystemExit, ConfigError)):
             main([word])
         assert line in capsys.readouterr().err
+
+
+def test_the_pin_with_the_smallest_error_is_tried_first() -> None:
+    search = Search.__new__(Search)
+    search._target, needed = 0.5, [{"worst"}, {"middle", "least"}]  # Either pair keeps the target.
+    search._with = lambda pinned: RelativeError(0.0, float(not any(e <= {*pinned} for e in needed)))
+    pinned, error = search._prune(["worst", "middle", "least"], RelativeError(0.0, 0.0))
+    assert (pinned, error.worst) == (["worst"], 0.0)
