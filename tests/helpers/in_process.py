@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import vocabulary
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe import checkpoint
@@ -41,11 +41,22 @@ def _composed(place: str, *words: str) -> DictConfig:
     return without_hydra(compose_named(list(words))[1])
 
 
+VALUE = re.compile(r"resume=.*|(seed|[a-z_]+(\.\w+)+)=(-?\d+(\.\d+)?(e-?\d+)?|true|false)")
+
+
 def composed(*overrides: str) -> DictConfig:
-    """The options of a command line; those of a resumed run are composed with the first one's."""
-    resumes = [word for word in overrides if word.startswith("resume=")]
-    own = deepcopy(_composed(os.getcwd(), *(word for word in overrides if word not in resumes)))
-    own.merge_with_dotlist(resumes)
+    """The options of a command line. Hydra composes in a fifth of a second, so a number is put
+    into what it composed for other words before."""
+
+    def is_there(option: str) -> bool:
+        place, _, name = option.rpartition(".")
+        return name in (OmegaConf.select(own, place) if place else own)
+
+    place, values = os.getcwd(), [word for word in overrides if VALUE.fullmatch(word)]
+    own = _composed(place, *(word for word in overrides if word not in values))
+    values = [word for word in values if is_there(word.partition("=")[0])]
+    own = deepcopy(_composed(place, *(word for word in overrides if word not in values)))
+    own.merge_with_dotlist(values)
     return own
 
 
