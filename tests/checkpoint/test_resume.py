@@ -50,8 +50,8 @@ whole = trained(*EVERY_FOURTH_STEP)
 def test_a_run_may_be_cut_anywhere(tmp_path: Path, options: list[str], at: int) -> None:
     train(tmp_path / "whole", *EVERYTHING, *options)
     folder = cut(tmp_path / "whole", tmp_path / "resumed", at)
-    workers = f"dataset.workers={2 if 'dtype=fp32' in options else 0}"
-    train(folder, *EVERYTHING, *options, workers, "resume=auto")
+    workers = ["dataset.workers=2"] * ("dtype=fp32" in options)
+    train(folder, *EVERYTHING, *options, *workers, "resume=auto")
     assert_same_run(tmp_path / "whole", folder)
 
 
