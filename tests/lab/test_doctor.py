@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch, Shown
-from in_process import StartRun
+from in_process import StartRun, composed
 from tiny_data import EXPERIMENTS, TINY, tiny
 from vocabulary import differing
 
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
-from mpframe.config.command_line import jobs
+from mpframe.config.command_line import check_config
 from mpframe.lab import hints
 from mpframe.lab.autopsy.diagnosis import diagnose
 from mpframe.lab.doctor import CHECKS, Severity, Subject, checks, examine
@@ -108,8 +108,7 @@ def subject(words: str) -> Subject:
         given.insert(0, "model=mlp")
     own = [group for group in ("model", "dataset") if f"{group}._target_=planted" in words]
     given += [*(f"{group}=own" for group in own), *(["scheduler=none"] if "dataset" in own else [])]
-    (job,) = jobs(given)
-    return subject_of(job.config, job.overrides)
+    return subject_of(check_config(composed(*given)), given)
 
 
 @pytest.mark.parametrize("words", FAULTY)
@@ -208,8 +207,8 @@ def test_hints_doctor_ranges_and_autopsy_see_the_first_step(
 ) -> None:
     """On each shipped workload at a small size."""
     assert sorted(TINY) == EXPERIMENTS
-    (job,) = jobs([*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"])
-    own = subject_of(job.config, job.overrides)
+    words = [*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"]
+    own = subject_of(check_config(composed(*words)), words)
     assert hints.hints_on(own) == []
     assert [str(f) for f in examine(own) if f.severity is Severity.ERROR] == []
     # At a scale of 2^40 the gradient of the loss itself is beyond float16.
