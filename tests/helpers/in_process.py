@@ -49,8 +49,9 @@ def composed(*overrides: str) -> DictConfig:
     into what it composed for other words before."""
 
     def is_there(option: str) -> bool:
-        place, _, name = option.rpartition(".")
-        return name in (OmegaConf.select(own, place) if place else own)
+        node, _, name = option.rpartition(".")
+        takes_any = any(word.startswith(f"{node}._target_=") for word in overrides)
+        return takes_any or name in (OmegaConf.select(own, node) or {} if node else own)
 
     place, values = os.getcwd(), [word for word in overrides if VALUE.fullmatch(word)]
     own = _composed(place, *(word for word in overrides if word not in values))
