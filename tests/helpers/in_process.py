@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import vocabulary
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe import checkpoint
@@ -41,11 +41,23 @@ def _composed(place: str, *words: str) -> DictConfig:
     return without_hydra(compose_named(list(words))[1])
 
 
+VALUE = re.compile(r"resume=.*|(seed|[a-z_]+(\.\w+)+)=(-?\d+(\.\d+)?(e-?\d+)?|true|false)")
+
+
 def composed(*overrides: str) -> DictConfig:
-    """The options of a command line; those of a resumed run are composed with the first one's."""
-    resumes = [word for word in overrides if word.startswith("resume=")]
-    own = deepcopy(_composed(os.getcwd(), *(word for word in overrides if word not in resumes)))
-    own.merge_with_dotlist(resumes)
+    """The options of a command line. Hydra composes in a fifth of a second, so a number is put
+    into what it composed for other words before."""
+
+    def is_there(option: str) -> bool:
+        node, _, name = option.rpartition(".")
+        takes_any = any(word.startswith(f"{node}._target_=") for word in overrides)
+        return takes_any or name in (OmegaConf.select(own, node) or {} if node else own)
+
+    place, values = os.getcwd(), [word for word in overrides if VALUE.fullmatch(word)]
+    own = _composed(place, *(word for word in overrides if word not in values))
+    values = [word for word in values if is_there(word.partition("=")[0])]
+    own = deepcopy(_composed(place, *(word for word in overrides if word not in values)))
+    own.merge_with_dotlist(values)
     return own
 
 
@@ -106,13 +118,13 @@ def results(folder: Path) -> dict[str, Any]:
 
 def assert_same_run(first: Path, second: Path) -> None:
     """Two runs came to the same, and the second's curves are complete and strictly increase."""
-    curves = scalars(second)
-    for tag, points in curves.items():
+    one, other = results(first), results(second)
+    for tag, points in other["curves"].items():
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), f"{tag}: {steps}"
     for tag in MEASURED:
-        assert [s for s, _ in curves[tag]] == [s for s, _ in scalars(first)[tag]], tag
-    assert differing(results(first), results(second)) == []
+        assert [s for s, _ in other["curves"][tag]] == [s for s, _ in one["curves"][tag]], tag
+    assert differing(one, other) == []
 
 
 def cut(whole: Path, target: Path, at: int = 4) -> Path:

@@ -71,12 +71,12 @@ def test_the_table() -> None:
         "sub     Own          float16  float16       linear in ops.allow",
         "own     Weight       float32  -             no op of torch.nn: fp32 weights",
     ]
-    for mode, name, why in (("fp32", "fast", "dtype.mode=fp32"), ("mixed", "none", NO_CASTS)):
+    uncast = ("fp32", "fast", "dtype.mode=fp32"), ("mixed", "none", "ops=none: no casts")
+    for mode, name, why in uncast:
         (row,) = dtype_map(Precision(mode, ops=OpLists.named(name)), model[:1])
         assert row.why == why
 
 
-NO_CASTS = "ops=none: no casts"
 PINNED = {"head": "fp32", "encoder": "half"}
 
 
@@ -272,14 +272,12 @@ def test_an_exception_inside_or_before_leaves_the_pin(before: bool) -> None:
         assert model[2](X).dtype == HALF
 
 
-def test_outside_a_cast_a_pin_does_nothing_and_hooks_once() -> None:
-    model = small()
-    pinned(model, {"1": "half"}).prepare(model, SGD(model.parameters()))
-    assert model(X).dtype == FP32
-    assert len(model[1]._forward_pre_hooks) == 1
+def test_outside_a_cast_a_pin_does_nothing_and_inside_it_casts_keyword_and_nested_inputs() -> None:
+    """It hooks once; no other inputs are cast."""
+    net = small()
+    pinned(net, {"1": "half"}).prepare(net, SGD(net.parameters()))
+    assert (net(X).dtype, len(net[1]._forward_pre_hooks)) == (FP32, 1)
 
-
-def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
     class Takes(nn.Module):
         def forward(self, pair: Any, *, options: Any) -> Any:
             return [pair[0].dtype, pair[1].dtype, options["x"].dtype, options["n"]]
@@ -367,7 +365,6 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
     error: type[BaseException], start_run: StartRun, tmp_path: Path, caplog: Log, monkeypatch: Patch
 ) -> None:
     """There a guard knows the batch; here the weights go by their classes, and that is said."""
-
     fails = Mock(side_effect=error("this model takes no images"))
     monkeypatch.setattr(Foreign, "forward", fails)
     assert half_weights(built(*FOREIGN)) == []

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -49,34 +50,33 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 8, (16,), generator=generator)
 
 
-def trainer(*rest: nn.Module) -> Trainer:
+def trainer(*rest: nn.Module, after: Sequence[int] = ()) -> Trainer:
+    """In its first state, or after these batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(rest or (nn.ReLU(), nn.Linear(32, 8))))
     precision = Precision("mixed", half="bfloat16", products=BOTH)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return Trainer(model, optimizer, supervised(F.cross_entropy), precision)
-
-
-def trained(*numbers: int, run: Trainer | None = None) -> Trainer:
-    run = run or trainer()
-    for number in numbers:
+    run = Trainer(model, optimizer, supervised(F.cross_entropy), precision)
+    for number in after:
         run.train_step(batch(number))
     return run
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     file = io.BytesIO()
-    torch.save(trained(0, 1, 2, 3).state_dict(), file)
+    torch.save(trainer(after=range(4)).state_dict(), file)
     file.seek(0)
     other = trainer()
     torch.manual_seed(77)
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert_same(trained(4, 5, 6, run=other).weights(), trained(*range(7)).weights())
+    for number in (4, 5, 6):
+        other.train_step(batch(number))
+    assert_same(other.weights(), trainer(after=range(7)).weights())
 
 
 def test_a_rank_that_was_not_there_draws_numbers_of_its_own() -> None:
     """A checkpoint of fewer ranks: histories are of all ranks, a generator is rank 0's."""
-    run, other = trained(0, 1), trainer()
+    run, other = trainer(after=(0, 1)), trainer()
     snapshot = Snapshot(2, {"trainer": run.state_dict(), "rng": rng_state()})
     other.comm = Comm()
     other.comm.rank = 1
@@ -106,7 +106,7 @@ def test_a_history_of_two_steps_forgets_what_overflowed() -> None:
 
 
 def test_each_operand_of_each_weight_has_a_history_and_evaluation_leaves_no_trace() -> None:
-    run = trained(0)
+    run = trainer(after=[0])
     before = run.precision.state_dict()["amax"]
     assert set(before) == {f"{n}.weight {role}" for n in (0, 2) for role in ("x", "w", "dy")}
     assert before["0.weight x"]["present"] == batch(0)[0].bfloat16().abs().max().float()
@@ -133,7 +133,7 @@ def test_a_model_that_was_not_prepared_has_no_history() -> None:
 
 def test_what_looks_at_a_run_leaves_no_trace() -> None:
     """A trace; the autopsy and the doctor replay forward and backward passes."""
-    run = trained(0, 1)
+    run = trainer(after=(0, 1))
     before = copy.deepcopy(run.precision.state_dict())
     case = Case(run.model, run.precision, run.objectives, [batch(2)], {"": 1.0})
     assert replay(case, Setting()).finite
@@ -157,7 +157,7 @@ def test_the_runs_seed_seeds_the_rounding() -> None:
 
 
 def test_compiled_and_eager_agree() -> None:
-    """Forward, gradients, random numbers and histories, over several steps."""
+    """Forward, gradients, random numbers and histories, over steps."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -174,9 +174,6 @@ def test_compiled_and_eager_agree() -> None:
     assert_same(*results)
 
 
-# What quantisation takes from an operand: counted, and counted again by hand in float64.
-
-
 def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = None) -> Noise:
     how = HOWS[how] if isinstance(how, str) else how
     quantized = quantize(values, ROWS, how, known_amax=known)
@@ -185,6 +182,7 @@ def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = Non
 
 @pytest.mark.parametrize("name", HOWS)
 def test_the_noise_is_that_of_a_recount(name: str) -> None:
+    """By hand, in float64."""
     torch.manual_seed(0)
     values = torch.randn(32, 64) * 2.0 ** torch.randint(-12, 4, (32, 64))
     values[3] = 0
@@ -198,7 +196,7 @@ def test_the_noise_is_that_of_a_recount(name: str) -> None:
     assert 0 < noise.lost < 1
 
 
-def test_saturated_values_are_counted() -> None:
+def test_saturated_values_the_spread_of_the_scales_in_octaves_and_exact_values() -> None:
     values = torch.tensor([[448.0, 449.0, -500.0, 1.0]])
     assert noise_of(values, "no scale").saturated == 0.5
     # The amax of steps before was half of today's: all above it saturate.
@@ -207,17 +205,11 @@ def test_saturated_values_are_counted() -> None:
     # floor: 449 has the exponent 8, as 256 = 4 * 64; above 6 * 64 = 384 all saturates.
     block = torch.cat([values, torch.zeros(1, 28)], 1)
     assert noise_of(block, "mxfp4, floor").saturated == 3 / 32
-
-
-def test_the_spread_of_the_scales_is_in_octaves() -> None:
     values = torch.ones(4, 32) * torch.tensor([[1.0], [2.0**-5], [0.0], [2.0**3]])
     spreads = {name: noise_of(values, name).scale_spread for name in HOWS if "fp4" not in name}
     assert spreads == {"mxfp8": 8, "row": 8, "tensor": 0, "no scale": 0}
-
-
-def test_exact_values_have_no_noise_and_an_overflow_no_ratio() -> None:
     found = [noise_of(torch.full((2, 32), x), MXFP8).snr_db for x in (0.0, 1.0, math.inf)]
-    assert str(found) == "[inf, inf, nan]"
+    assert str(found) == "[inf, inf, nan]"  # An overflow has no ratio.
 
 
 def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the_whole() -> None:
@@ -259,16 +251,13 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     assert probe.noises() == noises
 
 
-def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
+def test_each_operand_has_a_row_and_a_product_without_a_weight_its_own() -> None:
     precision = prepared(model := nn.Linear(32, 32), "mxfp8")
     probe = ProductProbe(precision)
     with precision.cast():
         model(torch.randn(32, 32)) @ torch.randn(32, 32)
     operands = {(layer, f"forward.{o}") for layer in ("model", lab.WITHOUT_WEIGHT) for o in "xw"}
     assert set(probe.noises()) == operands
-
-
-def test_a_report_has_a_row_for_each_operand() -> None:
     noise = Noise(10, 31.5, 0.1, 0.2, 3.0)
     _, other = rows_of(5, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
     assert [other[name] for name in lab.COLUMNS] == [5, "a,b", "dx.w", 10, 31.5, 0.1, 0.2, 3]

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from in_process import composed
 from low_bits import A3, B3, A, B, C, Note, V, made, prepared, run
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.command_line import check_config
 from mpframe.config.locations import CONF
-from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32
@@ -48,13 +48,9 @@ def pinned(**modules: str) -> OpLists:
     return replace(OpLists.named(), modules=modules)
 
 
-def config_of(*words: str) -> Config:
-    return check_config(without_hydra(compose_named(list(words))[1]))
-
-
 def of(*words: str) -> Precision:
     """The precision of a command line."""
-    return build_precision(config_of("dtype=mixed_bf16", *words))
+    return build_precision(check_config(composed("dtype=mixed_bf16", *words)))
 
 
 def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() -> None:
@@ -73,26 +69,22 @@ def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() 
     assert half == {"fp8_delayed", "fp8_tensorwise", "nvfp4"}  # its heads
 
 
-def test_as_a_group_and_as_an_option() -> None:
+def test_a_recipe_as_a_group_as_an_option_and_with_a_format_of_its_own() -> None:
     by_group, by_option = of("dtype/products=mxfp8"), of("dtype.products=mxfp8")
     assert by_group.policy == by_option.policy
     assert by_group.policy == Precision("mixed", "bfloat16", products="mxfp8").policy
-    assert [str(own) for own in (by_group, of())] == ["mixed(bfloat16, mxfp8)", "mixed(bfloat16)"]
+    assert str(by_group) == "mixed(bfloat16, mxfp8)"
     policy = of("dtype/products=mxfp8", "dtype.recipes.mxfp8.every.rule=floor").policy
     assert policy.recipes["mxfp8"].products["dx"]["w"].rule == "floor"
-
-
-def test_a_recipe_with_a_format_of_its_own() -> None:
     words = "{every:{format:{exponent_bits:3,mantissa_bits:4},per:row},dx:null,attention:true}"
     own = [f"+dtype.recipes.mine={words}", "ops.modules={a:mine}"]
     recipe = of("dtype.products=mine", *own).policy.recipes["mine"]
-    assert set(recipe.products) == {"forward", "dw"}
-    assert recipe.attention
+    assert (set(recipe.products), recipe.attention) == ({"forward", "dw"}, True)
     assert str(recipe.products["forward"]["x"]) == "e3m4 / fp32 scale per row"
 
 
 def test_fp32_has_no_products_unless_asked() -> None:
-    config = config_of("dtype=mixed", "dtype/products=mxfp8")
+    config = check_config(composed("dtype=mixed", "dtype/products=mxfp8"))
     assert not build_precision(in_fp32(config)).policy.casts
     asked = Precision("fp32", products="tf32")
     assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)

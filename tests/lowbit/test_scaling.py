@@ -151,25 +151,20 @@ def test_the_transform_cancels_in_a_product() -> None:
     [replace(FP32, per="row"), mx("e4m3fn", "floor"), replace(mx("e4m3fn"), across=48),
      replace(NVFP4, across=16), NVFP4, mx("e2m1", block=12), replace(NVFP4, hadamard=16), NO_SCALE],
 )  # fmt: skip
-class TestHowItIsComputed:
-    """In which order memory is gone through, and in how many pieces, changes no number."""
-
-    def test_any_layout_gives_the_same_numbers(self, how: Quantization) -> None:
-        x, axes = values(96, 96, 2, 3), Axes((1, 2, 3), 0)
-        expected = quantize(x, axes, how)
-        last = x.contiguous(memory_format=torch.channels_last)
-        for other in (last, x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)):
-            assert other.stride() != x.stride()
-            assert torch.equal(quantize(other, axes, how), expected)
-
-    def test_any_number_of_pieces_gives_the_same(self, how: Any, monkeypatch: Patch) -> None:
-        x = values(96, 192)
-        for rounding, axes in product(("nearest", "stochastic"), (ROWS, COLUMNS)):
-            own = replace(how, rounding=rounding)
-            whole = quantize(x, axes, own, uniform())
-            with monkeypatch.context() as patched:
-                patched.setattr(scaling, "_PIECE", 1000)
-                assert torch.equal(quantize(x, axes, own, uniform()), whole)
+def test_any_layout_and_any_number_of_pieces_give_the_same(how: Any, monkeypatch: Patch) -> None:
+    x, axes = values(96, 96, 2, 3), Axes((1, 2, 3), 0)
+    expected = quantize(x, axes, how)
+    last = x.contiguous(memory_format=torch.channels_last)
+    for other in (last, x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)):
+        assert other.stride() != x.stride()
+        assert torch.equal(quantize(other, axes, how), expected)
+    x = values(96, 192)
+    for rounding, axes in product(("nearest", "stochastic"), (ROWS, COLUMNS)):
+        own = replace(how, rounding=rounding)
+        whole = quantize(x, axes, own, uniform())
+        with monkeypatch.context() as patched:
+            patched.setattr(scaling, "_PIECE", 1000)
+            assert torch.equal(quantize(x, axes, own, uniform()), whole)
 
 
 @pytest.mark.parametrize("size", [1, 10, 16, 17])

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fixtures import Patch
 from hydra.types import RunMode
 from in_process import composed
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
@@ -27,16 +28,6 @@ MLP = "mlp in_features=[1,8,8] classes=10 hidden=256 depth=2 dropout=0.0"
 
 def config_of(*words: str) -> Config:
     return check_config(composed(*words))
-
-
-def job(folder: Path, words: list[str], sweep: list[str] | None = None) -> DictConfig:
-    """What Hydra tells a job of itself; `sweep` is the command line of its sweep."""
-    if sweep is not None:
-        told = {"hydra": {"overrides": {"task": sweep}}}
-        OmegaConf.save(OmegaConf.create(told), folder / "multirun.yaml")
-    places = {"runtime": {"cwd": str(folder.parent)}, "sweep": {"dir": folder.name}}
-    mode = RunMode.RUN if sweep is None else RunMode.MULTIRUN
-    return OmegaConf.create({"mode": mode, "overrides": {"task": words}, **places})
 
 
 def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
@@ -80,7 +71,13 @@ def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
 def test_what_differs_comes_first_and_has_a_column_of_its_own(
     words: str, sweep: str | None, columns: dict[str, object], tmp_path: Path
 ) -> None:
-    told = find_varied(job(tmp_path, words.split(), sweep and sweep.split()))
+    """By what Hydra tells a job of itself, and of the command line of its sweep."""
+    own: dict[str, Any] = {"mode": RunMode.RUN if sweep is None else RunMode.MULTIRUN}
+    own |= {"runtime": {"cwd": str(tmp_path.parent)}, "sweep": {"dir": tmp_path.name}}
+    if sweep is not None:
+        whole = OmegaConf.create({"hydra": {"overrides": {"task": sweep.split()}}})
+        OmegaConf.save(whole, tmp_path / "multirun.yaml")
+    told = find_varied(OmegaConf.create({**own, "overrides": {"task": words.split()}}))
     found, first = hparams(config_of(*words.split()), "Backoff", told)
     assert [(name, found[name]) for name in first] == [*columns.items()]
     assert found.keys() == ALWAYS | columns.keys()

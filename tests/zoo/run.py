@@ -9,13 +9,13 @@ import importlib
 import multiprocessing
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -63,37 +63,26 @@ def _measured(names: list[str], jobs: int, limit: float) -> Iterator[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
-    running: dict[Connection, tuple[Any, str, float]] = {}
-    waiting = list(reversed(names))
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=measure, args=(name, theirs))
-            process.start()
-            theirs.close()
-            running[ours] = process, name, time.monotonic() + limit
-        next_end = min(end for _, _, end in running.values()) - time.monotonic()
-        ready = wait(list(running), timeout=max(next_end, 0.0))
-        late = [c for c, (_, _, end) in running.items() if end < time.monotonic()]
-        for connection in {*ready, *late}:
-            process, name, _ = running.pop(connection)
-            yield _received(connection, process, name, limit)
-
-
-def _received(connection: Any, process: Any, name: str, limit: float) -> Any:
     from comparison import Row
 
-    try:
-        if connection.poll():
-            return connection.recv()
-        return Row(name, failures=[f"more than {limit:.0f} s"])
-    except EOFError:
-        process.join()
-        return Row(name, failures=[f"its process died (exit code {process.exitcode})"])
-    finally:
-        process.kill()
-        process.join()
+    def measured(name: str) -> Row:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=measure, args=(name, theirs))
+        process.start()
+        theirs.close()
+        try:
+            if ours.poll(limit):
+                return ours.recv()  # type: ignore[no-any-return]
+            return Row(name, failures=[f"more than {limit:.0f} s"])
+        except EOFError:
+            process.join()
+            return Row(name, failures=[f"its process died (exit code {process.exitcode})"])
+        finally:
+            process.kill()
+            process.join()
+
+    with ThreadPool(jobs) as pool:
+        yield from pool.imap_unordered(measured, names)
 
 
 def measure(name: str, answer: Connection) -> None:
