@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
-from fixtures import Patch, Shown
+from fixtures import Patch, Shown, refused
 from in_process import train
 from processes import command
 
@@ -97,9 +97,7 @@ def assert_said(line: str, expected: str) -> None:
 
 
 def assert_refused(start: Callable[..., object], words: str, expected: str) -> None:
-    with pytest.raises(MpframeError) as refused:
-        start(words.split())
-    assert_said(str(refused.value), expected)
+    assert_said(refused(MpframeError, start, words.split()), expected)
 
 
 def assert_left_behind(folder: Path, status: str) -> None:

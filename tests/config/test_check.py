@@ -3,7 +3,7 @@
 
 from typing import Any
 
-import pytest
+from fixtures import refused
 from omegaconf import OmegaConf
 
 from mpframe.config.check import check
@@ -61,9 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_a_wrong_value_is_refused_in_one_line() -> None:
     for change, line in REFUSED:
-        with pytest.raises(ConfigError) as refused:
-            check(tree(**change))
-        assert str(refused.value) == line, change
+        assert refused(ConfigError, check, tree(**change)) == line, change
 
 
 def test_another_librarys_name_is_answered_with_ours() -> None:
