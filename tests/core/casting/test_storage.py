@@ -81,19 +81,16 @@ def addmm(inputs=4, outputs=4):
 
 
 def read_by_linear(read):
-    """By its class its weight would be half."""
     layer = nn.Linear(4, 4, bias=False)
     layer.forward = partial(read, layer)
     return layer
 
 
 def borrowing():
-    """Uses the weight of a module that is never called."""
     return Reads(READ["of a lender"], lender=Reads(None, weight=(3, 4)))
 
 
 def listed():
-    """Weights in a list: one for a product, one for a scale."""
     return Reads(READ["of a list"], own=nn.ParameterList([torch.randn(4, 4), torch.randn(4)]))
 
 

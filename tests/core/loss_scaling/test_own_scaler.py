@@ -2,14 +2,13 @@
 
 import own_parts
 import pytest
-import torch
 from fixtures import refused
 from in_process import assert_same_run, cut, scalars
+from prepared import prepared
 from torch import nn
 
-from mpframe import Backoff, Precision, Trainer
+from mpframe import Backoff
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.objective import supervised
 
 SHORT = [
     *("model=mlp", "model.hidden=8", "trainer.max_steps=8", "trainer.checkpoint_every=4"),
@@ -54,12 +53,8 @@ def test_errors_come_before_the_folder_is_taken(start_run, tmp_path) -> None:
 
 
 def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
-    def trainer(scaler):
-        model = nn.Linear(2, 2)
-        model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters()))
-        return Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=scaler)
-
-    own, state = trainer(own_parts.Module()), trainer(Backoff()).state_dict()
-    assert refused(CheckpointError, own.load_state_dict, state).startswith(
+    scalers = own_parts.Module(), Backoff()
+    own, other = (prepared(nn.Linear(2, 2), nn.MSELoss(), scaler=scaler) for scaler in scalers)
+    assert refused(CheckpointError, own.load_state_dict, other.state_dict()).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
     )
