@@ -39,7 +39,6 @@ def rotary(self, x):
 
 
 def growing(self, x):
-    """Makes its table longer when it is needed."""
     if len(self.kept) < len(x):
         self.kept = torch.cat([self.kept, x.detach()[len(self.kept) :].float()])
     return x * (1 + self.kept[: len(x)])
@@ -62,14 +61,12 @@ def bank(self, x):
 
 
 def graph(self, x):
-    """Multiplies by a sparse matrix, and thins it out."""
     x = torch.sparse.mm(self.kept, x.float().T).T
     self.kept = self.kept * 0.5
     return x
 
 
 def late(self, x):
-    """Has its buffer from the first call on."""
     if self.kept is None:
         self.kept = x.detach().float().mean(0)
     return x * (1 + self.kept)
