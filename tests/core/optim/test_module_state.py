@@ -18,6 +18,13 @@ from mpframe.run.resume import Resume
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 
 
+@pytest.fixture(autouse=True)
+def _no_sparse_tensor_is_left_to_validate():
+    """By the next `torch.load` of another test, which would warn of it: copies register theirs."""
+    yield
+    torch._utils._get_sparse_tensors_to_validate().clear()
+
+
 class Keeping(nn.Module):
     """Keeps a buffer, which is saved or not, and plain attributes."""
 
