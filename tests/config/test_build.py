@@ -1,12 +1,13 @@
 """Devices and targets: what build makes of options, and what it refuses."""
 
 import inspect
+import re
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Patch, refused
 
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_loaders, resolve_device
@@ -34,9 +35,7 @@ def test_a_device_is_there_or_refused() -> None:
     ],
 )  # fmt: skip
 def test_a_target_that_cannot_be_made_is_refused_in_one_line(node: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=line) as refused:
-        make("model", node)
-    assert "\n" not in str(refused.value)
+    assert re.search(line, refused(ConfigError, make, "model", node))
 
 
 def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
@@ -89,9 +88,8 @@ def test_a_word_for_true_or_false_is_what_it_says_and_a_truth_is_no_number() -> 
             assert make("model", node)[name] is options_of("model", node)[name] is truth
             assert make("model", {**HERE, "nested": [node]})["nested"][0][name] is truth
         for value in ("abc", 1, 0.0, "", "null"):
-            with pytest.raises(ConfigError) as refused:
-                make("model", {**HERE, "nested": {**HERE, name: value}})
-            assert str(refused.value) == f"model.nested.{name}={value}: must be true or false"
+            said = refused(ConfigError, make, "model", {**HERE, "nested": {**HERE, name: value}})
+            assert said == f"model.nested.{name}={value}: must be true or false"
     for name in ("number", "size"):
         with pytest.raises(ConfigError, match=rf"^optimizer.{name}=true: must be a number$"):
             make("optimizer", {**HERE, name: True})

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-import pytest
+from fixtures import refused
 from omegaconf import OmegaConf
 
 from mpframe.config.check import check
@@ -61,9 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_a_wrong_value_is_refused_in_one_line() -> None:
     for change, line in REFUSED:
-        with pytest.raises(ConfigError) as refused:
-            check(tree(**change))
-        assert str(refused.value) == line, change
+        assert refused(ConfigError, check, tree(**change)) == line, change
 
 
 def test_another_librarys_name_is_answered_with_ours() -> None:
@@ -88,9 +86,8 @@ def test_open_sections_take_whatever_their_target_takes() -> None:
                         metrics={"b": TARGET, "a": TARGET}))  # fmt: skip
     assert config.objective == config.loss_scaling == TARGET
     assert (config.callbacks, list(config.metrics)) == ({"own": TARGET}, ["b", "a"])
-    config = check(tree())
-    found = (config.objective, config.scheduler, config.callbacks, config.metrics)
-    assert found == (None, None, {}, {})
+    own = check(tree())
+    assert (own.objective, own.scheduler, own.callbacks, own.metrics) == (None, None, {}, {})
 
 
 def test_values_arrive_typed() -> None:

@@ -18,6 +18,7 @@ from mpframe.config.overrides import parse_words, word_of
 from mpframe.core.errors import ConfigError, MpframeError
 
 BOTH = ["loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"]
+BF16 = {"dtype.mode": ["amp", "mixed"], "seed": [0, 1]}
 SEEN = {
     "ops.allow+=[softmax]": "++ops.move.softmax=allow",
     "ops.deny-=[exp,log]": "++ops.move.exp=none ++ops.move.log=none",
@@ -58,18 +59,20 @@ def test_any_text_can_be_given_as_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "option", "values"),
+    ("words", "made"),
     [
-        ("hydra.mode=MULTIRUN seed=choice(2,1)", "seed", [2, 1]),
-        ("-m dtype=glob(*bf16)", "dtype.mode", ["amp", "mixed"]),
-        ("seed=${hydra:job.num} -m optimizer.lr=1,2", "seed", [0, 1]),
-        (f"-m {BOTH[0]} {BOTH[1]}", "loss_scaling.init_scale", [1024, 1024]),
-        ("+model.stride=3 dtype=[amp]", "model.stride", [3]),
-        ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience", [10]),
+        ("hydra.mode=MULTIRUN seed=choice(2,1)", {"seed": [2, 1]}),
+        ("seed=${hydra:job.num} -m dtype=glob(*bf16)", BF16),
+        (f"-m {BOTH[0]} {BOTH[1]}", {"loss_scaling.init_scale": [1024, 1024]}),
+        (
+            "+model.stride=3 dtype=[amp] callbacks=[default,early_stopping]",
+            {"model.stride": [3], "callbacks.early_stopping.patience": [10]},
+        ),
     ],
 )
-def test_what_jobs_it_makes(words: str, option: str, values: list[Any], started: Any) -> None:
-    assert [OmegaConf.select(config, option) for config in started(*words.split())] == values
+def test_what_jobs_it_makes(words: str, made: dict[str, list[Any]], started: Any) -> None:
+    configs = started(*words.split())
+    assert {key: [OmegaConf.select(own, key) for own in configs] for key in made} == made
 
 
 def test_a_sweep_begins_at_once(started: Any, monkeypatch: Patch) -> None:
@@ -88,10 +91,10 @@ def test_a_sweep_begins_at_once(started: Any, monkeypatch: Patch) -> None:
     noted(hydra_core.Hydra, "compose_config")
     noted(ConfigLoaderImpl, "load_sweep_config")
     monkeypatch.setattr(job_module, "_train", lambda config, own: happened.append("train"))
-    started("-m", "seed=range(0,3)", "hydra.sweep.subdir=same")
+    started("-m", "seed=range(0,2)", "hydra.sweep.subdir=same")
     # Hydra composes a job once to try it and once to run it, and none of the later ones before.
     job = ["load_sweep_config", "load_sweep_config", "train"]
-    assert happened == [*["compose_config"] * 3, *job * 3]
+    assert happened == [*["compose_config"] * 3, *job * 2]
 
 
 def test_a_search_goes_on_after_a_trial_that_fails() -> None:

@@ -55,9 +55,9 @@ def fuzzed(cases: int, one: Callable[..., None], *given_by: st.SearchStrategy[An
 def ours_alone(run: Path) -> Iterator[None]:
     """The block ends in time, raises nothing but one line of ours, and writes only in `run`."""
 
-    def beside() -> list[tuple[Path, bytes]]:
+    def beside() -> dict[Path, bytes]:
         files = (p for p in run.parent.rglob("*") if run not in p.parents and p.is_file())
-        return [(path, path.read_bytes()) for path in sorted(files)]
+        return {path: path.read_bytes() for path in files}
 
     before = beside()
     with time_limit(30):  # On a machine that is busy.
@@ -139,13 +139,11 @@ def test_state_files(cases: int, run: Path) -> None:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
 
     def one(seed: int) -> None:
+        with zipfile.ZipFile(path, "w") as archive:  # In order, with a pickle that is not.
+            for name, content in entries.items():
+                archive.writestr(name, mutated(content, seed) if "data.pkl" in name else content)
         if seed % 2:
             path.write_bytes(mutated(whole, seed))
-        else:  # An archive in order, with a pickle that is not.
-            with zipfile.ZipFile(path, "w") as archive:
-                for name, content in entries.items():
-                    pickle = name.endswith("data.pkl")
-                    archive.writestr(name, mutated(content, seed) if pickle else content)
         seal(path.parent)
         with ours_alone(run):
             checkpoint.read(run)

@@ -53,8 +53,8 @@ def test_every_part_stands_in_the_configuration_and_takes_part(folder: Path) -> 
     assert summary.monitor == "long_accuracy"
     weights = checkpoint.load(folder / "run")["trainer"]["weights"]
     assert weights["embedding.weight"].shape == (50, 32)
-    journal = (folder / "run" / "journal.txt").read_text().splitlines()
-    lines = [[*map(float, line.split())] for line in journal]
+    journal = (folder / "run" / "journal.txt").read_text()
+    lines = [[*map(float, line.split())] for line in journal.splitlines()]
     assert [line[0] for line in lines] == list(range(1, 9))
     assert lines[-1][1:] == [summary.train_loss, 6561.0]
 

@@ -48,7 +48,7 @@ def test_a_users_file_stands_first(flags: str, own_folder: Path, started: Any, s
 def test_a_file_not_taken_is_not_told(own_folder: Path, started: Any, said: list[str]) -> None:
     (config,) = started("-m", "--config-dir=own", "model=cnn")
     assert (config.model._target_, said) == ("mpframe.workloads.images.cnn", [])
-    (config,) = started("-m", "--config-dir=own", "model=mlp")
+    (config,) = started("--config-dir=own", "model=mlp")
     assert (config.model.hidden, len(said)) == (7, 1)
     (after,) = started("model=mlp")
     assert (after.model.hidden, len(said)) == (256, 1)
@@ -97,8 +97,8 @@ def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) ->
         (mine,): r"^--config-name=mine: no mine.* add --config-dir=FOLDER$",
         (own, "dtype=twice"): r"/twice.yaml, line 3: found duplicate key mode; correct the file$",
     }.items():
-        with pytest.raises(ConfigError, match=line):
-            started(*words)
+        with pytest.raises(ConfigError, match=line):  # Hydra's program names its own primary one.
+            started(*words) if "-name" in words[-1] else next(jobs([*words]))
 
 
 def test_a_path_in_place_of_the_shipped_one(own_folder: Path, monkeypatch: Patch) -> None:

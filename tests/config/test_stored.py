@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixtures import Patch
+from fixtures import Patch, refused
 from omegaconf import OmegaConf
 
 from mpframe.config.command_line import compose_named, without_hydra
@@ -43,15 +43,12 @@ def stored() -> str:
 def test_all_targets_that_need_trust_are_named_in_one_line_for_a_shell(
     folder: Path, stored: str
 ) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        config_of(stored, folder, [])
-    dataset, model = sorted(OWN)
-    assert str(refused.value) == (
+    said, (dataset, model) = refused(CheckpointError, config_of, stored, folder, []), sorted(OWN)
+    assert said == (
         f"{folder}: {dataset} and {model} and {METRIC} are not mpframe's own, and a stored "
         f"configuration runs nothing; if you trust them, add {dataset} {model} +{METRIC}"
     )
-    words = str(refused.value).rpartition("add ")[2].split()
-    config = config_of(stored, folder, words)
+    config = config_of(stored, folder, said.rpartition("add ")[2].split())
     assert (config.model["width"], config.metrics["top"]["k"]) == (8, 5)
     # What is added for trust cannot run in a shell.
     text = stored.replace("my_net.Net", "my_net.Net; rm -r ~")
@@ -65,8 +62,8 @@ def test_a_users_folder_trusts_what_it_names_where_it_names_it(folder: Path, sto
     assert config.metrics == {"top": {"_target_": "my_metric.Top", "k": 5}}
     trusted = Trusted(take_source(["--config-dir=conf"])[0])
     assert trusted.names("model", "my_net.Net")
-    assert not trusted.names("dataset", "my_net.Net")
-    assert not trusted.names("model", "my_net.Inner")
+    for place, name in (("dataset", "my_net.Net"), ("model", "my_net.Inner")):
+        assert not trusted.names(place, name)
     assert not trusted.names("metrics.other", "my_metric.Top")
 
 

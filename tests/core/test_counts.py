@@ -53,11 +53,6 @@ def joint(*batches):
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-class Recorder(Static):
-    def update(self, amax) -> None:
-        self.amax = amax
-
-
 def trainer_of(mode, comm=SINGLE_PROCESS, reduce="in_backward", objective=model_loss):
     torch.manual_seed(0)
     model, precision = Tagger(), Precision(mode)
@@ -65,7 +60,9 @@ def trainer_of(mode, comm=SINGLE_PROCESS, reduce="in_backward", objective=model_
     if reduce == "fsdp":
         shard(model, {"": plain}, precision, comm, CPU)
     _, optimizer = precision.prepare(model, plain)
-    scaler = None if mode == "fp32" else Recorder(2.0**10)
+    scaler = None if mode == "fp32" else Static(2.0**10)
+    if scaler:
+        scaler.update = lambda amax: setattr(scaler, "amax", amax)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
     options = {"plan": plan, "comm": comm, "evaluator": Evaluator()}
     return Trainer(model, optimizer, objective, precision, scaler, **options)
@@ -220,10 +217,8 @@ def test_each_of_several_losses_has_its_own_counts(skip) -> None:
         assert torch.allclose(mine, theirs, rtol=0, atol=2**-11)
 
 
-class WordsLMHeadModel(Tagger):
-    """As GPT-2's, of which transformers does not know the loss by its name."""
-
-
+# As GPT-2's, of which transformers does not know the loss by its name.
+WordsLMHeadModel = type("WordsLMHeadModel", (Tagger,), {})
 LABELS = torch.tensor([[1, 2, -100], [3, 4, 0]])
 SHIFTED = {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}
 

@@ -27,11 +27,7 @@ FREE = (  # views, and memory that nothing is written to
 class Launches(TorchDispatchMode):
     """Counts while it is `on`."""
 
-    on = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = []
+    on, names = False, ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -39,7 +35,7 @@ class Launches(TorchDispatchMode):
         out = None if name == "_fused_sgd_" else func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
         if self.on and name not in FREE.split() and any(t.device.type == "cuda" for t in tensors):
-            self.names.append(name)
+            self.names = [*self.names, name]
         return out
 
 

@@ -27,16 +27,13 @@ def pickled(model):
     ],
 )
 def test_a_prepared_model(half, mode, ops, again) -> None:
-    def precision():
-        pins = {"0": "half", "2": "fp32"}
-        return Precision(mode, half, ops=replace(OpLists.named(ops), modules=pins))
-
     def run(model):
         cell, _ = model[1](model[0](x))
         return [cell, model[2](cell)]
 
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)), torch.rand(2, 3, 8)
-    own = precision()
+    lists = replace(OpLists.named(ops), modules={"0": "half", "2": "fp32"})
+    own, anew = (Precision(mode, half, ops=lists) for _ in range(2))
     own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     copied = again(model)
     expected, found = (inside(own, run)(given) for given in (model, copied))
@@ -44,7 +41,7 @@ def test_a_prepared_model(half, mode, ops, again) -> None:
     # A pinned module gives fp32, unless what follows casts nothing itself.
     assert found[1].dtype == (torch.float32 if ops == "default" else HALVES[half])
     # The copy has hooks of its own: it follows a precision made anew, as after a restart.
-    assert same_bits(inside(precision(), run)(copied), expected)
+    assert same_bits(inside(anew, run)(copied), expected)
 
 
 @pytest.mark.parametrize(("turned", "kept"), [(False, True), (True, True), (True, SplitMaster)])

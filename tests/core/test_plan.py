@@ -2,33 +2,23 @@
 
 import pytest
 import torch
-from prepared import prepared
+from prepared import Batches, prepared
 from torch import nn
 
 from mpframe.core.callback import Callback
 from mpframe.training.plan import Plan, Progress
 
 
-class Batches:
-    """Seven batches, of which the fourth to the sixth overflow."""
-
-    def __len__(self):
-        return 7
-
-    def epoch(self, epoch, start=0):
-        for number in range(start, 7):
-            inputs = torch.full((2, 2), torch.inf if 3 <= number <= 5 else 1.0)
-            yield inputs, torch.ones(2, 1)
-
-
 @pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 5), (2, None), (3, 5), (2, 5), (3, 100)])
 def test_the_steps_left_are_those_that_follow(accumulate, max_steps) -> None:
-    """A skipped step counts for the epochs, and not for `max_steps`."""
+    """A skipped step counts for the epochs, and not for `max_steps`. Batches 3 to 5 overflow."""
+    values = (torch.inf if 3 <= number <= 5 else 1.0 for number in range(7))
+    batches = Batches((torch.full((2, 2), value), torch.ones(2, 1)) for value in values)
     plan, noted = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate), Callback()
     trainer = prepared(nn.Linear(2, 1), nn.MSELoss(), plan=plan, callbacks={"noted": noted})
     progress, seen = trainer.progress, []
     noted.on_step_end = lambda _: seen.append((plan.steps_left(progress, 7), progress.steps))
-    trainer.fit(Batches())
+    trainer.fit(batches)
     left, steps = zip(*seen, strict=True)
     first = plan.steps_left(Progress(), 7)
     assert left[-1] == 0 < progress.skipped

@@ -114,9 +114,8 @@ def test_a_step_starts_without_the_gradients_that_others_left(mode) -> None:
     assert same_bits(plain.model.parameters(), measured.model.parameters())
 
 
-@pytest.mark.parametrize("case", [("fp32", 2.0**12), ("mixed", 2.0**12), ("amp", 2.0**-4)])
-def test_amax_and_norm_are_unscaled(case) -> None:
-    mode, scale = case
+@pytest.mark.parametrize(("mode", "scale"), [("fp32", 2**12), ("mixed", 2**12), ("amp", 2.0**-4)])
+def test_amax_and_norm_are_unscaled(mode, scale) -> None:
     scaled = make_trainer(mode, scaler=Static(scale)).train_step(batches(1)[0])
     reference = make_trainer().train_step(batches(1)[0])
     # One rounding to half of each factor and each result: a few parts in 2^11, and sums of

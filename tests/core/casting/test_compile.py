@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_regions import gradients
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, inside, same_bits
 
@@ -20,7 +20,6 @@ X = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
@@ -104,17 +103,23 @@ def test_blocks_nest_in_a_graph_as_without() -> None:
         assert run(X) == [half, torch.bfloat16, wide, half, wide]
 
 
-def test_the_roundings_of_emulation_survive_the_compiler() -> None:
-    """Inductor drops a cast to half and back. 1 + 2^-12 must be 1, and 300 * 300 must be inf."""
-    precision = Precision("amp", compute="emulated")
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_roundings_of_emulation_survive_the_compiler(inductor) -> None:
+    """Inductor drops casts to half and back, and no op that it cannot look into. 1 + 2^-12 must be
+    1, and 300 * 300 must be inf."""
+    precision, recorded = Precision("amp", compute="emulated"), AotEagerAndRecordGraphs()
     forward = inside(precision, lambda a, b: F.relu(a @ b) @ a)
-    compiled = torch.compile(forward, fullgraph=True)
-    fine, large = torch.full((4, 4), 1 + 2.0**-12), torch.full((4, 4), 300.0)
+    compiled = torch.compile(forward, backend="inductor" if inductor else recorded, fullgraph=True)
+    numbers = (1 + 2.0**-12, 300.0, 300.0)
+    fine, large, other = (torch.full((4, 4), n, requires_grad=True) for n in numbers)
     assert compiled(fine, large)[0, 0].item() == 4800
-    assert compiled(large, large).isinf().all()
-    fine.requires_grad_()
+    assert compiled(large, other).isinf().all()
     found = [torch.autograd.grad(f(fine, large).float().sum(), fine) for f in (compiled, forward)]
     assert same_bits(*found)
+    for graph, *others in () if inductor else (recorded.fw_graphs, recorded.bw_graphs):
+        assert "mpframe.convert.default" in {str(node.target) for node in graph.graph.nodes}
+        assert not others
 
 
 def plain(model, x):

@@ -48,10 +48,7 @@ def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode) -> None:
 
 
 def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
-    def replacement(func, args, kwargs):
-        return nn.functional.hardsigmoid(*args, **kwargs)
-
-    hard = OpHandler()
+    hard, replacement = OpHandler(), lambda func, args, kwargs: nn.functional.hardsigmoid(*args)
     hard.handler_of = lambda op, recipe: replacement if op == "sigmoid" else None
     precision = Precision("amp", op_handlers=[Count(), hard])
     run = inside(precision, Tensor.sigmoid)

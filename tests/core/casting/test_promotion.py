@@ -98,8 +98,7 @@ def test_amp_in_bfloat16_is_torchs_autocast() -> None:
     assert same_bits(*losses)
 
 
-def test_the_steps_of_a_half_model_without_lists() -> None:
-    """The lowest rung: everything is half, also the norms, and no kernel meets anything else."""
+def test_without_lists_or_masters_all_is_half_also_the_norms() -> None:
     precision = Precision("mixed", "bfloat16", ops=OpLists.named("none"), master_weights=False)
     trainer = trainer_of("cnn", precision)
     with NoSilentPromotion():

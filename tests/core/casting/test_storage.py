@@ -69,6 +69,7 @@ READ = {
     "twice": lambda m, x: F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias),
     "multiplied": lambda m, x: x @ m.weight.clone().mul_(0.1),
     "added": lambda m, x: x @ m.weight.clone().__iadd__(0.1),
+    "complex": lambda weight: torch.complex(*weight.unbind(-1)),
     "self": lambda m, x: m.own(x, x, x, need_weights=False)[0],
     "of a lender": lambda m, x: F.linear(x, m.lender.weight),
     "of a list": lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1],
@@ -81,19 +82,16 @@ def addmm(inputs=4, outputs=4):
 
 
 def read_by_linear(read):
-    """By its class its weight would be half."""
     layer = nn.Linear(4, 4, bias=False)
     layer.forward = partial(read, layer)
     return layer
 
 
 def borrowing():
-    """Uses the weight of a module that is never called."""
     return Reads(READ["of a lender"], lender=Reads(None, weight=(3, 4)))
 
 
 def listed():
-    """Weights in a list: one for a product, one for a scale."""
     return Reads(READ["of a list"], own=nn.ParameterList([torch.randn(4, 4), torch.randn(4)]))
 
 
@@ -129,11 +127,7 @@ CASES = {
     "layer_norm": (lambda: nn.LayerNorm(4), ROWS, ""),
     "prelu": (lambda: nn.PReLU(), ROWS, "weight"),
     "complex view": (lambda: complex_product(torch.view_as_complex), ROWS, LINEAR),
-    "complex of 2": (
-        lambda: complex_product(lambda w: torch.complex(*w.unbind(-1))),
-        ROWS,
-        LINEAR,
-    ),
+    "complex of 2": (lambda: complex_product(READ["complex"]), ROWS, LINEAR),
     "complex of 1": (lambda: complex_product(lambda w: w[..., 0].cfloat()), ROWS, LINEAR),
     "statistics": (lambda: nn.BatchNorm1d(4), ROWS, ""),
 }

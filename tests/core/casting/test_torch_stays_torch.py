@@ -28,13 +28,7 @@ def before():
 
 
 class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients[0] * 2
+    forward = backward = staticmethod(lambda ctx, x: x * 2)
 
 
 def frames_of_mpframe():

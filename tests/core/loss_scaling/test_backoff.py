@@ -15,11 +15,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 def scales(scaler, steps):
     """The scale after each step, by the signs of `AMAX`."""
-    seen = []
-    for step in steps:
-        scaler.update(torch.tensor(AMAX[step]))
-        seen.append(scaler.scale.item())
-    return seen
+    return [scaler.update(torch.tensor(AMAX[step])) or scaler.scale.item() for step in steps]
 
 
 @pytest.mark.parametrize(

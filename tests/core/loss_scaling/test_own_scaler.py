@@ -2,13 +2,13 @@
 
 import own_parts
 import pytest
-import torch
+from fixtures import refused
 from in_process import assert_same_run, cut, scalars
+from prepared import prepared
 from torch import nn
 
-from mpframe import Backoff, Precision, Trainer
+from mpframe import Backoff
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.objective import supervised
 
 SHORT = [
     *("model=mlp", "model.hidden=8", "trainer.max_steps=8", "trainer.checkpoint_every=4"),
@@ -36,32 +36,25 @@ def test_it_scales_and_resumes_bit_for_bit(
     assert_same_run(whole, resumed)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([f"{OWN}=torch.nn.Identity"], "has no update and no scale; see docs/loss_scaling.md"),
-        ([f"{OWN}=own_parts.Number"],
-         "its scale is a float; must be a 0-d float32 tensor; see docs/loss_scaling.md"),
-        (["loss_scaling.evry=2", f"{OWN}=own_parts.Drifting"],
-         "own_parts.Drifting takes no such argument; nearest: every"),
-    ],
-)  # fmt: skip
-def test_errors_come_before_the_folder_is_taken(start_run, tmp_path, options, said) -> None:
-    with pytest.raises(ConfigError) as refused:
-        start_run(tmp_path, *SHORT, *options)
-    assert str(refused.value) == f"{options[0]}: {said}"
+def test_errors_come_before_the_folder_is_taken(start_run, tmp_path) -> None:
+    see = "see docs/loss_scaling.md"
+    for options, said in (
+        ([f"{OWN}=torch.nn.Identity"], f"has no update and no scale; {see}"),
+        ([f"{OWN}=own_parts.Number"], f"its scale is a float; must be a 0-d float32 tensor; {see}"),
+        (
+            ["loss_scaling.evry=2", f"{OWN}=own_parts.Drifting"],
+            "own_parts.Drifting takes no such argument; nearest: every",
+        ),
+    ):
+        assert (
+            refused(ConfigError, start_run, tmp_path, *SHORT, *options) == f"{options[0]}: {said}"
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_state_that_it_cannot_load_is_refused_in_one_line() -> None:
-    def trainer(scaler):
-        model = nn.Linear(2, 2)
-        model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters()))
-        return Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=scaler)
-
-    with pytest.raises(CheckpointError) as refused:
-        trainer(own_parts.Module()).load_state_dict(trainer(Backoff()).state_dict())
-    assert str(refused.value).startswith(
+    scalers = own_parts.Module(), Backoff()
+    own, other = (prepared(nn.Linear(2, 2), nn.MSELoss(), scaler=scaler) for scaler in scalers)
+    assert refused(CheckpointError, own.load_state_dict, other.state_dict()).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
     )
-    assert "\n" not in str(refused.value)

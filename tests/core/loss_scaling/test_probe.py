@@ -2,13 +2,16 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
+from prepared import prepared
 from torch import nn
+from torch.optim import SGD
 from vocabulary import HALVES, differing, same_bits
 
-from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
+from mpframe import Backoff, LogMax, OpLists, Precision
 from mpframe.core.loss_scaling.scaler import exponent_of, power_of_two
 from mpframe.core.objective import supervised
 from mpframe.training.objectives import model_loss
@@ -93,9 +96,7 @@ def convolutional(mode, half, scaler):
     torch.manual_seed(0)
     head = (nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 10))
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head)
-    precision = Precision(mode, half)
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    return Trainer(model, optimizer, CROSS_ENTROPY, precision=precision, scaler=scaler)
+    return prepared(model, CROSS_ENTROPY, mode, half, partial(SGD, lr=0.01), scaler=scaler)
 
 
 def batch():
@@ -149,7 +150,7 @@ def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops, half) -> None
         nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         for _ in range(2)
     )
-    precision.prepare(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
+    precision.prepare(narrow, SGD(narrow.parameters(), lr=0.1))
     full.load_state_dict(narrow.state_dict())  # The same rounded weights, stored in fp32.
     before = [p.detach().clone() for p in narrow.parameters()]
     both = ((narrow, precision), (full, Precision()))
@@ -170,7 +171,7 @@ def test_a_model_that_returns_its_loss_is_probed_as_one_beside_a_loss(mode, half
     ):
         torch.manual_seed(0)
         model, precision = kind(8, 3), Precision(mode, half)
-        precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        precision.prepare(model, SGD(model.parameters(), lr=0.1))
         amaxes.append(probe_amax(model, objective, precision, given))
     # The probe sees the gradient of every module's output: the second model's is its loss, 1.
     assert amaxes[0] < 1 == amaxes[1]

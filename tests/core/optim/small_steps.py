@@ -14,11 +14,10 @@ FP32, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = torch.inf, torch.nan
 SGD, AdamW, SparseAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.SparseAdam
 FOUND = {cls for cls in vars(torch.optim).values() if inspect.isclass(cls)}
-STEPPING = sorted(
+STEPPING = sorted(  # Every optimizer of torch that needs no closure.
     (c for c in FOUND if issubclass(c, Optimizer) and c not in (Optimizer, torch.optim.LBFGS)),
     key=lambda cls: cls.__name__,
 )
-"""Every optimizer of torch that needs no closure."""
 assert {SGD, AdamW, torch.optim.Muon} <= {*STEPPING}
 assert len(STEPPING) >= 14
 

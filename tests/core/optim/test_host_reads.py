@@ -8,6 +8,7 @@ the comparison of half weights with what they were, which is made on CPUs alone 
 
 import pytest
 import torch
+from prepared import Batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vocabulary import differing, tensors
@@ -63,19 +64,14 @@ def reads(monkeypatch):
     return counted
 
 
-class Batches(list):
-    """The same batches in every epoch; those whose numbers are given overflow all gradients."""
-
-    def __init__(self, count=8, overflows=()):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(count):
-            inputs = torch.randn(4, 6, generator=generator)
-            self.append((inputs, torch.randint(0, 3, (4,), generator=generator)))
-        for number in overflows:
-            self[number][0][0, 0] = torch.inf
-
-    def epoch(self, epoch, start=0):
-        return iter(self[start:])
+def batches(count, overflows=()):
+    """The same ones in every epoch; those whose numbers are given overflow all gradients."""
+    generator, made = torch.Generator().manual_seed(0), Batches()
+    for number in range(count):
+        inputs = torch.randn(4, 6, generator=generator)
+        inputs[0, 0] = torch.inf if number in overflows else inputs[0, 0]
+        made.append((inputs, torch.randint(0, 3, (4,), generator=generator)))
+    return made
 
 
 def trainer_of(
@@ -105,7 +101,7 @@ def trainer_of(
 def events_of(trainer, reads, count, without=None):
     """What is noted of a run over so many batches."""
     with reads:
-        trainer.fit(Batches(count))
+        trainer.fit(batches(count))
     return [event for event in reads.events if event != without]
 
 
@@ -163,7 +159,7 @@ class EveryThird(Callback):
 
 
 @pytest.mark.parametrize(
-    ("callback", "batches", "read_after"),
+    ("callback", "count", "read_after"),
     [
         (EveryThird(3), 8, [0, 3, 6, 8]),
         (None, 110, [0, 101, 110]),  # None goes on for ever.
@@ -172,11 +168,11 @@ class EveryThird(Callback):
     ids=["a callback", "100 steps", "an autopsy"],
 )
 def test_all_steps_are_read_at_once_where_a_callback_is_due_or_after_100_steps_or_an_autopsy(
-    callback, batches, read_after, reads
+    callback, count, read_after, reads
 ) -> None:
     """Steps are told one by one, in order, each with the count as it stood after it."""
     trainer = trainer_of(reads, scaler=Backoff(), callback=callback, fused=True)
-    updates = events_of(trainer, reads, batches, without="backward")
+    updates = events_of(trainer, reads, count, without="backward")
     read = [updates[:place].count("update") for place, e in enumerate(updates) if e == "read"]
     assert read == read_after
     if isinstance(callback, EveryThird):
@@ -202,16 +198,16 @@ def test_steps_skipped_on_the_device_change_nothing_at_all_also_in_a_run_saved_w
         for third in (3, 1, 99, 99)
         for scaler in [Backoff(2.0**8, growth_interval=2)]
     )
-    batches = Batches(10, {0, 3, 4, 9})
+    given = batches(10, {0, 3, 4, 9})
     for trainer in (late, each):
-        trainer.fit(batches)
-    for batch in batches[:6]:
+        trainer.fit(given)
+    for batch in given[:6]:
         first.train_step(batch)
     assert first.progress.pending > 0
     resumed.load_state_dict(first.state_dict())
     progress = resumed.progress
     assert (progress.steps, progress.skipped, progress.pending) == (3, 3, 0)
-    for batch in batches[6:]:
+    for batch in given[6:]:
         resumed.train_step(batch)
     assert all(value.isfinite().all() for value in tensors(states(late)))
     for trainer in (late, each, resumed):
@@ -225,7 +221,7 @@ def test_the_last_step_is_the_planned_one_though_skipped_ones_do_not_count(reads
     """Near `max_steps` the loop has to know which steps count."""
     plan = {"epochs": 3, "max_steps": 7}
     trainer = trainer_of(reads, scaler=Backoff(), plan=plan, fused=True)
-    trainer.fit(Batches(6, {1, 2}))
+    trainer.fit(batches(6, {1, 2}))
     assert (trainer.progress.steps, trainer.progress.skipped) == (7, 4)
 
 
@@ -246,6 +242,6 @@ def test_the_schedules_of_several_losses_do_not_lag(skip) -> None:
     optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
     losses, schedule = {name: objective(name) for name in parts}, Schedules(schedules)
     trainer = MultiObjectiveTrainer(model, optimizer, losses, algorithms={"schedule": schedule})
-    for batch in Batches(4):
+    for batch in batches(4):
         trainer.train_step(batch)
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]

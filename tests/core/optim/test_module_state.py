@@ -18,6 +18,13 @@ from mpframe.run.resume import Resume
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 
 
+@pytest.fixture(autouse=True)
+def _no_sparse_tensor_is_left_to_validate():
+    """By the next `torch.load` of another test, which would warn of it: copies register theirs."""
+    yield
+    torch._utils._get_sparse_tensors_to_validate().clear()
+
+
 class Keeping(nn.Module):
     """Keeps a buffer, which is saved or not, and plain attributes."""
 
@@ -39,7 +46,6 @@ def rotary(self, x):
 
 
 def growing(self, x):
-    """Makes its table longer when it is needed."""
     if len(self.kept) < len(x):
         self.kept = torch.cat([self.kept, x.detach()[len(self.kept) :].float()])
     return x * (1 + self.kept[: len(x)])
@@ -62,14 +68,12 @@ def bank(self, x):
 
 
 def graph(self, x):
-    """Multiplies by a sparse matrix, and thins it out."""
     x = torch.sparse.mm(self.kept, x.float().T).T
     self.kept = self.kept * 0.5
     return x
 
 
 def late(self, x):
-    """Has its buffer from the first call on."""
     if self.kept is None:
         self.kept = x.detach().float().mean(0)
     return x * (1 + self.kept)
@@ -207,9 +211,7 @@ def test_giving_lazy_layers_their_shape_is_a_dry_run() -> None:
     assert model[2].running_mean.shape == (3,)
 
 
-def jagged():
-    parts = [torch.ones(2, 3), torch.ones(1, 3)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+JAGGED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor:UserWarning")
@@ -217,7 +219,7 @@ def test_a_trace_takes_any_buffer() -> None:
     odd = {
         "sparse": torch.eye(4).to_sparse(),
         "csr": torch.eye(4).to_sparse_csr(),
-        "jagged": jagged(),
+        "jagged": JAGGED,
         "meta": torch.zeros(4, device="meta"),
         "expanded_nan": torch.full((1,), torch.nan).expand(4),
         "nan": torch.full((4,), torch.nan),
@@ -319,13 +321,13 @@ def test_a_checkpoint_of_anybody_sets_nothing_else() -> None:
 @pytest.mark.filterwarnings("ignore:.*parse:UserWarning")
 def test_of_odd_buffers_a_jagged_one_cannot_be_saved(tmp_path) -> None:
     """A sparse one may have a large shape; what is not to be saved may be anything."""
-    trainer = trainer_of("sparse", jagged=jagged())
+    trainer = trainer_of("sparse", jagged=JAGGED)
     large = torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (10**6, 10**6))
     trainer.model[1].register_buffer("large", large)
     checkpoint.save(tmp_path, Snapshot(0, {"trainer": trainer.state_dict()}).to_cpu())
     loaded = checkpoint.load(tmp_path)["trainer"]["weights"]["1.large"]
     assert torch.equal(loaded.coalesce().values(), torch.ones(1))
-    trainer.model[1].register_buffer("jagged", jagged())
+    trainer.model[1].register_buffer("jagged", JAGGED)
     again = Trainer(trainer.model, trainer.optimizer, trainer.objective)
     with pytest.raises(CheckpointError, match=r"the state holds torch\.nested"):
         checkpoint.save(tmp_path, Snapshot(1, {"trainer": again.state_dict()}).to_cpu())

@@ -262,11 +262,9 @@ def test_a_teacher_that_nobody_moves_stays_half(half, looks, monkeypatch, caplog
 
 @pytest.mark.parametrize(("grouped", "kept"), [(True, True), (False, True), (True, SplitMaster)])
 def test_a_resumed_run_moves_its_teacher_in_fp32_at_once(kept, grouped) -> None:
-    def trainer():
-        model, optimizer, precision = student("bfloat16", grouped, kept)
-        return Trainer(model, optimizer, OBJECTIVE, precision)
-
-    given, whole, second = batches(8), trainer(), trainer()
+    students = (student("bfloat16", grouped, kept) for _ in range(2))
+    whole, second = (Trainer(model, own, OBJECTIVE, how) for model, own, how in students)
+    given = batches(8)
     follow(whole, given[:4])
     second.load_state_dict(copy.deepcopy(whole.state_dict()))
     follow(whole, given[4:])
