@@ -2,12 +2,15 @@
 
 import gc
 import logging
+import pickle
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
+from hydra._internal.core_plugins import file_config_source
+from omegaconf import OmegaConf
 from paths import PATHS
 from ranks import Ranks
 
@@ -36,6 +39,23 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+class Parsed:
+    """Hydra's reader of YAML: each text is parsed once, a third of the time of composing."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, bytes] = {}
+
+    def load(self, file: TextIO) -> Any:
+        text = file.read()
+        if text not in self._texts:
+            file.seek(0)  # With its name, for an error.
+            self._texts[text] = pickle.dumps(OmegaConf.load(file))
+        return pickle.loads(self._texts[text])
+
+
+file_config_source.OmegaConf = Parsed()
 
 
 @pytest.fixture(autouse=True)
