@@ -21,12 +21,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpframe.data.cifar import cifar10
-    from mpframe.data.image_files import image_folder
-    from mpframe.data.images import ArrayImages, Images, Normalize, digits, fashion_mnist
-    from mpframe.data.loading import Loader
-    from mpframe.data.metrics import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Perplexity
-    from mpframe.data.task import Metric, Task, classification
+    from mpframe.data.cifar import cifar10 as cifar10
+    from mpframe.data.image_files import image_folder as image_folder
+    from mpframe.data.images import ArrayImages as ArrayImages
+    from mpframe.data.images import Images as Images
+    from mpframe.data.images import Normalize as Normalize
+    from mpframe.data.images import digits as digits
+    from mpframe.data.images import fashion_mnist as fashion_mnist
+    from mpframe.data.loading import Loader as Loader
+    from mpframe.data.metrics import RMSE as RMSE
+    from mpframe.data.metrics import RMSPE as RMSPE
+    from mpframe.data.metrics import Accuracy as Accuracy
+    from mpframe.data.metrics import BitsPerByte as BitsPerByte
+    from mpframe.data.metrics import Dice as Dice
+    from mpframe.data.metrics import IoU as IoU
+    from mpframe.data.metrics import Perplexity as Perplexity
+    from mpframe.data.task import Metric as Metric
+    from mpframe.data.task import Task as Task
+    from mpframe.data.task import classification as classification
 
 _HOMES = {
     "images": ["ArrayImages", "Images", "Normalize", "digits", "fashion_mnist"],
@@ -37,26 +49,7 @@ _HOMES = {
     "task": ["Metric", "Task", "classification"],
 }
 
-__all__ = [
-    "RMSE",
-    "RMSPE",
-    "Accuracy",
-    "ArrayImages",
-    "BitsPerByte",
-    "Dice",
-    "Images",
-    "IoU",
-    "Loader",
-    "Metric",
-    "Normalize",
-    "Perplexity",
-    "Task",
-    "cifar10",
-    "classification",
-    "digits",
-    "fashion_mnist",
-    "image_folder",
-]
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

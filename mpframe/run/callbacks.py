@@ -10,7 +10,7 @@ The fixed ones are not in the group, so they cannot be left out.
 """
 
 from mpframe.config.schema import Config, parse_measure
-from mpframe.core.callback import Callback
+from mpframe.core.callback import Callback, Callbacks
 from mpframe.core.errors import ConfigError
 from mpframe.run.parts import build_callbacks
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
@@ -21,32 +21,32 @@ from mpframe.training.interruption import Interruption
 
 
 class RunCallbacks:
-    """The callbacks of one run: `by_name` has all of them, in order."""
+    """The callbacks of one run: `by_name` has all of them, in order, `group` between the fixed."""
 
-    def __init__(self, config: Config, began: float, interruption: Interruption) -> None:
-        options = config.trainer
-        tried = config.loss_scaling.get("hysteresis", 1)
-        self.results = Results()
-        self.throughput = Throughput(config.data.batch_size, began)
-        every = options.checkpoint_every
-        plan = SavePlan(
-            every=None if isinstance(every, str) else every,
-            minutes=parse_measure(every, "min"),
-            keep_last=options.keep_last,
-            keep_best=options.keep_best,
-            background=options.async_save,
-            on_error=options.on_save_error,
-        )
-        self.checkpoints = Checkpoints(plan)
-        first: dict[str, Callback] = {"results": self.results, "throughput": self.throughput}
-        last: dict[str, Callback] = {
-            "skip_guard": SkipGuard(options.max_consecutive_skips, tried),
-            "checkpoints": self.checkpoints,
-            "stop_on_signal": interruption,
-        }
-        group = build_callbacks(config)
+    def __init__(
+        self, group: Callbacks, speed: Throughput, guard: SkipGuard, save: SavePlan, stop: Callback
+    ) -> None:
+        self.results, self.throughput, self.checkpoints = Results(), speed, Checkpoints(save)
+        first: dict[str, Callback] = {"results": self.results, "throughput": speed}
+        last = {"skip_guard": guard, "checkpoints": self.checkpoints, "stop_on_signal": stop}
         for name in group.keys() & (first.keys() | last.keys()):
             raise ConfigError(
                 f"callbacks.{name}: every run has a callback of this name; give yours another name"
             )
         self.by_name = {**first, **group, **last}
+
+
+def callbacks_of(config: Config, began: float, interruption: Interruption) -> RunCallbacks:
+    """Make the callbacks of a configured run that began at a time of `perf_counter`."""
+    options, every = config.trainer, config.trainer.checkpoint_every
+    plan = SavePlan(
+        every=None if isinstance(every, str) else every,
+        minutes=parse_measure(every, "min"),
+        keep_last=options.keep_last,
+        keep_best=options.keep_best,
+        background=options.async_save,
+        on_error=options.on_save_error,
+    )
+    guard = SkipGuard(options.max_consecutive_skips, config.loss_scaling.get("hysteresis", 1))
+    throughput = Throughput(config.data.batch_size, began)
+    return RunCallbacks(build_callbacks(config), throughput, guard, plan, interruption)

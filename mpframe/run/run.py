@@ -42,7 +42,7 @@ from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.parallel.launch import init_comm, refuse_misfit
 from mpframe.parallel.place import place
-from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.callbacks import RunCallbacks, callbacks_of
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
@@ -250,7 +250,7 @@ class Run:
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
         """Give the trainer new callbacks, without a state."""
-        self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
+        self.callbacks = callbacks_of(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
