@@ -209,11 +209,12 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
 
 def _convert(value: Any, spec: Any) -> Any:
     """Convert by OmegaConf's rules: `"3"` is an int, `1` a float."""
-    if _is_of(_type(spec), value):  # Most are, and OmegaConf takes a millisecond for each.
+    if spec.type is Any:
         return value
-    merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
-    held: Any = OmegaConf.to_container(merged)
-    value = held["value"]
+    if not _is_of(_type(spec), value):  # Most are, and OmegaConf takes a millisecond for each.
+        merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
+        held: Any = OmegaConf.to_container(merged)
+        value = held["value"]
     if spec.metadata["range"].choices and isinstance(value, bool):
         return {True: "on", False: "off"}[value]  # YAML reads an unquoted `on` as true.
     return value
@@ -227,7 +228,7 @@ def _type(spec: Any) -> Any:
 def _is_of(kind: Any, value: Any) -> bool:
     if kind == list[str]:
         return type(value) is list and all(type(held) is str for held in value)
-    return kind is Any or type(value) in (get_args(kind) or (kind,))
+    return type(value) in (get_args(kind) or (kind,))
 
 
 @cache
