@@ -94,5 +94,6 @@ def test_values_arrive_typed() -> None:
     config = check(tree(trainer__clip_norm=1, trainer__max_steps="12"))
     assert (repr(config.trainer.clip_norm), config.trainer.max_steps) == ("1.0", 12)
     assert check(tree(dtype__master_weights=False)).dtype.master_weights == "off"
+    assert check(tree(ops__allow=["linear", 1])).ops.allow == ["linear", "1"]
     assert check(tree(trainer__checkpoint_every="30min")).trainer.checkpoint_every == "30min"
     assert (config.data.batch_size, "batch_size" in config.dataset) == (4, False)

@@ -40,6 +40,7 @@ def test_yaml_and_python_come_to_the_same(tmp_path: Path, monkeypatch: Patch) ->
         assert weights.keys() == expected.keys(), run
         assert all(torch.equal(weights[name], expected[name]) for name in expected), run
         assert {k: theirs["trainer"][k] for k in SAME} == {k: ours["trainer"][k] for k in SAME}, run
+    assert not list(Path("runs").rglob("*.set_aside"))  # by a run that begins anew
     logged, curves = (in_process.scalars(Path("runs", s, "first")) for s in ("yaml", "python"))
     assert all(points == logged[tag] for tag, points in curves.items() if "loss" in tag)
     journals = [Path("runs", side, "watched/journal.txt") for side in ("yaml", "python")]
