@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,7 +95,7 @@ class Outcomes:
 
 def _pytest(arguments: list[str], copy: Path) -> None:
     """Run pytest in a process of its own; its exit code is that of pytest."""
-    code = CRASHED
+    code, stderr = CRASHED, os.fdopen(os.dup(2), "w")
     try:
         _enter(copy)
         import pytest
@@ -102,6 +103,8 @@ def _pytest(arguments: list[str], copy: Path) -> None:
         outcomes = Outcomes()
         code = int(pytest.main(arguments, plugins=[outcomes]))
         code = SKIPPED if code == 0 and outcomes.seen == {"skipped"} else code
+    except Exception:
+        traceback.print_exc(file=stderr)
     finally:
         sys.exit(code)
 

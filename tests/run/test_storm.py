@@ -38,7 +38,7 @@ class Storm:
         assert wait_until(lambda: training(self.whole), process, SLOW)
         began = time.monotonic()
         self.startup = began - locked
-        assert exit_code(process, 300) == 0
+        assert exit_code(process, SLOW) == 0
         self.seconds = time.monotonic() - began
 
     def strike(self, number: int, name: str, *options: str, early: bool = False) -> None:
@@ -47,7 +47,7 @@ class Storm:
         # Every third time in a save, wherever in it that may be.
         while self._signalled(struck, name, number % 3 == 0, early, *options) != expected:
             shutil.rmtree(struck)  # It was over before its moment came.
-        assert exit_code(start(struck, *self.options, *options, "resume=auto"), 300) == 0
+        assert exit_code(start(struck, *self.options, *options, "resume=auto"), SLOW) == 0
         assert_same_run(self.whole, struck)
         shutil.rmtree(struck)
 
@@ -56,11 +56,11 @@ class Storm:
         begun = (struck / ".lock").exists if early else lambda: training(struck)
         wait_until(begun, process, SLOW)
         time.sleep(self.random.uniform(0, 0.5 * self.startup if early else 0.9 * self.seconds))
-        if in_save and not early and wait_until(lambda: saving(struck), process):
+        if in_save and not early and wait_until(lambda: saving(struck), process, SLOW):
             time.sleep(self.random.uniform(0, 0.02 * self.seconds))
         if process.is_alive():
             os.kill(process.pid or 0, signal.Signals[name])
-        return exit_code(process, 20)
+        return exit_code(process, SLOW)
 
 
 @pytest.mark.slow
