@@ -163,8 +163,8 @@ def test_cuda_rows(tmp_path: Path) -> None:
 
 def test_all_groups_run_or_those_chosen(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     made = {name: Mock(return_value=[table()]) for name in ("tiny", "cuda")}
-    own = {name: groups.Benchmark(tables, rounds=3) for name, tables in made.items()}
-    monkeypatch.setattr(groups, "GROUPS", own)
+    benchmarks = {name: groups.Benchmark(tables, rounds=3) for name, tables in made.items()}
+    monkeypatch.setattr(groups, "GROUPS", benchmarks)
     program.main(["cuda", "repeats=7", f"out={tmp_path}"])
     assert not (tmp_path / "tiny.md").exists()
     program.main([f"out={tmp_path}"])

@@ -86,8 +86,8 @@ def test_open_sections_take_whatever_their_target_takes() -> None:
                         metrics={"b": TARGET, "a": TARGET}))  # fmt: skip
     assert config.objective == config.loss_scaling == TARGET
     assert (config.callbacks, list(config.metrics)) == ({"own": TARGET}, ["b", "a"])
-    own = check(tree())
-    assert (own.objective, own.scheduler, own.callbacks, own.metrics) == (None, None, {}, {})
+    bare = check(tree())
+    assert (bare.objective, bare.scheduler, bare.callbacks, bare.metrics) == (None, None, {}, {})
 
 
 def test_values_arrive_typed() -> None:

@@ -284,11 +284,11 @@ def test_the_wait_for_batches_is_counted_without_what_the_caller_does(monkeypatc
         return torch.zeros(1)
 
     monkeypatch.setattr(data_loader, "perf_counter", lambda: now[0])
-    own = loader(Made(slow, 6), 3)
-    assert own.waited == 0.0
+    loading = loader(Made(slow, 6), 3)
+    assert loading.waited == 0.0
     for epoch in (0, 1):
-        for number, _ in enumerate(own.epoch(epoch), start=1):
-            assert own.waited == 12.0 * epoch + 6.0 * number
+        for number, _ in enumerate(loading.epoch(epoch), start=1):
+            assert loading.waited == 12.0 * epoch + 6.0 * number
             now[0] += 100.0
 
 

@@ -51,14 +51,14 @@ def composed(*overrides: str) -> DictConfig:
     def is_there(option: str) -> bool:
         node, _, name = option.rpartition(".")
         takes_any = any(word.startswith(f"{node}._target_=") for word in overrides)
-        return takes_any or name in (OmegaConf.select(own, node) or {} if node else own)
+        return takes_any or name in (OmegaConf.select(config, node) or {} if node else config)
 
     place, values = os.getcwd(), [word for word in overrides if VALUE.fullmatch(word)]
-    own = _composed(place, *(word for word in overrides if word not in values))
+    config = _composed(place, *(word for word in overrides if word not in values))
     values = [word for word in values if is_there(word.partition("=")[0])]
-    own = deepcopy(_composed(place, *(word for word in overrides if word not in values)))
-    own.merge_with_dotlist(values)
-    return own
+    config = deepcopy(_composed(place, *(word for word in overrides if word not in values)))
+    config.merge_with_dotlist(values)
+    return config
 
 
 def train(folder: Path, *overrides: str, hydra: DictConfig | None = None) -> Summary:

@@ -208,16 +208,16 @@ def test_hints_doctor_ranges_and_autopsy_see_the_first_step(
     """On each shipped workload at a small size."""
     assert sorted(TINY) == EXPERIMENTS
     words = [*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"]
-    own = subject_of(check_config(composed(*words)), words)
-    assert hints.hints_on(own) == []
-    assert [str(f) for f in examine(own) if f.severity is Severity.ERROR] == []
+    checked = subject_of(check_config(composed(*words)), words)
+    assert hints.hints_on(checked) == []
+    assert [str(f) for f in examine(checked) if f.severity is Severity.ERROR] == []
     # At a scale of 2^40 the gradient of the loss itself is beyond float16.
-    loud = replace(own.case, scales=dict.fromkeys(own.case.scales, 2.0**40))
+    loud = replace(checked.case, scales=dict.fromkeys(checked.case.scales, 2.0**40))
     culprit = diagnose(loud).culprit
     assert culprit is not None
     assert (culprit.direction, culprit.value > culprit.limit) == ("backward", True)
-    probe = RangeProbe(own.trainer, torch.float16)
-    own.trainer.train_step(own.batch)
+    probe = RangeProbe(checked.trainer, torch.float16)
+    checked.trainer.train_step(checked.batch)
     ranges = probe.ranges()
     assert all(ranges.bins(kind).sum() > 0 or kind == "updates" for kind in KINDS)
 

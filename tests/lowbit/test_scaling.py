@@ -160,11 +160,11 @@ def test_any_layout_and_any_number_of_pieces_give_the_same(how: Any, monkeypatch
         assert torch.equal(quantize(other, axes, how), expected)
     x = values(96, 192)
     for rounding, axes in product(("nearest", "stochastic"), (ROWS, COLUMNS)):
-        own = replace(how, rounding=rounding)
-        whole = quantize(x, axes, own, uniform())
+        rounded = replace(how, rounding=rounding)
+        whole = quantize(x, axes, rounded, uniform())
         with monkeypatch.context() as patched:
             patched.setattr(scaling, "_PIECE", 1000)
-            assert torch.equal(quantize(x, axes, own, uniform()), whole)
+            assert torch.equal(quantize(x, axes, rounded, uniform()), whole)
 
 
 @pytest.mark.parametrize("size", [1, 10, 16, 17])
