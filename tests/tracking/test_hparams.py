@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from omegaconf import OmegaConf
 from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
-from mpframe.run.description import find_varied, format_section, hparams, ops_in_words
+from mpframe.run.description import (
+    _options_text,
+    find_varied,
+    format_section,
+    hparams,
+    ops_in_words,
+)
 from mpframe.tracking.environment import environment_text, format_command
 
 ALWAYS = {
@@ -124,3 +131,11 @@ def test_command_line_is_shown_without_its_secrets() -> None:
         ("name=filled-in-by-the-shell", "name=***"),
     ):
         assert format_command([argument], environment).strip("'") == shown
+
+
+def test_the_text_of_the_options_has_the_pins_and_no_list_of_ops() -> None:
+    before, after = "seed: 1\nops:\n", "model:\n  width: 8\n"
+    pins = "  modules:\n    head: fp32\n"
+    ops = replace(OpLists.named(), modules={"head": "fp32"})
+    text = _options_text(f"{before}  allow:\n  - exp\n  - log\n{pins}{after}", ops)
+    assert text.endswith(f"pinned `head` to fp32\n\n```yaml\n{before}{pins}{after}\n```")
