@@ -290,6 +290,7 @@ for length in (2, 5, 9):
 """
 
 
+@pytest.mark.slow
 def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
     graph = traced(Counted(nested=True))
     assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None]}]

@@ -128,6 +128,7 @@ def error_bound(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
     return growth * (first @ w["second.weight"].T + w["second.bias"]) + tanh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stranger_gets_the_runs_numbers(form: str, run: Path, found: dict[str, Tensor]) -> None:
     evaluated = json.loads((run / "summary.json").read_text())["test_accuracy"]

@@ -106,6 +106,7 @@ def test_compose_and_run_in_a_notebook(tmp_path: Path) -> None:
     assert (summary.status, summary.steps) == ("finished", 2)
 
 
+@pytest.mark.slow
 def test_a_program_imports_from_the_current_folder(here: Path, tmp_path_factory: Any) -> None:
     """Python puts the folder of the program first, and not the current one."""
     program = tmp_path_factory.mktemp("bin") / "mpframe"

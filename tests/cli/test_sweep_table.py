@@ -225,6 +225,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_cut_short_counts_the_jobs_that_never_began(tmp_path: Path) -> None:
     """A job fails, and a swept option in the folder's name does not scatter the jobs."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)

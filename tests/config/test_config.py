@@ -61,6 +61,7 @@ def composed(*overrides: str) -> schema.Config:
 
 
 @pytest.mark.parametrize("words", [*rows()], ids=lambda words: " ".join(words[:2]))
+@pytest.mark.slow
 def test_every_shipped_file_composes(words: list[str]) -> None:
     assert composed(*words).dtype.mode in ("fp32", "mixed", "amp")
 

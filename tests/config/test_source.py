@@ -45,6 +45,7 @@ def test_a_users_file_stands_first(flags: str, own_folder: Path, started: Any, s
     assert (job.config.model["hidden"], job.config.run.seed) == (7, 5)
 
 
+@pytest.mark.slow
 def test_a_file_not_taken_is_not_told(own_folder: Path, started: Any, said: list[str]) -> None:
     (config,) = started("-m", "--config-dir=own", "model=cnn")
     assert (config.model._target_, said) == ("mpframe.workloads.images.cnn", [])
@@ -79,6 +80,7 @@ def test_no_config_yaml_stands_in(flag: str, more: list[str], tmp_path: Path, st
         started(flag.format(tmp_path), *more)
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) -> None:
     own, mine = "--config-dir=own", "--config-name=mine"
     for flag in (own, "hydra.searchpath=[file://own]"):

@@ -91,6 +91,7 @@ def clash(words: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.slow
 def test_every_command_is_accepted(part: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conf").symlink_to(ROOT / "conf")
@@ -174,6 +175,7 @@ GUIDES = [
 
 
 @pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.slow
 def test_the_commands_of_a_guide_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     page = Page(DOCS / f"{name}.md")
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import in_process
+import pytest
 import torch
 from checkout import ROOT
 from fixtures import Patch, Shown, refused
@@ -19,6 +20,7 @@ NOTEBOOK = ROOT / "docs" / "first_notebook.ipynb"
 SAME = ("progress", "scaler", "precision")
 
 
+@pytest.mark.slow
 def test_yaml_and_python_come_to_the_same(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

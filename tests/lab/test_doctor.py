@@ -111,7 +111,13 @@ def subject(words: str) -> Subject:
     return subject_of(check_config(composed(*given)), given)
 
 
-@pytest.mark.parametrize("words", FAULTY)
+def some(table: dict[str, Any]) -> list[Any]:
+    """Every second line of a table, and in `./dev all` the others: each is a run with its data."""
+    marks = [(), pytest.mark.slow]
+    return [pytest.param(words, marks=marks[n % 2]) for n, words in enumerate(table)]
+
+
+@pytest.mark.parametrize("words", some(FAULTY))
 def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(words: str) -> None:
     faulty, planted = subject(words), []
     for check, line in FAULTY[words]:  # There may be other lines beside it.
@@ -123,7 +129,7 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(words: str) -> No
         assert [one for one in check(mended) if one.severity <= finding.severity] == []
 
 
-@pytest.mark.parametrize("words", SOUND)
+@pytest.mark.parametrize("words", some(SOUND))
 def test_nothing_is_said_without_a_fault(words: str) -> None:
     own = subject(words)
     assert [str(finding) for check in SOUND[words] for finding in check(own)] == []

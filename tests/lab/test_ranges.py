@@ -305,6 +305,7 @@ def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> N
 SHOWN = ("activation_gradients", "weights")  # Pictures of all five kinds take seconds.
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
     on = ["numerics=on", "numerics.every=2", "callbacks.ranges.layers=[head]"]
     products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]

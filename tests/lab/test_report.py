@@ -345,6 +345,7 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     assert "<figcaption>0: weights.png</figcaption>" in page
 
 
+@pytest.mark.slow
 def test_a_page_of_nine_runs_is_below_two_megabytes(
     make_run: MakeRun, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -127,6 +127,7 @@ def searched(folder: Path, capsys: Shown, *words: str) -> tuple[str, list[str], 
     return printed, runs[-3:], dict(lists.modules)
 
 
+@pytest.mark.slow
 def test_the_command_writes_lists_that_train(tmp_path: Path, capsys: Shown) -> None:
     model = ["model._target_=test_search.one_fault", "+model.inputs=64", "+model.classes=10"]
     words = [*model, "dtype=mixed", "prove=20", "seeds=2"]

@@ -156,6 +156,7 @@ def test_the_runs_seed_seeds_the_rounding() -> None:
     assert not any(torch.equal(drawn[0], other) for other in (drawn[2], torch.rand(8)))
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_agree() -> None:
     """Forward, gradients, random numbers and histories, over steps."""
     results = []

@@ -32,6 +32,7 @@ SERVER.set_forkserver_preload(
     ["pytest", "torch.testing", "torch._dynamo", "torchvision", "omegaconf"]
 )
 CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
+NO_TESTS = 5  # pytest's own code
 SKIPPED = 71  # every test: pytest's own code for it is 0, as if all had passed
 FOLDERS = ("mpframe", "conf", "docs", "scripts", "tests")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -61,11 +62,17 @@ def control(tests: str, copy: Path, passed: str = "passed", failed: str = "FAILE
     """`passed`, or what is wrong with tests that meet no fault: they run in a process."""
     paths, _, words = tests.partition(" -k ")
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
-    tried = SERVER.Process(target=_pytest, args=([*arguments, *["-k", words] * bool(words)], copy))
-    tried.start()
-    tried.join()
+    arguments += ["-k", words] * bool(words)
+    code = NO_TESTS
+    for kinds in ((), ("-m", "slow")):  # The tests that `./dev` runs, then those it leaves out.
+        tried = SERVER.Process(target=_pytest, args=([*arguments, *kinds], copy))
+        tried.start()
+        tried.join()
+        code = tried.exitcode if code == NO_TESTS or tried.exitcode != NO_TESTS else code
+        if code not in (0, NO_TESTS):
+            break
     said = {0: passed, 1: failed, SKIPPED: "skipped"}
-    return said.get(tried.exitcode, f"broken: {tried.exitcode}")
+    return said.get(code, f"broken: {code}")
 
 
 def verdict(mutant: Mutant, copy: Path) -> str:

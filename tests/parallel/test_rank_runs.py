@@ -76,6 +76,7 @@ def test_ranks_leave_the_folder_and_the_numbers_of_one_process(two: Ranks, tmp_p
 
 
 @pytest.mark.parametrize("options", [NOISY, DIVIDED], ids=["ddp", "fsdp"])
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(
     two: Ranks, run_of: Any, tmp_path: Path, options: list[str]
 ) -> None:

@@ -64,6 +64,7 @@ def _sweep(folder: Path) -> None:
     sys.exit(command(*OPTIONS))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_by_the_same_command_or_longer(whole: Path, tmp_path: Path) -> None:
     """In another order, too; the table has all jobs of the folder."""
     assert exit_code(forked(_sweep, tmp_path), within=300) == -9
@@ -136,6 +137,7 @@ def net(scale: float, **options: Any) -> nn.Module:
     return mlp(**options)
 
 
+@pytest.mark.slow
 def test_a_diverged_job_is_a_result_but_a_failed_one_reruns(tmp_path: Path, capsys: Shown) -> None:
     words = ["-m", "loss_scaling=static", "loss_scaling.scale=1e30,2.0", "model=mlp"]
     words += ["model.hidden=4", "model._target_=test_sweep_again.net"]

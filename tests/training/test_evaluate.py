@@ -33,10 +33,12 @@ def run_copy(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [
     "",
-    "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
     "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32} model.width=8",
-    "model=mlp optimizer=muon_adamw objective=cross_entropy objective.label_smoothing=0.1",
-    "dtype=mixed experiment=digits_gan",
+    *(pytest.param(words, marks=pytest.mark.slow) for words in (
+        "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
+        "model=mlp optimizer=muon_adamw objective=cross_entropy objective.label_smoothing=0.1",
+        "dtype=mixed experiment=digits_gan",
+    )),
 ])  # fmt: skip
 def test_the_numbers_are_the_runs_bit_for_bit(options: str, trained: Path, tmp_path: Path) -> None:
     run = tmp_path if options else trained
@@ -88,6 +90,7 @@ def stored_in(run: Path) -> dict[Any, Any]:
     return tree
 
 
+@pytest.mark.slow
 def test_a_users_class_is_made_once_it_is_named_again_and_no_optimizer(trained: Path) -> None:
     own: dict[str, Any] = {"_target_": "own.Top"}
     for node, again in (({"metrics": {"top": own}}, "+metrics.top"), ({"model": own}, "model")):

@@ -69,8 +69,11 @@ def of(*names: str, slow: tuple[str, ...] = ()) -> Any:
 
 
 @of(
-    *("photographs_unet_small", "gpt_small", "bert_classifier_small"),
-    slow=("bikes", "bert_spans_small", "speech_lstm_small", "detection_ssd_small"),
+    "gpt_small",
+    slow=(
+        *("photographs_unet_small", "bert_classifier_small", "bikes", "bert_spans_small"),
+        *("speech_lstm_small", "detection_ssd_small"),
+    ),
 )
 def test_a_resumed_run_and_an_evaluation_equal_the_whole_run(run: Trained, tmp_path: Path) -> None:
     resumed = cut(run.folder, tmp_path / "resumed", 2)
@@ -90,6 +93,7 @@ def predicted(run: Trained, out: Path, *words: str) -> list[dict[str, str]]:
 
 
 @of("bikes")
+@pytest.mark.slow
 def test_a_prediction_is_in_the_targets_unit(run: Trained, tmp_path: Path) -> None:
     rows = predicted(run, tmp_path / "out.csv", "split=val", "outputs=raw")
     assert set(rows[0]) == {"index", "target", "output"}
@@ -111,6 +115,7 @@ def test_training_samples_are_predicted_in_tiles_and_whole(run: Trained, tmp_pat
 
 
 @of("gpt_small", "bert_classifier_small", slow=("bikes", "photographs_unet_small"))
+@pytest.mark.slow
 def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
     export.main([f"checkpoint={run.folder}", f"out={out}", "format=torch_export"])
@@ -171,6 +176,7 @@ def built(*words: str) -> Any:
     return build_trainer(config, build_task(config), batches=4)
 
 
+@pytest.mark.slow
 def test_the_command_runs_every_rung_and_each_stores_what_it_says() -> None:
     for name in ("ladder", "ladder_digits"):
         _, composed = compose_named([f"experiment={name}"])
@@ -199,6 +205,7 @@ TUNING = [
 ]
 
 
+@pytest.mark.slow
 def test_the_body_waits_for_the_head(start_run: StartRun, tiny_data: Path, tmp_path: Path) -> None:
     """Two steps are an epoch. The head is pinned, and the body goes by the mode."""
     source = tmp_path / "backbone"

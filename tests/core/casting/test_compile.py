@@ -155,6 +155,7 @@ def found(precision, call, backend, at=""):
         (by_region, "inside", "aot_eager", "float16", "emulated"),
     ],
 )
+@pytest.mark.slow
 def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
     precision = Precision("amp", half, compute=compute)
     own = found(precision, call, backend, at)

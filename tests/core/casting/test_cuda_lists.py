@@ -5,6 +5,7 @@ import warnings
 from contextlib import contextmanager
 from itertools import product
 
+import pytest
 import torch
 from op_table import TABLE
 from test_listed_ops import HOW, LISTS, inputs_as
@@ -64,6 +65,7 @@ def outcome(spelling, inputs, block):
             return type(error).__name__
 
 
+@pytest.mark.slow
 def test_the_default_lists_are_those_of_cuda_autocast(caplog) -> None:
     caplog.set_level(logging.CRITICAL, "torch._subclasses.fake_tensor")  # Errors take time.
     listed = (DEFAULT.allow | DEFAULT.deny | DEFAULT.infer) - NOT_FAKEABLE
