@@ -123,7 +123,8 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
         taken = compose(name, return_hydra_config=True).hydra.runtime.choices
         if group in taken or group == "experiment":
             raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
-    refuse_unknown_choice(group, "null" if value is None else str(value), choices)
+    for choice in value if isinstance(value, list) else [value]:
+        refuse_unknown_choice(group, "null" if choice is None else str(choice), choices)
 
 
 def _other_way(group: str, choice: str) -> str:

@@ -362,11 +362,14 @@ OPTIONS = {
 WATCHING = {path for path, field in OPTIONS.items() if field.metadata["watches"]}
 """The paths of the options that only watch."""
 
-# Those of conf/callbacks/default.yaml, except loss_spikes.
+# Those of conf/callbacks/, except the ones that change the training.
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "saturation", "log_lines"),
-    *("profile", "progress_bar"),
+    *("profile", "progress_bar", "confusion_matrix", "predictions", "gradient_norms"),
+    "utilization",
 )
+EVERYWHERE = {"autopsy", "ranges", "confusion_matrix", "gradient_norms"}
+"""The watching callbacks that every rank has, as they need the samples or weights of all."""
 
 
 def only_watches(path: str) -> bool:

@@ -47,6 +47,9 @@ class Callback:
     def on_prediction_step(self, trainer: Any) -> None:
         """A batch is about to be validated or tested. An error here ends that."""
 
+    def on_prediction_end(self, trainer: Any, number: int, batch: Batch, output: Any) -> None:
+        """Batch `number` of the pass is measured: this rank's part, and its `StepOutput`."""
+
     def on_evaluate(self, trainer: Any, evaluation: Any) -> None:
         """The model was validated."""
 

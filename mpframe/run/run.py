@@ -22,7 +22,7 @@ from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composing import check_config
 from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hide, hide_from_logs, redact, secrets_of, values_of
-from mpframe.config.schema import Config, only_watches
+from mpframe.config.schema import EVERYWHERE, Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import (
@@ -329,7 +329,7 @@ def _of_this_rank(config: Config) -> Config:
         left_out.add("autopsy")  # It replays steps on rank 0, which would wait for the others.
     if place().rank:
         watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
-        left_out |= watching - {"autopsy", "ranges"}  # These need the samples of every rank.
+        left_out |= watching - EVERYWHERE
     kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
     return replace(config, callbacks=kept)
 

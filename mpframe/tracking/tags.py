@@ -67,6 +67,23 @@ speed/samples_per_second | Speed, lately | samples / s
 speed/input_fraction | Waiting for batches | fraction
     the share of the training time in which the trainer waited for its next batch, of the steps
     since the last point
+speed/flops_per_second | Operations per second | operations / s
+    the floating-point operations of a step, forward and backward, over the training time of the
+    steps since the last point, on the first rank
+speed/utilization | Utilisation | fraction
+    these operations over the most that the device can do in the format of its products
+speed/tokens_per_second | Tokens per second | tokens / s
+    tokens of all ranks over training time, of the steps since the last point
+grad/group/NAME | Gradient norm of NAME | loss / parameter
+    the 2-norm of the gradients of NAME, unscaled, after clipping
+validation/confusion_matrix | Confusion matrix, validation | share of the true class
+    a row for each true class, a column for each predicted one
+test/confusion_matrix | Confusion matrix, test | share of the true class
+    a row for each true class, a column for each predicted one
+validation/predictions | Predictions, validation | none
+    the first pictures of the validation, with what the model takes them for
+test/predictions | Predictions, test | none
+    the first pictures of the test, with what the model takes them for
 memory/peak_bytes | Memory | bytes
     the most memory in use at once so far: what torch allocated on a CUDA device, elsewhere the
     whole process

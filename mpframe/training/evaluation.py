@@ -203,10 +203,12 @@ class Evaluator:
             for number, batch in enumerate(loader.epoch(0)):
                 run_callbacks(trainer.callbacks, "on_prediction_step", trainer)
                 with InBatch(split, 0, number, loader=loader):
-                    sums += self._evaluate_batch(trainer, batch, metrics)
+                    sums += self._evaluate_batch(trainer, number, batch, metrics)
         return metrics.evaluation(sums)
 
-    def _evaluate_batch(self, trainer: Trainer, batch: Batch | None, metrics: Metrics) -> Tensor:
+    def _evaluate_batch(
+        self, trainer: Trainer, number: int, batch: Batch | None, metrics: Metrics
+    ) -> Tensor:
         """Return this rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
@@ -216,6 +218,7 @@ class Evaluator:
             return torch.zeros(2, dtype=torch.float64, device=device)
         first = computed[0]
         metrics.update((first.outputs, first.targets))
+        run_callbacks(trainer.callbacks, "on_prediction_end", trainer, number, batch, first)
         count = as_count(count_of(first.count, batch), device)
         losses = [apply_weight(output.loss.double(), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])

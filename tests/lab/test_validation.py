@@ -1,0 +1,140 @@
+"""callbacks=confusion_matrix, predictions: counts of all samples and ranks, pictures as seen."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fixtures import Patch, refused
+from in_process import events, train
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.core.comm import Comm
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import StepOutput
+from mpframe.data import digits
+from mpframe.lab import validation
+from mpframe.lab.validation import ConfusionMatrix, Predictions
+from mpframe.tracking.summary import Summary
+
+SHAPES = [((7, 3), (7,)), ((2, 3, 4, 5), (2, 4, 5))]
+
+
+class Twins(Comm):
+    """Two ranks with the same samples, or of which this one has none."""
+
+    def __init__(self, theirs: Tensor | None = None) -> None:
+        self.theirs = theirs
+
+    def sum_(self, tensors: Any) -> None:
+        for tensor in tensors:
+            tensor += tensor.clone() if self.theirs is None else self.theirs
+
+    def max_of(self, numbers: Any) -> list[int]:
+        return [*numbers] if self.theirs is None else [len(self.theirs)]
+
+
+def trainer_of(comm: Comm) -> Any:
+    return SimpleNamespace(comm=comm, model=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(("form", "labelled"), SHAPES)
+@pytest.mark.parametrize("comm", [Comm(), Twins()], ids=["one", "two"])
+def test_it_counts_each_label_of_every_batch(
+    form: Any, labelled: Any, comm: Comm, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    matrix, expected, trainer = ConfusionMatrix(), torch.zeros(3, 3).long(), trainer_of(comm)
+    matrix.setup(trainer, SimpleNamespace(usage={}))  # type: ignore[arg-type]
+    for number in (0, 1, 2, 0, 1):  # The first pass was broken off.
+        logits, labels = torch.randn(form), torch.randint(0, 3, labelled)
+        labels[0] = -100 if number else 3
+        output = StepOutput(torch.zeros(()), logits, labels)
+        matrix.on_prediction_end(trainer, number, None, output)
+        expected *= number != 0
+        for true, row in zip(labels.flatten(), logits.movedim(1, -1).reshape(-1, 3), strict=True):
+            if 0 <= true < 3:
+                expected[true, row.argmax()] += 1
+    assert matrix.draw(trainer, "", tmp_path / "a.png")
+    assert matrix.counts is not None
+    assert torch.equal(matrix.counts, expected * (2 if isinstance(comm, Twins) else 1))
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert not matrix.draw(trainer, "", tmp_path / "b.png") or isinstance(comm, Twins)
+
+
+def test_a_rank_without_samples_counts_with_the_others(tmp_path: Path) -> None:
+    theirs = torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64)
+    matrix = ConfusionMatrix()
+    matrix.setup(None, SimpleNamespace(usage={"class_names": ["a", "b"]}))  # type: ignore[arg-type]
+    matrix.draw(trainer_of(Twins(theirs)), "", tmp_path / "a.png")
+    assert matrix.counts is not None
+    assert matrix.counts.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_run_shows_both_and_trains_as_without(tmp_path: Path, monkeypatch: Patch) -> None:
+    seen: list[Any] = []
+    made, drawn = validation.ConfusionMatrix.draw, validation._as_seen
+
+    def kept(matrix: ConfusionMatrix, *rest: Any) -> bool:
+        seen.append(matrix)
+        return made(matrix, *rest)
+
+    monkeypatch.setattr(ConfusionMatrix, "draw", kept)
+    monkeypatch.setattr(
+        validation, "_as_seen", lambda *given: seen.append(drawn(*given)) or seen[-1]
+    )
+    small = ["dtype=mixed", "model.width=4", "trainer.epochs=1", "dataset.batch_size=128"]
+    train(tmp_path / "plain", *small)
+    summary = train(tmp_path / "run", *small, "callbacks=[default,confusion_matrix,predictions]")
+    counts, pictures = seen[0].counts, seen[-1]
+    test: Any = digits().test
+    assert [int(counts.sum()), int(counts.trace())] == [
+        len(test.targets),
+        round(Summary.read(tmp_path / "run").test_metrics["accuracy"] * len(test.targets)),
+    ]
+    assert len(pictures) == 16
+    for picture, raw in zip(pictures, test.images, strict=False):  # Not normalised any more.
+        assert torch.allclose(torch.from_numpy(picture), raw[0], atol=1e-6)
+    tags = [f"{s}/{n}" for s in ("validation", "test") for n in ("confusion_matrix", "predictions")]
+    assert sorted(events(tmp_path / "run").Tags()["images"]) == sorted(tags)
+    assert len(list((tmp_path / "run/validation").glob("*.png"))) == 4
+    one, other = (
+        checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("plain", "run")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert summary.metric == "accuracy"
+
+
+def test_masks_are_drawn_beside_their_pictures(tmp_path: Path) -> None:
+    predictions = Predictions(count=3)
+    predictions.setup(None, SimpleNamespace(usage={}))  # type: ignore[arg-type]
+    batch = [torch.rand(5, 3, 6, 6), torch.randint(0, 4, (5, 6, 6))]
+    output = StepOutput(torch.zeros(()), torch.rand(5, 4, 6, 6), batch[1])
+    for number in (0, 1):
+        predictions.on_prediction_end(trainer_of(Comm()), number, batch, output)
+    assert predictions._shown is not None
+    assert [len(part) for part in predictions._shown] == [3, 3, 3]
+    assert predictions.draw(trainer_of(Comm()), "t", tmp_path / "a.png")
+    assert not predictions.draw(trainer_of(Comm()), "t", tmp_path / "b.png")
+
+
+def test_what_has_no_classes_or_no_pictures_is_refused() -> None:
+    batch, loss = [torch.rand(5, 3)], torch.zeros(())
+    output = StepOutput(loss, torch.rand(5, 1), torch.rand(5, 1))
+    given = trainer_of(Comm()), 0, batch, output
+    assert refused(ConfigError, ConfusionMatrix().on_prediction_end, *given) == (
+        "callbacks.confusion_matrix: the objective gives outputs float32 [5, 1] and targets "
+        "float32 [5, 1]; it needs [N, classes, ...] and the numbers of the classes, [N, ...]: set "
+        "callbacks.confusion_matrix=null"
+    )
+    output = StepOutput(loss, torch.rand(5, 2), torch.zeros(5).long())
+    given = trainer_of(Comm()), 0, batch, output
+    assert refused(ConfigError, Predictions().on_prediction_end, *given) == (
+        "callbacks.predictions: a batch begins with float32 [5, 3] and its outputs are float32 "
+        "[5, 2]; it needs pictures [N, 1 or 3, height, width] and the classes' outputs [N, "
+        "classes, ...]: set callbacks.predictions=null"
+    )
+    said = refused(ConfigError, Predictions, 65)
+    assert said == "callbacks.predictions.count=65: must be a whole number >= 1 and <= 64"
