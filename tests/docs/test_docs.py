@@ -170,12 +170,11 @@ def start(number: int, words: list[str]) -> None:
 
 GUIDES = [
     pytest.param(name, marks=[pytest.mark.slow] * (name != RUN))
-    for name in ("choosing_precision", "debugging", RUN, "gpus", "several")
+    for name in ("choosing_precision", "debugging", RUN, "gpus", "several", "tensorboard")
 ]
 
 
 @pytest.mark.parametrize("name", GUIDES)
-@pytest.mark.slow
 def test_the_commands_of_a_guide_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     page = Page(DOCS / f"{name}.md")
     monkeypatch.chdir(tmp_path)

@@ -119,5 +119,5 @@ def test_a_skipped_step_has_no_norms_and_a_pattern_must_match(tmp_path: Path) ->
     )
     assert said == (
         "callbacks.gradient_norms.groups.a=b*: no parameter has such a name; the first is "
-        "hidden1.weight"
+        "hidden1.linear.weight"
     )

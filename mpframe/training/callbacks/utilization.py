@@ -82,10 +82,6 @@ class Utilization(Callback):
         if trainer.progress.global_step % self._every == 0:
             self._write(trainer.progress.global_step, trainer.comm.size)
 
-    def on_prediction_step(self, trainer: Trainer) -> None:
-        """A validation is no part of the step."""
-        self._end_count()
-
     def on_step_end(self, trainer: Trainer) -> None:
         """The step may be over before its verdict is known."""
         self._end_count()
