@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mpframe.checkpoint.folder import all_in, set_aside_after, tidy
+from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.schema import TrainerOptions
-from mpframe.core.errors import ConfigError
 from mpframe.data.loading import Loader
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.folder import refuse_unfit
 from mpframe.run.resume import Resume
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
@@ -37,10 +37,7 @@ def fit(
     """
     path, own, interruption = Path(folder), trainer.callbacks, Interruption()
     refuse_unwritable("folder", path)
-    if resume == "none" and all_in(path):
-        raise ConfigError(
-            f"folder={path}: has checkpoints, and resume=none; use resume='auto' or another folder"
-        )
+    refuse_unfit(path, resume, "folder")
     path.mkdir(parents=True, exist_ok=True)
     guard, speed = SkipGuard(TrainerOptions().max_consecutive_skips), Throughput(train.batch_size)
     fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption)

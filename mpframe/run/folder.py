@@ -28,7 +28,7 @@ from mpframe.files.plain_file import open_regular
 from mpframe.tracking.summary import Summary
 
 HYDRA = ".hydra"
-_FOLDERS = (FOLDER, HYDRA, "numerics", "profile", "autopsy")
+_FOLDERS = (FOLDER, HYDRA, "numerics", "validation", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may come from a terminal or the data.
 _RECORDS = 10_000  # most lines of the log before the folder is taken
@@ -48,6 +48,30 @@ def unwritable_in_one_line(folder: Path) -> Iterator[None]:
             f"hydra.run.dir={folder}: {what} cannot be written ({error.strerror}); "
             "free space or choose another folder"
         ) from error
+
+
+def refuse_unfit(folder: Path, resume: str, option: str = "hydra.run.dir") -> None:
+    """Refuse a folder, which `option` named, that belongs to another run or has links in it."""
+    for name in _FOLDERS:
+        if (folder / name).is_symlink():
+            raise ConfigError(
+                f"{option}={folder}: its {name} is a link, and a run writes through none; link the "
+                "whole folder, or choose another"
+            )
+    taken = bool(all_in(folder))
+    if taken and resume == "none":
+        raise ConfigError(
+            f"{option}={folder}: holds the checkpoints of a run; continue it with resume=auto or "
+            "choose another folder"
+        )
+    source = Path(resume).resolve()
+    other = folder.resolve() not in (source, *source.parents)
+    if taken and resume != "auto" and other:
+        raise ConfigError(
+            f"resume={resume}: {option}={folder} holds the checkpoints of another run; choose "
+            f"another {option}, or continue that run with resume=auto"
+        )
+    refuse_mixed(folder)
 
 
 class RunFolder:
@@ -73,29 +97,6 @@ class RunFolder:
             self._name = f"{hydra.job.name}.log"
         self._log = logging.handlers.MemoryHandler(_RECORDS, logging.CRITICAL + 1)
         self._formatter = Redacting(_WholeLines(_FORMAT), secrets)
-
-    def refuse_unfit(self, resume: str) -> None:
-        """Refuse a folder that belongs to another run, or has links in it."""
-        for name in _FOLDERS:
-            if (self.path / name).is_symlink():
-                raise ConfigError(
-                    f"hydra.run.dir={self.path}: its {name} is a link, and a run writes through "
-                    "none; link the whole folder, or choose another"
-                )
-        taken = bool(all_in(self.path))
-        if taken and resume == "none":
-            raise ConfigError(
-                f"hydra.run.dir={self.path}: holds the checkpoints of a run; "
-                "continue it with resume=auto or choose another folder"
-            )
-        source = Path(resume).resolve()
-        other = self.path.resolve() not in (source, *source.parents)
-        if taken and resume != "auto" and other:
-            raise ConfigError(
-                f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of another "
-                "run; choose another hydra.run.dir, or continue that run with resume=auto"
-            )
-        refuse_mixed(self.path)
 
     def holds_a_run(self) -> bool:
         """Return whether there is a record to lose, which a start without a step has not."""

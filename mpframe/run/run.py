@@ -44,7 +44,7 @@ from mpframe.parallel.launch import init_comm, refuse_misfit
 from mpframe.parallel.place import place
 from mpframe.run.callbacks import RunCallbacks, callbacks_of
 from mpframe.run.description import announce, describe, usage_of
-from mpframe.run.folder import RunFolder, unwritable_in_one_line
+from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
@@ -122,7 +122,7 @@ class Run:
             refuse_misfit(options.parallel)
             self.folder = self.comm.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
-            self.run_folder.refuse_unfit(self.config.run.resume)
+            refuse_unfit(self.rank_folder, self.config.run.resume)
             tidy(self.rank_folder)
             if not self.run_folder.holds_a_run():
                 self.run_folder.take()

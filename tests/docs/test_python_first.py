@@ -51,9 +51,12 @@ def test_yaml_and_python_come_to_the_same(tmp_path: Path, monkeypatch: Patch) ->
     assert "numerics/weights/layers_by_exponent" in pictures
     said = refused(ConfigError, fit, names["trainer"], names["train"], folder="runs/python/mine")
     assert said == (
-        "folder=runs/python/mine: has checkpoints, and resume=none; use resume='auto' or another "
-        "folder"
+        "folder=runs/python/mine: holds the checkpoints of a run; continue it with resume=auto or "
+        "choose another folder"
     )
+    given = {"folder": "runs/python/mine", "resume": "runs/python/first"}
+    said = refused(ConfigError, fit, names["trainer"], names["train"], **given)
+    assert said.startswith("resume=runs/python/first: folder=runs/python/mine holds the check")
 
 
 def test_the_notebook_runs_and_keeps_no_output(capsys: Shown) -> None:
