@@ -24,12 +24,10 @@ Batch = Any
 class Callback:
     """Watches a run. Each method is called at the event of its name, and does nothing here.
 
-    All methods but one are called at once. `on_optimizer_step` has to know whether the step was
-    skipped. An optimizer that skips on the device (a fused one) tells that later, so it may be
-    called some steps later: for every step, in order, with `trainer.progress` (except `epoch` and
-    `batch`) and the schedule as they were after that step. Weights, scaler and next batch may be
-    further. A callback that needs them as the step left them calls `trainer.read_verdicts()` in its
-    `on_step_end`. Each call waits for the device.
+    All but one are called at once. If the optimizer skips steps on the device (a fused one),
+    `on_optimizer_step` may come some steps later: for every step, in order, with `trainer.progress`
+    (except `epoch` and `batch`) and the schedule of that step, but with newer weights and scaler.
+    To see these as a step left them, call `trainer.read_verdicts()` in `on_step_end`. It waits.
     """
 
     def setup(self, trainer: Any, context: Any) -> None:
@@ -108,8 +106,7 @@ Callbacks = Mapping[str, Callback]
 def run_callbacks(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
     """Call a method of each callback, in order, and return their results by name.
 
-    Raises:
-        UserCodeError: a user's callback, which it names, raised.
+    UserCodeError: a user's callback, which it names, raised.
     """
     results = {}
     for name, callback in callbacks.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ranked
 from fixtures import Log
-from in_process import differing, train
+from in_process import differing, scalars, train
 from ranked import NET, NOISY, OWN, assert_same_results, rows, summary_in, torchrun, trouble
 from ranks import Ranks
 
@@ -151,6 +151,25 @@ def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> 
     lines = (tmp_path / "run" / "numerics" / "products.csv").read_text().splitlines()
     counts = {row["operand"]: row["values"] for row in csv.DictReader(lines)}
     assert counts["forward.x"] == str(8 * 4)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_pictures_and_norms_are_those_of_one_process(
+    parallel: str, two: Ranks, tmp_path: Path
+) -> None:
+    watched = ["callbacks=[default,confusion_matrix,gradient_norms]", "trainer.log_every=1"]
+    options = [*NET, *watched, "trainer.clip_norm=null", "callbacks.autopsy=null"]
+    two(ranked.run, tmp_path / "two", *options, f"trainer.parallel={parallel}")
+    train(tmp_path / "one", *options, "dataset.batch_size=32", "trainer.accumulate=2")
+    pictures = [tmp_path / n / "validation/confusion_matrix_test.png" for n in ("two", "one")]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    ours, theirs = (scalars(tmp_path / name) for name in ("two", "one"))
+    groups = [tag for tag in theirs if tag.startswith("grad/group/")]
+    assert len(groups) > 1
+    for tag in groups:  # A norm of two halves is a sum in another order.
+        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
+        values = [value for _, value in theirs[tag]]
+        assert [value for _, value in ours[tag]] == pytest.approx(values, rel=1e-5)
 
 
 def state_of(folder: Path) -> Any:
