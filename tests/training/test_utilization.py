@@ -22,12 +22,18 @@ SMALL = [
 BOTH = "callbacks=[default,gradient_norms,utilization]"
 
 
-@pytest.mark.parametrize(("mode", "accumulate"), [("fp32", 1), ("mixed", 2), ("amp_bf16", 1)])
+@pytest.mark.parametrize(
+    ("mode", "accumulate"),
+    [
+        *(("fp32", 1), ("mixed", 2), ("amp_bf16", 1)),
+        pytest.param("amp_bf16 trainer.compile=true", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_steps_operations_are_those_of_its_products(
     mode: str, accumulate: int, tmp_path: Path, caplog: Log
 ) -> None:
     """Forward one product for each layer, backward one for weights and, after the first, inputs."""
-    own = [*SMALL, f"dtype={mode}", f"trainer.accumulate={accumulate}"]
+    own = [*SMALL, *f"dtype={mode}".split(), f"trainer.accumulate={accumulate}"]
     caplog.set_level("INFO", "mpframe")
     train(tmp_path / "plain", *own)
     train(tmp_path / "run", *own, BOTH, "callbacks.utilization.peak_flops=1e9")
@@ -48,6 +54,7 @@ def test_a_steps_operations_are_those_of_its_products(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_and_a_peak_is_known_by_name(tmp_path: Path, monkeypatch: Patch) -> None:
     own = [
         *("experiment=gpt", "+size=small", "trainer.max_steps=2", "trainer.log_every=1"),

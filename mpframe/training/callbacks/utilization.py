@@ -1,6 +1,7 @@
 """How much of the device a run uses: operations of a step, their rate, and tokens per second."""
 
 import logging
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -72,6 +73,9 @@ class Utilization(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         if self.flops is None and self._counter is None:
+            self._counting.enter_context(warnings.catch_warnings())
+            # The counter has hooks, which a compiler would mention, and are gone after this step.
+            warnings.filterwarnings("ignore", "Using `torch.compile")
             self._counter = self._counting.enter_context(FlopCounterMode(display=False))
         self._untold.append(sum(map(_tokens_in, batches)) if self._count_tokens else 0)
 
