@@ -362,10 +362,10 @@ OPTIONS = {
 WATCHING = {path for path, field in OPTIONS.items() if field.metadata["watches"]}
 """The paths of the options that only watch."""
 
-# Those of conf/callbacks/default.yaml, except loss_spikes.
+# Those of conf/callbacks/default.yaml, except loss_spikes, and the loggers beside it.
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "saturation", "log_lines"),
-    *("profile", "progress_bar"),
+    *("profile", "progress_bar", "jsonl", "wandb", "mlflow", "aim"),
 )
 
 
