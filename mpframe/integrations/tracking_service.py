@@ -1,69 +1,58 @@
-"""What the loggers of tracking services share: each is a callback that opens a run there."""
+"""A callback that gives a run's results to a tracking service. Each service is a file beside."""
 
+from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 
 from mpframe.core.callback import Callback
-from mpframe.core.errors import ConfigError, DivergedError, RunInterrupted
+from mpframe.core.errors import ConfigError
 from mpframe.core.user_code import UserCode
 from mpframe.tracking.logger import Logger
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
-_ON_ERROR = ("warn", "stop")
 
-
+@dataclass(eq=False, kw_only=True)
 class TrackingService(Callback, Logger):
-    """A callback that gives a run's results to a service, whose package is `self.api`.
+    """Imports a service's package, `self.api`, and opens a run there in `open`.
 
-    Args:
-        package: to import, and the name of the extra that installs it.
-        on_error: `warn` to go on without the service if it raises while it logs, or `stop`.
+    Attributes:
+        package: the service's, and the name of the extra that installs it.
+        name: of the run. None: the last two folders of its path, e.g. `2026-11-24/13-45-13`.
+        on_error: if the service raises while it logs: `warn`, and go on without it, or `stop`.
 
     Raises:
         ConfigError: the package is not installed, or another `on_error`.
     """
 
-    def __init__(self, package: str, on_error: str) -> None:
-        self.option, self._on_error = f"callbacks.{package}", on_error
-        if on_error not in _ON_ERROR:
-            allowed = ", ".join(_ON_ERROR)
-            raise ConfigError(f"{self.option}.on_error={on_error}: must be one of {allowed}")
+    package: ClassVar[str]
+    name: str | None = None
+    on_error: str = "warn"
+
+    def __post_init__(self) -> None:
+        option = f"callbacks.{self.package}"
+        if self.on_error not in ("warn", "stop"):
+            raise ConfigError(f"{option}.on_error={self.on_error}: must be one of warn, stop")
         try:
-            self.api: Any = import_module(package)
+            self.api: Any = import_module(self.package)
         except ModuleNotFoundError as error:
-            if error.name != package:
-                raise
-            raise ConfigError(
-                f"{self.option}: {package} is not installed; get it with pip install "
-                f"mpframe[{package}]"
-            ) from None
+            get = f"get it with pip install mpframe[{self.package}]"
+            raise ConfigError(f"{option}: {error.name} is not installed; {get}") from None
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the run. UserCodeError: the service refused."""
-        with UserCode(f"{self.option}:", type(self)):
+        """Open the service's run. UserCodeError: the service refused."""
+        self.name = self.name or "/".join(context.folder.absolute().parts[-2:])
+        with UserCode(f"callbacks.{self.package}:", type(self)):
             self.open(context, trainer.progress.global_step)
-        context.tracker.add(self, self._on_error)
+        context.tracker.add(self, self.on_error)
 
     def open(self, context: RunContext, step: int) -> None:
-        """Begin a run of the service, or go on with this run's at `step`, 0 if it is new."""
-        raise NotImplementedError
+        """Begin a run of the service, or go on with this run's at `step`."""
 
 
-def default_name(context: RunContext) -> str:
-    """Return the last two folders of the run's path, as TensorBoard names a run of a sweep."""
-    return "/".join(context.folder.absolute().parts[-2:])
-
-
-def status_of(error: BaseException | None) -> str:
-    """Return how a run ended: finished, interrupted, diverged or failed."""
-    ends = {RunInterrupted: "interrupted", DivergedError: "diverged", BaseException: "failed"}
-    return next((word for kind, word in ends.items() if isinstance(error, kind)), "finished")
-
-
-def picture(png: bytes) -> Image.Image:
-    """Decode a PNG, as the services take pictures of Pillow."""
+def picture_of(png: bytes) -> Image.Image:
+    """Decode a PNG, because the services take pictures of Pillow."""
     return Image.open(BytesIO(png))

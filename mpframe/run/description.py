@@ -39,7 +39,7 @@ from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.training.trainer import Trainer
 
@@ -191,7 +191,9 @@ def describe(
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
     results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
     columns, first = hparams(config, scaling_of(trainer), find_varied(hydra))
-    tracker.hparams(redact(columns, secrets), results, first)
+    options = redact(columns, secrets)
+    tracker.tensorboard.hparams(options, results, first)
+    tracker.options(options)
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:

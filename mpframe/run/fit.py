@@ -10,7 +10,7 @@ from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.resume import Resume
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
 from mpframe.training.callbacks.guards import SkipGuard

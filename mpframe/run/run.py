@@ -58,7 +58,7 @@ from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import Resume, take_first_weights
 from mpframe.run.trainer import build_trainer
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption

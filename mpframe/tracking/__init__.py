@@ -2,7 +2,7 @@
 
 Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
 
-    logger, loggers        where results go: the interface, and all of a run's as one
+    logger                 where results go: the interface, and all loggers of a run as one
     json_lines             the curves as JSON, a line for each step
     tracker, event_file    curves, texts, pictures and hyperparameters for TensorBoard
     tags                   the name of every curve, picture and text, and what it means

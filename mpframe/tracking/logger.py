@@ -1,46 +1,130 @@
-"""The interface `Logger`: a place that a run's results go to.
+"""Where a run's results go: the interface `Logger`, and all loggers of a run as one.
 
-TensorBoard's is tracker.py, and loggers.py gives every result to all loggers of a run. A callback
-adds one in its `setup` with `context.tracker.add(logger)`. docs/tensorboard.md has an example.
+TensorBoard's is tracker.py. A callback adds another in its `setup`, with
+`context.tracker.add(logger)`; docs/tensorboard.md has an example.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from mpframe.core.errors import MpframeError
+from mpframe.core.user_code import blame, describe_error, name_of
+
+if TYPE_CHECKING:
+    from mpframe.tracking.tracker import Tracker
+
+log = logging.getLogger(__name__)
+
+Numbers = Sequence[float]
 
 
 class Logger:
-    """Receives a run's results. Each method does nothing here, so write those that you need.
-
-    A tag is a path such as `loss/train`. tags.py has all of them, with their meanings.
-    """
+    """Receives results by tag (tags.py has them all). Each method does nothing here."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers by tag. A step may come in several calls, and inf and nan are numbers."""
+        """Log numbers, among them inf and nan. A step may come in several calls."""
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        """Log a picture, an encoded PNG. `step` may be an earlier one than the last scalars'."""
+        """Log an encoded PNG. Its step may be earlier than the last scalars'."""
 
-    def histogram(
-        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
-    ) -> None:
-        """Log counts [n], not all 0, between edges [n + 1]. `step` is as for a picture."""
+    def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
+        """Log counts [n], not all 0, between edges [n + 1]. No scalar has the same tag."""
 
     def text(self, tag: str, markdown: str) -> None:
         """Log a page of Markdown. A resumed run logs it again."""
 
-    def hparams(
-        self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
-    ) -> None:
-        """Log the options by which runs are compared, without secrets.
-
-        Args:
-            config: option path -> bool, int, float, str, None, or a list of these.
-            metrics: the tags that are a run's results.
-            first: the keys to show first, because runs differ in them.
-        """
+    def options(self, values: Mapping[str, Any]) -> None:
+        """Log what runs are compared by, no secrets: bool, int, float, str, None, or lists."""
 
     def flush(self) -> None:
-        """Wait until all that was logged is stored. A checkpoint is about to be taken."""
+        """Wait until all that was logged is stored, before a checkpoint."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """The run has ended, by `error` if it is not None, and logs nothing further."""
+        """The run has ended, by the error if there is one."""
+
+
+class Loggers(Logger):
+    """Gives each result to TensorBoard's logger, then to the others. Use as a context manager."""
+
+    def __init__(self, tensorboard: "Tracker") -> None:
+        self.tensorboard = tensorboard
+        self._added: dict[Logger, str] = {}
+        self._texts: dict[str, str] = {}
+        self._options: Mapping[str, Any] = {}
+
+    def add(self, logger: Logger, on_error: str = "stop") -> None:
+        """Give a logger the results from now on, and the texts and options so far.
+
+        If it raises, on_error `stop` ends the run, and `warn` only the logging to it.
+        """
+        self._added[logger] = on_error
+        for tag, markdown in self._texts.items():
+            self._call(logger, "text", tag, markdown)
+        self._call(logger, "options", self._options)
+
+    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        """Log numbers or 0-d tensors by tag at `step`, which grows from call to call.
+
+        Here the host waits for the tensors: there is one transfer for each device.
+        """
+        self._call_all("scalars", step, _to_numbers(values))
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        self._call_all("image", tag, png, step)
+
+    def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
+        self._call_all("histogram", tag, counts, edges, step)
+
+    def text(self, tag: str, markdown: str) -> None:
+        self._texts[str(tag)] = markdown
+        self._call_all("text", str(tag), markdown)
+
+    def options(self, values: Mapping[str, Any]) -> None:
+        self._options = values
+        self._call_all("options", values)
+
+    def flush(self) -> None:
+        self._call_all("flush")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:  # The first error is the one to report.
+            self._added = dict.fromkeys(self._added, "warn")
+        try:
+            for logger in list(self._added):
+                self._call(logger, "close", error)
+        finally:
+            self.tensorboard.__exit__(kind, error, trace)
+
+    def _call_all(self, method: str, *arguments: Any) -> None:
+        getattr(self.tensorboard, method)(*arguments)
+        for logger in list(self._added):
+            self._call(logger, method, *arguments)
+
+    def _call(self, logger: Logger, method: str, *arguments: Any) -> None:
+        if logger not in self._added:
+            return
+        try:
+            getattr(logger, method)(*arguments)
+        except MpframeError:
+            raise
+        except Exception as error:
+            if self._added.pop(logger) != "warn":
+                blame("logger", logger)
+            said = f"logger {name_of(logger)} raised {describe_error(error)}"
+            log.warning("warning: %s; the run goes on without it", said)
+
+
+def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    tensors = {str(tag): value for tag, value in values.items() if isinstance(value, Tensor)}
+    numbers = {str(tag): float(value) for tag, value in values.items() if tag not in tensors}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {tag: t.float() for tag, t in tensors.items() if t.device == device}
+        numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+    return numbers

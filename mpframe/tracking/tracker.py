@@ -13,7 +13,7 @@ begins with a START record at its first step s, which hides every earlier record
 
 import base64
 import logging
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.utils.tensorboard import summary as summaries
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.event_file import EventFile
-from mpframe.tracking.logger import Logger
+from mpframe.tracking.logger import Logger, Numbers
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
 log = logging.getLogger(__name__)
@@ -77,9 +77,7 @@ class Tracker(Logger):
         image = Summary.Image(encoded_image_string=png, **size)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
-    def histogram(
-        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
-    ) -> None:
+    def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
         """Log counts [n], not all 0, between edges [n + 1]. No scalar has the same tag."""
         filled = [index for index, count in enumerate(counts) if count]
         first, last = filled[0], filled[-1] + 1

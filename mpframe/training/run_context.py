@@ -10,7 +10,7 @@ from typing import Any
 
 from mpframe.core.callback import Callback, Callbacks, run_callbacks
 from mpframe.data.loading import Loader
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.trainer import Trainer

@@ -38,7 +38,7 @@ from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import Curves, RecordAmax
