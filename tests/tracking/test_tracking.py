@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking import event_file
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.metrics_csv import FILE_NAME, MetricsCsv
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -58,7 +59,7 @@ def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_p
     wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
     wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
     plain = {"number": 3, "plain inf": math.inf, "many": 2**24, Tag.LOSS_TRAIN: 0.5}
-    with Tracker(tmp_path) as tracker, CountedTransfers() as transfers:
+    with Loggers(Tracker(tmp_path)) as tracker, CountedTransfers() as transfers:
         tracker.scalars(3, small | plain)
         tracker.scalars(3, wide | {"nan": torch.tensor(math.nan)})
     assert transfers.shapes == [(3,), (4,)]
