@@ -366,7 +366,7 @@ WATCHING = {path for path, field in OPTIONS.items() if field.metadata["watches"]
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "saturation", "log_lines"),
     *("profile", "progress_bar", "confusion_matrix", "predictions", "gradient_norms"),
-    "utilization",
+    *("utilization", "jsonl", "wandb", "mlflow", "aim"),
 )
 EVERYWHERE = {"autopsy", "ranges", "confusion_matrix", "gradient_norms"}
 """The watching callbacks that every rank has, as they need the samples or weights of all."""

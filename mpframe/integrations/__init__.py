@@ -1,5 +1,6 @@
-"""mpframe's precision in other trainers: Lightning, Accelerate, Hugging Face's Trainer.
+"""mpframe's precision in other trainers, and its results in tracking services.
 
-Each is imported by its own name and needs its package: `pip install mpframe[integrations]`. They
-use nothing but the public parts of the core: `Precision`, `MasterWeights` and a loss scaler.
+The trainers are Lightning, Accelerate and Hugging Face's: `pip install mpframe[integrations]`. They
+use nothing but the public parts of the core: `Precision`, `MasterWeights` and a loss scaler. The
+services are wandb, MLflow and Aim, each an extra of its name. Begin with tracking_service.py.
 """

@@ -39,8 +39,8 @@ from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.tags import Tag, metric_tag
-from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
 
 _SWEEP = "multirun.yaml"  # Hydra writes it before the first job.
@@ -172,7 +172,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
 
 
 def describe(
-    tracker: Tracker,
+    tracker: Loggers,
     config: Config,
     trainer: Trainer,
     train: Loader,
@@ -187,11 +187,13 @@ def describe(
     tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{table}\n```")
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
     metrics = trainer.evaluator.metrics
-    tracker.layout(metrics)
+    tracker.tensorboard.layout(metrics)
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
     results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
     columns, first = hparams(config, scaling_of(trainer), find_varied(hydra))
-    tracker.hparams(redact(columns, secrets), results, first)
+    options = redact(columns, secrets)
+    tracker.tensorboard.hparams(options, results, first)
+    tracker.options(options)
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:

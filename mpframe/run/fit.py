@@ -10,6 +10,7 @@ from mpframe.files.file_lock import run_lock
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.folder import refuse_unfit
 from mpframe.run.resume import Resume
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
 from mpframe.training.callbacks.guards import SkipGuard
@@ -47,7 +48,7 @@ def fit(
             tidy(path)
             identity = Resume(resume, path, "").into(trainer)
             set_aside_after(path, trainer.progress.global_step)
-            with Tracker(path, max(1, trainer.progress.global_step)) as tracker:
+            with Loggers(Tracker(path, max(1, trainer.progress.global_step))) as tracker:
                 context = RunContext(path, "", identity, tracker, train, speed, fixed.results)
                 with set_up(trainer, context), fixed.checkpoints.around(trainer):
                     trainer.fit(train, val)

@@ -58,6 +58,7 @@ from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import Resume, take_first_weights
 from mpframe.run.trainer import build_trainer
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption
@@ -190,7 +191,7 @@ class Run:
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.defer(),
-            Tracker(self.rank_folder, first_step, config.trainer.on_save_error) as tracker,
+            Loggers(Tracker(self.rank_folder, first_step, config.trainer.on_save_error)) as tracker,
         ):
             text, secrets = self.config_text, self.secrets
             describe(tracker, config, trainer, train, text, secrets, self.hydra)
@@ -206,7 +207,7 @@ class Run:
                 usage=usage,
             )
             self._train_with(trainer, self.callbacks, loaders, context)
-            tracker.mark_finished()
+            tracker.tensorboard.mark_finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""

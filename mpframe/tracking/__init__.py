@@ -2,6 +2,8 @@
 
 Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
 
+    logger, loggers        where results go: the interface, and all of a run as one
+    json_lines             the curves as JSON, a line for each step
     tracker, event_file    curves, texts, pictures and hyperparameters for TensorBoard
     tags                   the name of every curve, picture and text, and what it means
     metrics_csv            the same numbers as a table
@@ -18,7 +20,7 @@ from pathlib import Path
 
 # They grow while a run goes on, and are on the disk before a checkpoint counts as made.
 RECORDS = (
-    *("events.out.tfevents.*", "metrics.csv", "log2_amax.txt"),
+    *("events.out.tfevents.*", "metrics.csv", "metrics.jsonl", "log2_amax.txt"),
     *("numerics/ranges.bin", "numerics/products.csv"),
 )
 

@@ -31,7 +31,7 @@ class AmaxRecord:
         path = folder / FILE_NAME
         self._log = AppendLog(path, on_error)
         self._waiting: list[Tensor] = []
-        older = _lines(path) if kept else []
+        older = read_lines(path) if kept else []
         write_atomically(path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
@@ -46,7 +46,7 @@ class AmaxRecord:
         self._log.append("".join(f"{value:.9g}\n" for value in values).encode())
 
 
-def _lines(path: Path) -> list[bytes]:
+def read_lines(path: Path) -> list[bytes]:
     """Return the lines of an older record, whatever they hold, if there is one."""
     try:
         with open_regular(path, "rb") as file:

@@ -13,24 +13,23 @@ begins with a START record at its first step s, which hides every earlier record
 
 import base64
 import logging
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
-from torch import Tensor
 from torch.utils.tensorboard import summary as summaries
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.event_file import EventFile
+from mpframe.tracking.logger import Logger, Numbers
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _PLUGINS = {
 }
 
 
-class Tracker:
+class Tracker(Logger):
     """A writer of one run's event file. Use it as a context manager, or call `close`.
 
     Args:
@@ -66,13 +65,9 @@ class Tracker:
         self._step, self._of_step = 0, list[str]()
         self._explained = set[str]()
 
-    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
-        """Log numbers or 0-d tensors by tag as one event at `step`, which grows from call to call.
-
-        Here the host waits for the tensors: there is one transfer for each device.
-        """
-        numbers = _to_numbers(values)
-        entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers by tag as one event at `step`, which grows from call to call."""
+        entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in values.items()]
         self._add(Summary(value=entries), step)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
@@ -82,9 +77,7 @@ class Tracker:
         image = Summary.Image(encoded_image_string=png, **size)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
-    def histogram(
-        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
-    ) -> None:
+    def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
         """Log counts [n], not all 0, between edges [n + 1]. No scalar has the same tag."""
         filled = [index for index, count in enumerate(counts) if count]
         first, last = filled[0], filled[-1] + 1
@@ -153,7 +146,7 @@ class Tracker:
         with self._unwritable():
             self._events.flush()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self.flush()
 
     def __enter__(self) -> Self:
@@ -222,15 +215,6 @@ def _decode(event: str) -> Any:
         return Summary.FromString(base64.b64decode(event))
     except DecodeError as error:
         raise ValueError(str(error)) from None
-
-
-def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
-    tensors = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
-    numbers = {tag: float(value) for tag, value in values.items() if tag not in tensors}
-    for device in {tensor.device for tensor in tensors.values()}:
-        here = {tag: t.float() for tag, t in tensors.items() if t.device == device}
-        numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
-    return numbers
 
 
 def _with_first(experiment: Any, first: Collection[str]) -> Any:

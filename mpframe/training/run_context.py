@@ -10,7 +10,7 @@ from typing import Any
 
 from mpframe.core.callback import Callback, Callbacks, run_callbacks
 from mpframe.data.loading import Loader
-from mpframe.tracking.tracker import Tracker
+from mpframe.tracking.loggers import Loggers
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.trainer import Trainer
@@ -25,7 +25,7 @@ class RunContext:
     folder: Path  # exists, and a callback may write files into it
     config: str  # the resolved options as YAML, without secrets
     identity: str  # a name that no other run has, and that a resumed run keeps
-    tracker: Tracker  # writes to TensorBoard
+    tracker: Loggers  # TensorBoard's, and those that callbacks add
     train: Loader  # of the training data, `len(train)` batches an epoch
     throughput: Throughput  # samples and seconds of the training so far
     results: Results  # the last loss, the last validation and the best one

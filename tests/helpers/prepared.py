@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
@@ -28,8 +29,8 @@ def prepared(
 
 
 def context(folder: Path, tracker: Tracker | None = None, train: Any = None) -> RunContext:
-    own: Any = tracker
-    return RunContext(folder, "seed: 0\n", "a run", own, train, Throughput(1), Results())
+    loggers: Any = Loggers(tracker) if tracker else None
+    return RunContext(folder, "seed: 0\n", "a run", loggers, train, Throughput(1), Results())
 
 
 class Batches(list[Any]):

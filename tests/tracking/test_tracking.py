@@ -5,10 +5,9 @@ Of runs that are killed and resumed, or whose disk is full, too; and the table o
 
 import math
 import re
-import sys
 import time
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from checkout import ROOT
 from fixtures import Log, Patch, refused
 from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
-from pages import Page
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -25,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking import event_file
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.metrics_csv import FILE_NAME, MetricsCsv
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -58,7 +57,7 @@ def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_p
     wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
     wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
     plain = {"number": 3, "plain inf": math.inf, "many": 2**24, Tag.LOSS_TRAIN: 0.5}
-    with Tracker(tmp_path) as tracker, CountedTransfers() as transfers:
+    with Loggers(Tracker(tmp_path)) as tracker, CountedTransfers() as transfers:
         tracker.scalars(3, small | plain)
         tracker.scalars(3, wide | {"nan": torch.tensor(math.nan)})
     assert transfers.shapes == [(3,), (4,)]
@@ -188,20 +187,6 @@ def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
     ):
         text = found.Tensors(tag)[0].tensor_proto.string_val[0].decode()
         assert all(said in text for said in words), text
-
-
-def test_the_tracker_of_own_parts_is_called(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Two logs and one validation in 20 steps; the package itself is not installed."""
-    wandb = MagicMock()
-    wandb.init.return_value = wandb
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    blocks = Page(ROOT / "docs" / "own_parts.md").blocks("python")
-    (code,) = (code for code in blocks if code.startswith("import wandb"))
-    (tmp_path / "my_tracker.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    options = ["trainer.eval_every=20", "+callbacks.own._target_=my_tracker.WandB"]
-    train(tmp_path / "run", *SMALL[:2], "trainer.max_steps=20", *options)
-    assert [name for name, *_ in wandb.method_calls] == ["init", "log", "log", "log", "finish"]
 
 
 def logged_run(folder: Path, steps: range, purge_step: int | None, offset: float) -> Tracker:

@@ -145,7 +145,7 @@ class Curves(Callback):
         self._tracker, self._throughput = context.tracker, context.throughput
         self._train, self._waited = context.train, context.train.waited
         if self._last_step is not None:
-            self._tracker.write_again(self._last_step)
+            self._tracker.tensorboard.write_again(self._last_step)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         global_step = trainer.progress.global_step
@@ -167,7 +167,7 @@ class Curves(Callback):
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_step": self._tracker.last_step()}
+        return {"last_step": self._tracker.tensorboard.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last_step = check_events(state["last_step"])

@@ -38,6 +38,7 @@ from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
+from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import Curves, RecordAmax
@@ -191,7 +192,7 @@ def _watched(data: Stopwatch, folder: Path, plan: Plan | None = None) -> tuple[T
         "curves": Curves(LOG_EVERY),
         "skip_guard": SkipGuard(limit=50),
     }
-    context = RunContext(folder, "", "", Tracker(folder), data, throughput, Results())  # type: ignore[arg-type]
+    context = RunContext(folder, "", "", Loggers(Tracker(folder)), data, throughput, Results())  # type: ignore[arg-type]
     trainer = _trainer("fp32", None, plan)
     trainer.callbacks = callbacks
     run_callbacks(callbacks, "setup", trainer, context)
@@ -308,7 +309,7 @@ def _spread_out(times: Times) -> Spread:
 
 def _with_reports(trainer: Trainer, folder: Path) -> Callable[[Batch], Any]:
     watch = RangeWatch(every=1)
-    context = RunContext(folder, "", "", Tracker(folder), None, Throughput(1), Results())  # type: ignore[arg-type]
+    context = RunContext(folder, "", "", Loggers(Tracker(folder)), None, Throughput(1), Results())  # type: ignore[arg-type]
     watch.setup(trainer, context)
 
     def step(data: Batch) -> None:

@@ -1,0 +1,72 @@
+"""A run's curves as JSON: `metrics.jsonl` in its folder, one object a line for each step.
+
+    {"step": 10, "loss/train": 2.1840832, "optim/lr": 0.001, "grad/amax": "inf"}
+
+The names are TensorBoard's tags. JSON has no inf and nan, so they are strings.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mpframe.core.callback import Callback
+from mpframe.core.step_result import StepResult
+from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.tracking.amax_record import read_lines
+from mpframe.tracking.logger import Logger
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonLines(Callback, Logger):
+    """Writes the line of a step when a later one was tried. A checkpoint holds what waits.
+
+    If the disk is full, `on_error` is `stop`, or `warn` to write what waits once there is room.
+    """
+
+    def __init__(self, on_error: str = "stop") -> None:
+        self._on_error = on_error
+        self._waiting: dict[int, dict[str, float]] = {}
+
+    def setup(self, trainer: Any, context: Any) -> None:
+        """Open the file without the lines of steps that a resumed run takes again."""
+        path, first = context.folder / FILE_NAME, trainer.progress.global_step
+        lines = read_lines(path) if first else []
+        write_atomically(path, b"".join(line for line in lines if 0 <= _step_of(line) < first))
+        self._log = AppendLog(path, self._on_error)
+        context.tracker.add(self)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._waiting.setdefault(step, {}).update(values)
+
+    def on_optimizer_step(self, trainer: Any, result: StepResult) -> None:
+        self._write(trainer.progress.global_step)
+
+    def teardown(self, trainer: Any, error: BaseException | None) -> None:
+        self._write(math.inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lines": [[step, dict(values)] for step, values in self._waiting.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for step, values in state["lines"]:
+            self.scalars(int(step), {str(tag): float(value) for tag, value in values.items()})
+
+    def _write(self, before: float) -> None:
+        steps = sorted(step for step in self._waiting if step < before)
+        if lines := [_as_line({"step": step, **self._waiting.pop(step)}) for step in steps]:
+            self._log.append("".join(lines).encode())
+
+
+def _as_line(values: Mapping[str, float]) -> str:
+    shown = {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
+    return json.dumps(shown, ensure_ascii=False) + "\n"
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a line, or -1 if it is cut short: anything may lie there."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+        return -1
