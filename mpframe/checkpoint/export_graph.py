@@ -9,15 +9,16 @@ in the same format, except that an export in fp32 changes only half buffers. Int
 buffers are written unchanged.
 
 The graph computes in the format of its weights and casts nothing, so an export in float16 takes
-float16 inputs. The first dimension of each input is the batch, of any size. The other dimensions of
-integer and boolean inputs, such as the length of a text, may have any size unless the model's code
-fixes them.
+float16 inputs. The first dimension of each input is the batch, of any size. `open_sizes` decides
+which others may vary: those that the user names, which must vary, or without names the dimensions
+of integer and boolean inputs, such as the length of a text, if the model's code does not fix them.
 """
 
 import inspect
 import io
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from mpframe.core.tree import HALVES, dtype_name, fields_of, tensors_in
 from mpframe.core.user_code import describe_error, name_of
 
 DTYPES = {"fp32": torch.float32, **HALVES}
+Inputs = Sequence[Mapping[str, Any]]  # as a sidecar describes them
+OpenSizes = Mapping[str, Mapping[int, str | None]]
+"""By input, the dimensions that may vary besides the batch, and the name of each that must."""
 
 
 @dataclass(frozen=True)
@@ -82,60 +86,125 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
 log = logging.getLogger(__name__)
 
 _LABELS = ("labels", "start_positions", "end_positions")  # as Hugging Face's models call them
+_AXES = {"length": 1, "height": 2, "width": 3}
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
+def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
+    """Return the sizes that may vary.
+
+    dynamic: `[length]`, `[height, width]`, or names by input and dimension as in
+    `{words: {1: length}}`. If None, those of integer and boolean inputs that the model's code does
+    not fix. ConfigError: it names no size, or one name has two sizes.
+    """
+    shapes = {one["name"]: one["shape"] for one in inputs}
+    if dynamic is None:
+        whole = {one["name"] for one in inputs if "float" not in one["dtype"]}
+        return {n: dict.fromkeys(range(1, len(shapes[n]) * (n in whole))) for n in shapes}
+    try:
+        if not isinstance(dynamic, Mapping):
+            axes = {_AXES[name]: name for name in dynamic}
+            dynamic = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
+        named = {(n, k): dynamic[n][k] for n in dynamic for k in dynamic[n]}
+        found = {(name, shapes[n][k] if k > 0 else None) for (n, k), name in named.items()}
+    except (AttributeError, IndexError, KeyError, TypeError):
+        found = set()
+    if not found or None in dict(found).values() or len(found) > len(dict(found)):
+        shown = ", ".join(f"{name} {shape}".replace("None", "N") for name, shape in shapes.items())
+        raise ConfigError(
+            f"dynamic: names no size behind the batch, or different ones alike, of {shown}; choose "
+            "length, height, width, or name them by input and dimension: {words: {1: length}}"
+        )
+    return {**{name: {} for name in shapes}, **dynamic}
+
+
 def trace_model(
-    model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
+    model: nn.Module, weights: Exported, dtype: str, inputs: Inputs, sizes: OpenSizes
 ) -> torch.export.ExportedProgram:
     """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
 
-    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's.
+    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's. sizes: what may vary.
 
     The outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
     without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
-    the model cannot be traced.
+    the model cannot be traced, or fixes a size that must vary.
     """
-    _load(model.to(DTYPES[dtype]), weights)
+    load_exported(model, weights, dtype)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
     # Two samples of zeros, which are valid indexes of any table.
     examples = {
         one["name"]: torch.zeros(_sizes(one), dtype=getattr(torch, one["dtype"])) for one in inputs
     }
-    batch = torch.export.Dim("batch")
-    sizes = {
-        name: ({0: batch} if held.dim() else {}) | _lengths(held) for name, held in examples.items()
+    batch, kinds = torch.export.Dim("batch"), (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC)
+    dims = {
+        name: {0: batch} | {dim: kinds[label is not None] for dim, label in sizes[name].items()}
+        for name, held in examples.items()
+        if held.dim()
     }
-    call: tuple[Any, ...] = (), examples, sizes
-    if len(examples) == 1:
-        call = tuple(examples.values()), {}, tuple(sizes.values())
     try:
-        with _quiet():
-            program = torch.export.export(model.eval(), *call[:2], dynamic_shapes=call[2])
+        with quiet():
+            program = torch.export.export(
+                model.eval(), *_arguments(examples), dynamic_shapes=dict.fromkeys(examples) | dims
+            )
+            _run_doubled(program, examples, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
-        raise UserCodeError(
-            f"model: {name_of(model)} cannot be traced into a graph: {describe_error(error)}; use "
-            "format=safetensors, or write its forward so that torch.export takes it"
-        ) from error
+        raise UserCodeError(_why_not(model, error, sizes)) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # It names folders of this machine.
     return program
 
 
+def _arguments(tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return how to call a graph: with its input, or with several by their names."""
+    return ((), {**tensors}) if len(tensors) > 1 else (tuple(tensors.values()), {})
+
+
+def _run_doubled(program: Any, examples: Mapping[str, Tensor], sizes: OpenSizes) -> None:
+    """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
+    given = {}
+    for (name, held), traced in zip(examples.items(), _traced_inputs(program), strict=True):
+        shape = list(held.shape)
+        for dim in [dim for dim, label in sizes[name].items() if label]:
+            least, most = _bounds(traced.shape[dim])
+            shape[dim] = 2 * shape[dim] if 2 * shape[dim] <= most else least
+        given[name] = held.new_zeros(shape)
+    if any(given[name].shape != held.shape for name, held in examples.items()):
+        arguments, keywords = _arguments(given)
+        program.module()(*arguments, **keywords)
+
+
+def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
+    """Return a line that says why a model cannot be traced, with torch's reason."""
+    names = dict.fromkeys(label for dims in sizes.values() for label in dims.values() if label)
+    reason, *_ = [*re.findall(r"^ *- (.+?)(?:\. |$)", str(error), re.M), describe_error(error)]
+    return (
+        f"{'dynamic=[' * bool(names)}{','.join(names) or 'model'}{']' * bool(names)}: "
+        f"{name_of(model)} cannot be traced into a graph: {reason:.300}; use format=safetensors, "
+        f"or write its forward so that torch.export takes it{' with any size' * bool(names)}"
+    )
+
+
+def _traced_inputs(program: torch.export.ExportedProgram) -> list[Any]:
+    """Return a graph's inputs, whose shapes have a symbol for each size that may vary."""
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    return [nodes[name] for name in program.graph_signature.user_inputs]
+
+
 def describe_inputs(
-    program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
+    program: torch.export.ExportedProgram, inputs: Inputs, sizes: OpenSizes
 ) -> list[dict[str, Any]]:
-    """Describe the inputs of a graph, with null for each size that may vary.
+    """Describe the inputs of a graph, with the name of each size that may vary, or null.
 
     Warns of a length that the model's code fixes.
     """
-    nodes = {node.name: node for node in program.graph.nodes}
     described = []
-    for one, node in zip(inputs, program.graph_signature.user_inputs, strict=True):
-        held, shape = nodes[node].meta["val"], list(one["shape"])
-        for dim in _lengths(held):
+    for one, held in zip(inputs, _traced_inputs(program), strict=True):
+        shape = list(one["shape"])
+        for dim, label in sizes[one["name"]].items():
             least, most = _bounds(held.shape[dim])
-            if least == most:
+            if label is not None:
+                shape[dim] = label
+            elif least == most:
                 log.warning(
                     "warning: the graph takes %s of size %d in dimension %d only, because the "
                     "model's code fixes it",
@@ -154,14 +223,17 @@ def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
     return file.getvalue()
 
 
-def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """Return the content of an `.onnx` file with `words` as its metadata property `mpframe`."""
+def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
+    """Return the content of an `.onnx` file with `words` as its metadata property `mpframe`.
+
+    Sizes have the names that `describe_inputs` gave to them in `inputs`.
+    """
     require_onnx()
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
     names = spec.context if by_name else None
     try:
-        with _quiet():
+        with quiet():
             made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
     except Exception as error:
         raise UserCodeError(
@@ -169,10 +241,24 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
             "format=torch_export or safetensors"
         ) from error
     made.model.metadata_props[KEY] = words
+    labels = {
+        str(size): label or "batch"
+        for one, held in zip(inputs, _traced_inputs(program), strict=False)
+        for dim, (size, label) in enumerate(zip(held.shape, one["shape"], strict=True))
+        if isinstance(label, str) or dim == 0
+    }
+    _name_sizes(made.model.graph.inputs, labels)
     for node in made.model.graph.all_nodes():
         node.metadata_props.clear()  # Stack traces, with folders of this machine.
+        _name_sizes(node.outputs, labels)
     content: bytes = made.model_proto.SerializeToString()
     return content
+
+
+def _name_sizes(values: Any, labels: Mapping[str, str]) -> None:
+    for shape in (value.shape for value in values if value.shape is not None):
+        for dim, size in enumerate(shape):
+            shape[dim] = labels.get(str(getattr(size, "value", size)), size)
 
 
 def require_onnx() -> None:
@@ -212,7 +298,7 @@ def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Log nothing in the block, because the tracer writes the whole graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -233,13 +319,6 @@ def _is_plain(described: Any) -> bool:
         return False
     whole = all(type(size) is int and size > 0 for size in sizes)
     return named and whole and math.prod(sizes) <= _MOST_VALUES and isinstance(dtype, torch.dtype)
-
-
-def _lengths(example: Tensor) -> dict[int, Any]:
-    """Return the dimensions behind the batch that torch.export may leave open."""
-    if example.is_floating_point():
-        return {}
-    return dict.fromkeys(range(1, example.dim()), torch.export.Dim.AUTO)
 
 
 def _bounds(size: Any) -> tuple[Any, Any]:
@@ -265,8 +344,10 @@ def _sizes(described: Mapping[str, Any]) -> list[Any]:
     return [2 if size is None else size for size in described["shape"]]
 
 
-def _load(model: nn.Module, weights: Exported) -> None:
+def load_exported(model: nn.Module, weights: Exported, dtype: str) -> None:
+    """Load weights in `dtype` into a model. CheckpointError: they are another model's."""
     try:
+        model.to(DTYPES[dtype])
         model.load_state_dict(weights.tensors)
     except RuntimeError as error:
         raise CheckpointError(

@@ -10,6 +10,7 @@ Each checkpoint and each export says how a stranger uses its weights.
 
 import inspect
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -38,7 +39,7 @@ from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
-from mpframe.tracking.environment import environment_text
+from mpframe.tracking.environment import environment_text, format_command
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
@@ -237,16 +238,24 @@ def _moves_from(ops: OpLists, shipped: OpLists) -> dict[str, str]:
     return {op: ops.list_of(op) for op in names if ops.list_of(op) != shipped.list_of(op)}
 
 
-def usage_of(task: Task, trainer: Trainer) -> dict[str, Any]:
+def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> dict[str, Any]:
     """Return how to use the weights, as JSON values (null if unknown)."""
     names = task.class_names
+    words = None if hydra is None else ["mpframe train", *hydra.overrides.task]
     return {
+        "command": None if words is None else format_command(words, os.environ),
         "inputs": _inputs_of(task, trainer.model),
         "class_names": None if names is None else list(names),
         "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),
         "precision": _precision_of(trainer),
         "versions": versions(),
+        "samples": {name: _count(getattr(task, name)) for name in ("train", "val", "test")},
     }
+
+
+def _count(samples: Any) -> int | None:
+    """Return how many samples a dataset has, or None if there is none or it does not say."""
+    return len(samples) if hasattr(samples, "__len__") else None
 
 
 def _precision_of(trainer: Trainer) -> dict[str, Any]:
@@ -258,6 +267,7 @@ def _precision_of(trainer: Trainer) -> dict[str, Any]:
         "ops": None if policy.mode == "fp32" else ops_in_words(policy.ops).replace("`", ""),
         "half_weights": [name for name, weight in weights if weight.dtype in HALF],
         "evaluated_in": str(trainer.precision),
+        "loss_scaling": scaling_of(trainer),
     }
 
 

@@ -28,6 +28,7 @@ from mpframe.checkpoint.export_graph import (
     convert_weights,
     describe_inputs,
     graph_inputs,
+    open_sizes,
     trace_model,
     without_labels,
 )
@@ -277,7 +278,8 @@ class Columns(nn.Module):
 
 def traced(model: nn.Module, *inputs: Any) -> Any:
     weights = convert_weights(model.state_dict(), "fp32")
-    return trace_model(model, weights, "fp32", [*inputs] or [WORDS])
+    given = [*inputs] or [WORDS]
+    return trace_model(model, weights, "fp32", given, open_sizes(given))
 
 
 LOADED = """
@@ -292,7 +294,7 @@ for length in (2, 5, 9):
 
 def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
     graph = traced(Counted(nested=True))
-    assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None]}]
+    assert describe_inputs(graph, [WORDS], open_sizes([WORDS])) == [WORDS | {"shape": [None, None]}]
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
     subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
 
@@ -318,6 +320,6 @@ FIXES = "warning: the graph takes words of size 5 in dimension 1 only, because t
 def test_a_length_that_the_model_fixes_is_warned_of(caplog: Log) -> None:
     """Columns that are read by number are no length."""
     for model, warnings in ((Columns(), []), (Counted(fixed=5), [f"{FIXES}fixes it"])):
-        assert describe_inputs(traced(model), [WORDS]) == [WORDS]
+        assert describe_inputs(traced(model), [WORDS], open_sizes([WORDS])) == [WORDS]
         ours = [one for one in caplog.records if one.name.startswith("mpframe")]  # torch logs, too
         assert [one.getMessage() for one in ours] == warnings

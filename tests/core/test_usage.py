@@ -67,6 +67,7 @@ def test_the_precision_names_the_half_weights_and_the_lists() -> None:
 
     mixed = {"mode": "mixed", "half": "bfloat16", "ops": "default"}
     mixed |= {"evaluated_in": "mixed(bfloat16)", "half_weights": ["0.weight", "0.bias"]}
+    mixed |= {"loss_scaling": "none"}
     assert precision(Precision("mixed", "bfloat16")) == mixed
     fp32 = {"mode": "fp32", "half": None, "ops": None, "half_weights": []}
     assert precision(Precision()).items() >= fp32.items()

@@ -1,0 +1,157 @@
+"""A folder as on Hugging Face's hub, which transformers or timm loads if the model is theirs.
+
+    config.json             how the library builds the model, with the names of its classes
+    model.safetensors       parameters and buffers, with the sidecar of every export beside it
+    README.md               the model card (see model_card.py)
+    tokenizer.json, preprocessor_config.json    for transformers, as far as the run knows them
+
+The library writes its files and builds a model of them again, which must have the same weights. Any
+other model is saved with the arguments of its class.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpframe.checkpoint.export import as_json, as_safetensors, beside, sidecar
+from mpframe.checkpoint.export_graph import quiet
+from mpframe.checkpoint.folder import hidden_path
+from mpframe.checkpoint.init_from import few
+from mpframe.checkpoint.model_card import format_card
+from mpframe.checkpoint.saving import put_in_place
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
+from mpframe.core.user_code import describe_error, name_of
+from mpframe.files.durable import sync_paths
+
+Facts = Mapping[str, Any]  # of the sidecar
+_WEIGHTS = "model.safetensors"
+
+
+def refuse_taken(out: Path, overwrite: bool) -> None:
+    """Refuse a place where something is, except, with `overwrite`, an exported folder."""
+    exported = beside(out / _WEIGHTS).is_file() and not out.is_symlink()
+    if os.path.lexists(out) and not (overwrite and exported):
+        way_out = "choose another folder, or replace an exported one with overwrite=true"
+        raise ConfigError(f"out={out}: {out} exists; {way_out}")
+
+
+def library_of(model: nn.Module) -> str:
+    """Return the library whose model this is, or torch."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        return "transformers"
+    timms = type(model).__module__.startswith("timm.") and hasattr(model, "pretrained_cfg")
+    return "timm" if timms else "torch"
+
+
+def write_folder(out: Path, model: nn.Module, facts: Facts) -> None:
+    """Write a model that has its exported weights, whole or not at all.
+
+    CheckpointError, UserCodeError: its library does not build it again. ConfigError: there is no
+    room, or no such place.
+    """
+    new, library = hidden_path(out, "new"), library_of(model)
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        new.mkdir()
+        _SAVE[library](model, new, facts)
+        text = sidecar(facts, _WEIGHTS, "huggingface", (new / _WEIGHTS).read_bytes())
+        beside(new / _WEIGHTS).write_text(text)
+        (new / "README.md").write_text(format_card(out.name, library, model, facts))
+        sync_paths([*new.iterdir()])
+        put_in_place(new, out)
+    except OSError as error:
+        what = f"out={out}: cannot be written ({error.strerror})"
+        raise ConfigError(f"{what}; choose another folder") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _save_torch(model: nn.Module, folder: Path, facts: Facts) -> None:
+    tensors = {name: held.clone() for name, held in model.state_dict().items()}
+    (folder / _WEIGHTS).write_bytes(as_safetensors(tensors, facts))
+    (folder / "config.json").write_text(as_json(facts["model"], indent=2) + "\n")
+
+
+def _save_transformers(model: Any, folder: Path, facts: Facts) -> None:
+    names, how = facts["class_names"] or (), facts["preprocessing"] or {}
+    if len(names) == model.config.num_labels:
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
+    with quiet():
+        model.save_pretrained(folder, max_shard_size=sys.maxsize)
+        if how.get("tokenizer") == "WordPiece":
+            _tokenizer(how).save_pretrained(folder)
+    if how.get("mean"):
+        words = as_json(_image_processor(how), indent=2)
+        (folder / "preprocessor_config.json").write_text(words)
+    _refuse_changed(model, lambda: type(model).from_pretrained(folder, local_files_only=True))
+
+
+def _tokenizer(how: Mapping[str, Any]) -> Any:
+    from transformers import BertTokenizer
+
+    pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
+    return BertTokenizer(vocab=pieces, do_lower_case=True, model_max_length=how["max_tokens"])
+
+
+def _image_processor(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the preprocessing of images to transformers."""
+    return {
+        "image_processor_type": "CLIPImageProcessor",  # scales, cuts out the middle, normalises
+        "do_resize": how["resize"] is not None,
+        "do_center_crop": how["resize"] is not None,
+        "size": {"shortest_edge": min(how["size"])},
+        "crop_size": dict(zip(("height", "width"), how["size"], strict=True)),
+        "resample": 2,  # PIL's number of bilinear
+        "rescale_factor": 1 / how["value_range"][1],
+        "image_mean": how["mean"],
+        "image_std": how["std"],
+        "do_convert_rgb": len(how["mean"]) == 3,
+    }
+
+
+def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
+    import timm
+
+    names, how = facts["class_names"] or (), facts["preprocessing"] or {}
+    if how.get("mean"):
+        scale = how["value_range"][1] / 255  # timm divides pixels by 255.
+        changes = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
+        changes |= dict.fromkeys(("test_input_size", "test_crop_pct"))
+        changes |= {"input_size": (len(how["mean"]), *how["size"])}
+        changes |= {"interpolation": "bilinear", "crop_pct": 1.0}
+        model.pretrained_cfg = {**model.pretrained_cfg, **changes}
+    labels = {"label_names": names} if len(names) == model.num_classes else {}
+    with quiet():
+        timm.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
+    source = f"local-dir:{folder.absolute()}"
+    _refuse_changed(model, lambda: timm.create_model(source, pretrained=True))
+
+
+_SAVE = {"transformers": _save_transformers, "timm": _save_timm, "torch": _save_torch}
+
+
+def _refuse_changed(model: nn.Module, load: Callable[[], nn.Module]) -> None:
+    """Refuse a model that its library does not build again, with the same weights."""
+    found = f"format=huggingface: {name_of(model)} loaded from its config.json is another model"
+    way_out = "use format=safetensors"
+    try:
+        with quiet():
+            ours, loaded = model.state_dict(), load().state_dict()
+    except Exception as error:  # Whatever a library raises.
+        raise UserCodeError(f"{found}: {describe_error(error)}; {way_out}") from error
+    other = [
+        name
+        for name in dict.fromkeys([*ours, *loaded])
+        if not {name} <= ours.keys() & loaded.keys()
+        or not torch.equal(ours[name], loaded[name].to(ours[name].dtype))
+    ]
+    if other:
+        raise CheckpointError(f"{found}: {few(other)}; {way_out}")
