@@ -19,8 +19,9 @@ import io
 import logging
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -101,21 +102,21 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
     if dynamic is None:
         whole = {one["name"] for one in inputs if "float" not in one["dtype"]}
         return {n: dict.fromkeys(range(1, len(shapes[n]) * (n in whole))) for n in shapes}
-    try:
+    sizes, found = dynamic, set()
+    with suppress(AttributeError, IndexError, KeyError, TypeError):
         if not isinstance(dynamic, Mapping):
             axes = {_AXES[name]: name for name in dynamic}
-            dynamic = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
-        named = {(n, k): dynamic[n][k] for n in dynamic for k in dynamic[n]}
-        found = {(name, shapes[n][k] if k > 0 else None) for (n, k), name in named.items()}
-    except (AttributeError, IndexError, KeyError, TypeError):
-        found = set()
-    if not found or None in dict(found).values() or len(found) > len(dict(found)):
-        shown = ", ".join(f"{name} {shape}".replace("None", "N") for name, shape in shapes.items())
+            sizes = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
+        found = {(sizes[n][k], shapes[n][k]) for n in sizes for k in sizes[n]}
+    if not found or len(found) > len(dict(found)):
+        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ConfigError(
-            f"dynamic: names no size behind the batch, or different ones alike, of {shown}; choose "
-            "length, height, width, or name them by input and dimension: {words: {1: length}}"
+            f"dynamic={dynamic}: names no size, or different ones alike, of {shown}; choose length, "
+            "height, width, or names by input and dimension, as in {words: {1: length}}".replace(
+                "'", ""
+            )
         )
-    return {**{name: {} for name in shapes}, **dynamic}
+    return {**{name: {} for name in shapes}, **sizes}
 
 
 def trace_model(
@@ -141,12 +142,13 @@ def trace_model(
         for name, held in examples.items()
         if held.dim()
     }
+    # Several inputs are called by their names.
+    call = ((), examples) if len(examples) > 1 else (tuple(examples.values()), {})
+    dynamic = dict.fromkeys(examples) | dims
     try:
         with quiet():
-            program = torch.export.export(
-                model.eval(), *_arguments(examples), dynamic_shapes=dict.fromkeys(examples) | dims
-            )
-            _run_doubled(program, examples, sizes)
+            program = torch.export.export(model.eval(), *call, dynamic_shapes=dynamic)
+            _run_doubled(program, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(_why_not(model, error, sizes)) from error
     for node in program.graph.nodes:
@@ -154,23 +156,20 @@ def trace_model(
     return program
 
 
-def _arguments(tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return how to call a graph: with its input, or with several by their names."""
-    return ((), {**tensors}) if len(tensors) > 1 else (tuple(tensors.values()), {})
-
-
-def _run_doubled(program: Any, examples: Mapping[str, Tensor], sizes: OpenSizes) -> None:
+def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> None:
     """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
-    given = {}
-    for (name, held), traced in zip(examples.items(), _traced_inputs(program), strict=True):
+    traced = zip(_traced_inputs(program), sizes.values(), strict=True)
+
+    def double(held: Tensor) -> Tensor:
+        size, names = next(traced)
         shape = list(held.shape)
-        for dim in [dim for dim, label in sizes[name].items() if label]:
-            least, most = _bounds(traced.shape[dim])
+        for dim in filter(names.get, names):
+            least, most = _bounds(size.shape[dim])
             shape[dim] = 2 * shape[dim] if 2 * shape[dim] <= most else least
-        given[name] = held.new_zeros(shape)
-    if any(given[name].shape != held.shape for name, held in examples.items()):
-        arguments, keywords = _arguments(given)
-        program.module()(*arguments, **keywords)
+        return held.new_zeros(shape)
+
+    arguments, keywords = program.example_inputs
+    program.module()(*map(double, arguments), **{k: double(v) for k, v in keywords.items()})
 
 
 def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
@@ -232,33 +231,27 @@ def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = 
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
     names = spec.context if by_name else None
+    sizes = {one["name"]: _named(one["shape"]) for one in inputs}
+    options: Any = {"output_names": names, "dynamic_shapes": sizes or None}
     try:
         with quiet():
-            made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **options)
     except Exception as error:
         raise UserCodeError(
             f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
             "format=torch_export or safetensors"
         ) from error
     made.model.metadata_props[KEY] = words
-    labels = {
-        str(size): label or "batch"
-        for one, held in zip(inputs, _traced_inputs(program), strict=False)
-        for dim, (size, label) in enumerate(zip(held.shape, one["shape"], strict=True))
-        if isinstance(label, str) or dim == 0
-    }
-    _name_sizes(made.model.graph.inputs, labels)
     for node in made.model.graph.all_nodes():
         node.metadata_props.clear()  # Stack traces, with folders of this machine.
-        _name_sizes(node.outputs, labels)
     content: bytes = made.model_proto.SerializeToString()
     return content
 
 
-def _name_sizes(values: Any, labels: Mapping[str, str]) -> None:
-    for shape in (value.shape for value in values if value.shape is not None):
-        for dim, size in enumerate(shape):
-            shape[dim] = labels.get(str(getattr(size, "value", size)), size)
+def _named(shape: Sequence[Any]) -> dict[int, str]:
+    """Return the names of sizes in a sidecar, and of the batch, by dimension."""
+    sizes = {dim: size for dim, size in enumerate(shape) if isinstance(size, str)}
+    return {0: "batch", **sizes} if shape else {}
 
 
 def require_onnx() -> None:
@@ -303,7 +296,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

@@ -80,40 +80,35 @@ def _save_torch(model: nn.Module, folder: Path, facts: Facts) -> None:
 
 
 def _save_transformers(model: Any, folder: Path, facts: Facts) -> None:
+    import transformers
+
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
     if len(names) == model.config.num_labels:
         model.config.id2label = dict(enumerate(names))
         model.config.label2id = {name: number for number, name in enumerate(names)}
-    with quiet():
-        model.save_pretrained(folder, max_shard_size=sys.maxsize)
-        if how.get("tokenizer") == "WordPiece":
-            _tokenizer(how).save_pretrained(folder)
+    parts = [model]
+    if how.get("tokenizer") == "WordPiece":
+        pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
+        longest = {"model_max_length": how["max_tokens"]}
+        parts += [transformers.BertTokenizer(vocab=pieces, do_lower_case=True, **longest)]
     if how.get("mean"):
-        words = as_json(_image_processor(how), indent=2)
-        (folder / "preprocessor_config.json").write_text(words)
+        parts += [transformers.CLIPImageProcessor(**_image_options(how))]
+    with quiet():
+        for part in parts:
+            part.save_pretrained(folder, max_shard_size=sys.maxsize)
     _refuse_changed(model, lambda: type(model).from_pretrained(folder, local_files_only=True))
 
 
-def _tokenizer(how: Mapping[str, Any]) -> Any:
-    from transformers import BertTokenizer
-
-    pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
-    return BertTokenizer(vocab=pieces, do_lower_case=True, model_max_length=how["max_tokens"])
-
-
-def _image_processor(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the preprocessing of images to transformers."""
+def _image_options(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers calls the preprocessing: scale, cut out the middle, normalise."""
+    (height, width), fits = how["size"], how["resize"] is not None
     return {
-        "image_processor_type": "CLIPImageProcessor",  # scales, cuts out the middle, normalises
-        "do_resize": how["resize"] is not None,
-        "do_center_crop": how["resize"] is not None,
-        "size": {"shortest_edge": min(how["size"])},
-        "crop_size": dict(zip(("height", "width"), how["size"], strict=True)),
+        "size": {"shortest_edge": min(height, width)},
+        "crop_size": {"height": height, "width": width},
         "resample": 2,  # PIL's number of bilinear
         "rescale_factor": 1 / how["value_range"][1],
-        "image_mean": how["mean"],
-        "image_std": how["std"],
-        "do_convert_rgb": len(how["mean"]) == 3,
+        **{"image_mean": how["mean"], "image_std": how["std"]},
+        **dict.fromkeys(("do_resize", "do_center_crop"), fits),
     }
 
 
@@ -123,11 +118,13 @@ def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
     if how.get("mean"):
         scale = how["value_range"][1] / 255  # timm divides pixels by 255.
-        changes = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
-        changes |= dict.fromkeys(("test_input_size", "test_crop_pct"))
-        changes |= {"input_size": (len(how["mean"]), *how["size"])}
-        changes |= {"interpolation": "bilinear", "crop_pct": 1.0}
-        model.pretrained_cfg = {**model.pretrained_cfg, **changes}
+        model.pretrained_cfg = {
+            **{key: held for key, held in model.pretrained_cfg.items() if key[:5] != "test_"},
+            **{key: tuple(value * scale for value in how[key]) for key in ("mean", "std")},
+            "input_size": (len(how["mean"]), *how["size"]),
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+        }
     labels = {"label_names": names} if len(names) == model.num_classes else {}
     with quiet():
         timm.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
@@ -147,11 +144,10 @@ def _refuse_changed(model: nn.Module, load: Callable[[], nn.Module]) -> None:
             ours, loaded = model.state_dict(), load().state_dict()
     except Exception as error:  # Whatever a library raises.
         raise UserCodeError(f"{found}: {describe_error(error)}; {way_out}") from error
-    other = [
+    alike = {
         name
-        for name in dict.fromkeys([*ours, *loaded])
-        if not {name} <= ours.keys() & loaded.keys()
-        or not torch.equal(ours[name], loaded[name].to(ours[name].dtype))
-    ]
-    if other:
+        for name in ours.keys() & loaded.keys()
+        if torch.equal(ours[name], loaded[name].to(ours[name].dtype))
+    }
+    if other := sorted((ours.keys() | loaded.keys()) - alike):
         raise CheckpointError(f"{found}: {few(other)}; {way_out}")

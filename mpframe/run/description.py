@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -249,13 +249,11 @@ def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> d
         "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),
         "precision": _precision_of(trainer),
         "versions": versions(),
-        "samples": {name: _count(getattr(task, name)) for name in ("train", "val", "test")},
+        "samples": {
+            name: len(held) if isinstance(held := getattr(task, name), Sized) else None
+            for name in ("train", "val", "test")
+        },
     }
-
-
-def _count(samples: Any) -> int | None:
-    """Return how many samples a dataset has, or None if there is none or it does not say."""
-    return len(samples) if hasattr(samples, "__len__") else None
 
 
 def _precision_of(trainer: Trainer) -> dict[str, Any]:
