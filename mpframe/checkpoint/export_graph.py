@@ -111,10 +111,8 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
     if not found or len(found) > len(dict(found)):
         shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ConfigError(
-            f"dynamic={dynamic}: names no size, or different ones alike, of {shown}; choose length, "
-            "height, width, or names by input and dimension, as in {words: {1: length}}".replace(
-                "'", ""
-            )
+            f"dynamic={dynamic}: names no size of {shown}, or several alike; choose length, "
+            "height, width, or name them by input and dimension, as in {words: {1: length}}"
         )
     return {**{name: {} for name in shapes}, **sizes}
 

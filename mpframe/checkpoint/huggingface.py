@@ -107,7 +107,8 @@ def _image_options(how: Mapping[str, Any]) -> dict[str, Any]:
         "crop_size": {"height": height, "width": width},
         "resample": 2,  # PIL's number of bilinear
         "rescale_factor": 1 / how["value_range"][1],
-        **{"image_mean": how["mean"], "image_std": how["std"]},
+        "image_mean": how["mean"],
+        "image_std": how["std"],
         **dict.fromkeys(("do_resize", "do_center_crop"), fits),
     }
 
