@@ -62,7 +62,7 @@ import re, sys, torch
 names = {}
 exec(code, names)
 with torch.no_grad():
-    found = names["model"].eval()(torch.load("inputs.pt").to(next(names["model"].parameters()).device))
+    found = names["model"].eval()(torch.load("inputs.pt"))
 assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
 torch.save(getattr(found, "logits", found), "found.pt")
 """
@@ -250,7 +250,9 @@ def test_images_are_prepared_as_in_the_run(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_channels": 1, "num_labels": 2}
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **heads))
-    write_folder(tmp_path / "out", model, FACTS | IMAGES)
+    write_folder(
+        tmp_path / "out", model, FACTS | {"class_names": ["cat", "dog"], "preprocessing": GREY}
+    )
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) % 17
     prepared = processor(pixels, return_tensors="pt")["pixel_values"]
