@@ -250,9 +250,8 @@ def test_images_are_prepared_as_in_the_run(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_channels": 1, "num_labels": 2}
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **heads))
-    write_folder(
-        tmp_path / "out", model, FACTS | {"class_names": ["cat", "dog"], "preprocessing": GREY}
-    )
+    how = {"preprocessing": Normalize((0.3,), (0.4,)).described(8, 16)}
+    write_folder(tmp_path / "out", model, FACTS | how | {"class_names": ["cat", "dog"]})
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) % 17
     prepared = processor(pixels, return_tensors="pt")["pixel_values"]
