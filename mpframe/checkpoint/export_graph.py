@@ -140,13 +140,11 @@ def trace_model(
         for name, held in examples.items()
         if held.dim()
     }
-    # Several inputs are called by their names.
-    call = ((), examples) if len(examples) > 1 else (tuple(examples.values()), {})
     dynamic = dict.fromkeys(examples) | dims
     try:
         with quiet():
-            program = torch.export.export(model.eval(), *call, dynamic_shapes=dynamic)
-            _run_doubled(program, sizes)
+            program = torch.export.export(model.eval(), *_call(examples), dynamic_shapes=dynamic)
+            _run_doubled(program, examples, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(_why_not(model, error, sizes)) from error
     for node in program.graph.nodes:
@@ -154,20 +152,21 @@ def trace_model(
     return program
 
 
-def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> None:
+def _call(inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the arguments of a graph: its input, or several by their names."""
+    return ((), dict(inputs)) if len(inputs) > 1 else (tuple(inputs.values()), {})
+
+
+def _run_doubled(program: Any, examples: Mapping[str, Tensor], sizes: OpenSizes) -> None:
     """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
-    traced = zip(_traced_inputs(program), sizes.values(), strict=True)
-
-    def double(held: Tensor) -> Tensor:
-        size, names = next(traced)
-        shape = list(held.shape)
-        for dim in filter(names.get, names):
-            least, most = _bounds(size.shape[dim])
-            shape[dim] = 2 * shape[dim] if 2 * shape[dim] <= most else least
-        return held.new_zeros(shape)
-
-    arguments, keywords = program.example_inputs
-    program.module()(*map(double, arguments), **{k: double(v) for k, v in keywords.items()})
+    given = dict(examples)
+    for name, traced in zip(examples, _traced_inputs(program), strict=True):
+        shape = list(examples[name].shape)
+        for dim in filter(sizes[name].get, sizes[name]):
+            shape[dim] = int(min(2 * shape[dim], _bounds(traced.shape[dim])[1]))
+        given[name] = examples[name].new_zeros(shape)
+    arguments, keywords = _call(given)
+    program.module()(*arguments, **keywords)
 
 
 def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
@@ -221,15 +220,17 @@ def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
 
 
 def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
-    """Return the content of an `.onnx` file with `words` as its metadata property `mpframe`.
-
-    Sizes have the names that `describe_inputs` gave to them in `inputs`.
-    """
+    """Return an `.onnx` file's content: the names of sizes in `inputs`, `words` as metadata."""
     require_onnx()
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
     names = spec.context if by_name else None
-    sizes = {one["name"]: _named(one["shape"]) for one in inputs}
+    sizes = {
+        one["name"]: {
+            k: n or "batch" for k, n in enumerate(one["shape"]) if k == 0 or type(n) is str
+        }
+        for one in inputs
+    }
     options: Any = {"output_names": names, "dynamic_shapes": sizes or None}
     try:
         with quiet():
@@ -244,12 +245,6 @@ def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = 
         node.metadata_props.clear()  # Stack traces, with folders of this machine.
     content: bytes = made.model_proto.SerializeToString()
     return content
-
-
-def _named(shape: Sequence[Any]) -> dict[int, str]:
-    """Return the names of sizes in a sidecar, and of the batch, by dimension."""
-    sizes = {dim: size for dim, size in enumerate(shape) if isinstance(size, str)}
-    return {0: "batch", **sizes} if shape else {}
 
 
 def require_onnx() -> None:

@@ -1,12 +1,9 @@
 """A folder as on Hugging Face's hub, which transformers or timm loads if the model is theirs.
 
-    config.json             how the library builds the model, with the names of its classes
-    model.safetensors       parameters and buffers, with the sidecar of every export beside it
-    README.md               the model card (see model_card.py)
-    tokenizer.json, preprocessor_config.json    for transformers, as far as the run knows them
-
-The library writes its files and builds a model of them again, which must have the same weights. Any
-other model is saved with the arguments of its class.
+It has config.json, model.safetensors with the sidecar of every export, and the model card. For
+transformers it also has the tokenizer or the preprocessing of images, if the run knows them. The
+library writes its files and must build a model with the same weights from them. Any other model is
+saved with the arguments of its class.
 """
 
 import os
@@ -53,8 +50,7 @@ def library_of(model: nn.Module) -> str:
 def write_folder(out: Path, model: nn.Module, facts: Facts) -> None:
     """Write a model that has its exported weights, whole or not at all.
 
-    CheckpointError, UserCodeError: its library does not build it again. ConfigError: there is no
-    room, or no such place.
+    CheckpointError, UserCodeError: its library does not build it again. OSError: there is no room.
     """
     new, library = hidden_path(out, "new"), library_of(model)
     shutil.rmtree(new, ignore_errors=True)
@@ -66,9 +62,6 @@ def write_folder(out: Path, model: nn.Module, facts: Facts) -> None:
         (new / "README.md").write_text(format_card(out.name, library, model, facts))
         sync_paths([*new.iterdir()])
         put_in_place(new, out)
-    except OSError as error:
-        what = f"out={out}: cannot be written ({error.strerror})"
-        raise ConfigError(f"{what}; choose another folder") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -82,35 +75,25 @@ def _save_torch(model: nn.Module, folder: Path, facts: Facts) -> None:
 def _save_transformers(model: Any, folder: Path, facts: Facts) -> None:
     import transformers
 
-    names, how = facts["class_names"] or (), facts["preprocessing"] or {}
+    names, how, parts = facts["class_names"] or (), facts["preprocessing"] or {}, [model]
     if len(names) == model.config.num_labels:
         model.config.id2label = dict(enumerate(names))
         model.config.label2id = {name: number for number, name in enumerate(names)}
-    parts = [model]
     if how.get("tokenizer") == "WordPiece":
         pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
         longest = {"model_max_length": how["max_tokens"]}
         parts += [transformers.BertTokenizer(vocab=pieces, do_lower_case=True, **longest)]
     if how.get("mean"):
-        parts += [transformers.CLIPImageProcessor(**_image_options(how))]
+        side, scale = min(how["size"]), {"rescale_factor": 1 / how["value_range"][1]}
+        sizes = {"size": {"shortest_edge": side}, "crop_size": side, "resample": 2}  # bilinear
+        norm = {"image_mean": how["mean"], "image_std": how["std"]}
+        flags = dict.fromkeys(("do_resize", "do_center_crop"), how["resize"] is not None)
+        flags["do_convert_rgb"] = len(how["mean"]) == 3
+        parts += [transformers.CLIPImageProcessor(**sizes, **scale, **norm, **flags)]
     with quiet():
         for part in parts:
             part.save_pretrained(folder, max_shard_size=sys.maxsize)
     _refuse_changed(model, lambda: type(model).from_pretrained(folder, local_files_only=True))
-
-
-def _image_options(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers calls the preprocessing: scale, cut out the middle, normalise."""
-    (height, width), fits = how["size"], how["resize"] is not None
-    return {
-        "size": {"shortest_edge": min(height, width)},
-        "crop_size": {"height": height, "width": width},
-        "resample": 2,  # PIL's number of bilinear
-        "rescale_factor": 1 / how["value_range"][1],
-        "image_mean": how["mean"],
-        "image_std": how["std"],
-        **dict.fromkeys(("do_resize", "do_center_crop"), fits),
-    }
 
 
 def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
@@ -119,13 +102,10 @@ def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
     if how.get("mean"):
         scale = how["value_range"][1] / 255  # timm divides pixels by 255.
-        model.pretrained_cfg = {
-            **{key: held for key, held in model.pretrained_cfg.items() if key[:5] != "test_"},
-            **{key: tuple(value * scale for value in how[key]) for key in ("mean", "std")},
-            "input_size": (len(how["mean"]), *how["size"]),
-            "interpolation": "bilinear",
-            "crop_pct": 1.0,
-        }
+        changes = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
+        changes |= {"input_size": (len(how["mean"]), *how["size"]), "crop_pct": 1.0}
+        kept = {k: held for k, held in model.pretrained_cfg.items() if not k.startswith("test_")}
+        model.pretrained_cfg = {**kept, **changes, "interpolation": "bilinear"}
     labels = {"label_names": names} if len(names) == model.num_classes else {}
     with quiet():
         timm.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
@@ -145,10 +125,7 @@ def _refuse_changed(model: nn.Module, load: Callable[[], nn.Module]) -> None:
             ours, loaded = model.state_dict(), load().state_dict()
     except Exception as error:  # Whatever a library raises.
         raise UserCodeError(f"{found}: {describe_error(error)}; {way_out}") from error
-    alike = {
-        name
-        for name in ours.keys() & loaded.keys()
-        if torch.equal(ours[name], loaded[name].to(ours[name].dtype))
-    }
-    if other := sorted((ours.keys() | loaded.keys()) - alike):
+    both = ours.keys() & loaded.keys()
+    alike = {n for n in both if torch.equal(ours[n], loaded[n].to(ours[n].dtype))}
+    if other := sorted({*ours, *loaded} - alike):
         raise CheckpointError(f"{found}: {few(other)}; {way_out}")

@@ -3,12 +3,12 @@
 The metrics are those that the run measured with the weights in the folder.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from mpframe.checkpoint.init_from import few
 from mpframe.files.text import markdown
 
 Facts = Mapping[str, Any]  # of the sidecar
@@ -27,10 +27,8 @@ def format_card(name: str, library: str, model: nn.Module, facts: Facts) -> str:
     if library == "torch":
         home, _, kind = str(facts["model"]["target"]).rpartition(".")
     home = "transformers" if home.startswith("transformers.") else home
-    use, precision = (
-        _USES[library].format(home=home, kind=kind, name=name),
-        facts["precision"] or {},
-    )
+    use = _USES[library].format(home=home, kind=kind, name=name)
+    precision = facts["precision"] or {}
     half = len(precision.get("half_weights", ()))
     sections = {
         "Data": {"class_names": facts["class_names"], **(facts["preprocessing"] or {})},
@@ -54,19 +52,16 @@ def _metrics(facts: Facts) -> str:
     if not measured or metrics["weights"] != facts["weights"]["kind"]:
         return "The run has measured nothing with these weights."
     counts = facts["run"]["samples"] or {}
-    rows = [(key, str(measured[key]), str(counts.get(key.partition("_")[0]))) for key in measured]
+    samples = {key: counts.get(key.partition("_")[0], "unknown") for key in measured}
+    rows = [(key, str(value), str(samples[key])) for key, value in measured.items()]
     return markdown([("metric", "value", "samples"), *rows], right=(1, 2))
 
 
 def _table(facts: Facts) -> str:
-    """Return the known facts. A vocabulary has a file."""
-    known = {key: _words(value) for key, value in facts.items() if key != "vocab"}
-    return markdown([("", ""), *((key, words) for key, words in known.items() if words)])
+    """Return the known facts, except a vocabulary, which has a file."""
+    known = {key: value for key, value in facts.items() if value is not None and key != "vocab"}
+    return markdown([("", ""), *((key, _words(value)) for key, value in known.items())])
 
 
 def _words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {held}" for key, held in value.items() if held is not None)
-    if isinstance(value, list):
-        return few([str(held) for held in value])
-    return "" if value is None else str(value)
+    return value if isinstance(value, str) else re.sub(r"[{}'\[\]]", "", f"{value}")

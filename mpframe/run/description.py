@@ -240,7 +240,7 @@ def _moves_from(ops: OpLists, shipped: OpLists) -> dict[str, str]:
 
 def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> dict[str, Any]:
     """Return how to use the weights, as JSON values (null if unknown)."""
-    names = task.class_names
+    names, parts = task.class_names, {"train": task.train, "val": task.val, "test": task.test}
     words = None if hydra is None else ["mpframe train", *hydra.overrides.task]
     return {
         "command": None if words is None else format_command(words, os.environ),
@@ -249,10 +249,7 @@ def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> d
         "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),
         "precision": _precision_of(trainer),
         "versions": versions(),
-        "samples": {
-            name: len(held) if isinstance(held := getattr(task, name), Sized) else None
-            for name in ("train", "val", "test")
-        },
+        "samples": {name: len(held) for name, held in parts.items() if isinstance(held, Sized)},
     }
 
 

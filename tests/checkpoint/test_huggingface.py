@@ -190,7 +190,7 @@ def test_no_number_is_of_other_weights(run: Any, step: int, kind: str, shown: An
     """The run's last validation is no checkpoint's, and a test is of the weights it names."""
     facts = changed(metrics={"run": run}, run={"step": step}, weights={"kind": kind})
     card = format_card("mine", "torch", nn.Linear(1, 1), facts)
-    assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| None \|$", card, re.M)) == shown
+    assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| unknown \|$", card, re.M)) == shown
     assert ("The run has measured nothing with these weights." in card) == (not shown)
 
 
@@ -229,19 +229,17 @@ def test_a_place_that_is_taken_is_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_nothing_is_left_of_a_failure(
+    exported: Exported, tmp_path: Path, monkeypatch: Patch, capsys: Shown
+) -> None:
     monkeypatch.setattr(huggingface, "put_in_place", full)
-    said = refused(ConfigError, write_folder, tmp_path / "out", nn.Linear(2, 1), FACTS)
-    assert said == (
-        f"out={tmp_path}/out: cannot be written (No space left on device); choose another folder"
+    with pytest.raises(SystemExit):
+        words = [f"checkpoint={exported.run}", f"out={tmp_path}/out", exported.target]
+        main([*words, "format=huggingface"])
+    assert capsys.readouterr().err.strip() == (
+        f"mpframe: out={tmp_path}/out: cannot be written (No space left on device); choose another"
     )
     assert not list(tmp_path.iterdir())
-
-
-IMAGES = {
-    "class_names": ["cat", "dog"],
-    "preprocessing": Normalize((0.3,), (0.4,)).described(8, 16),
-}
 
 
 @pytest.mark.slow

@@ -16,20 +16,18 @@ Options:
     weights=trained|ema   default: as the run was validated. ema: the averages of trainer.ema_decay
     weights_dtype=fp32|float16|bfloat16    rounded once, from the fp32 masters (default: fp32)
     dynamic=[length]      for a graph: the sizes besides the batch that may vary: length, height,
-                          width, or any as in dynamic={images: {2: rows}} (default: those of integer
-                          inputs)
+                          width, or any as in dynamic={images:{2:rows}} (default: of integers)
     overwrite=true        replace a file or an exported folder (default: false)
     model.OPTION=VALUE    for a graph or a folder: options of the model
     --config-dir=FOLDER, --config-name=NAME    for these: as for mpframe train
 
-The sidecar is FILE.json. huggingface writes a folder: config.json, model.safetensors with its
-sidecar, and a model card. transformers or timm load it if the model is theirs.
+The sidecar is FILE.json. huggingface writes a folder with a model card, which transformers or timm
+loads if the model is theirs.
 
 safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
 without its code, for any batch size and for any length of a text that the model's code does not
 fix. It takes inputs of weights_dtype and computes in it. For a graph or a folder, a class that is
-not mpframe's must be named again, as in model._target_=my_pkg.Net. onnx needs
-pip install mpframe[onnx].
+not mpframe's must be named again: model._target_=my_pkg.Net. onnx needs pip install mpframe[onnx].
 """
 
 import os
@@ -44,7 +42,7 @@ from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES, Exported
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
-from mpframe.cli.program import command, refuse_words, take_own
+from mpframe.cli.program import command, refuse_words, take_own, writing
 from mpframe.cli.restored import checkpoint_of
 from mpframe.config.overrides import parse_words, take_source
 from mpframe.config.redaction import redact, secrets_of
@@ -55,8 +53,6 @@ from mpframe.files.text import printable
 from mpframe.run.parts import build_model
 
 _FOLDER = "huggingface"
-_BUILDING = (*GRAPHS, _FOLDER)  # the formats that need the model itself
-
 _DEFAULTS = {
     "checkpoint": "",
     "out": "",
@@ -98,7 +94,8 @@ def main(arguments: list[str]) -> None:
     if options["format"] == _FOLDER:
         model = _build(source, facts)
         export_graph.load_exported(model, source.weights, options["weights_dtype"])
-        huggingface.write_folder(out, model, _without_secrets(facts))
+        with writing(out):
+            huggingface.write_folder(out, model, _without_secrets(facts))
         guide = f"a {huggingface.library_of(model)} model, and its README.md"
     else:
         content = _content(source, facts)
@@ -167,14 +164,13 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         raise ConfigError("out: must be given, e.g. out=model.safetensors")
     out, form = Path(options["out"]), options["format"]
     for other, endings in FORMATS.items():
-        if out.suffix in endings and other != form:
-            ending = f"ends in {FORMATS[form][0]}" if FORMATS[form] else "is a folder"
-            fits = f"a file of format={form} {ending}"
+        if out.suffix in endings and other != form and FORMATS[form]:
+            fits = f"a file of format={form} ends in {FORMATS[form][0]}"
             raise ConfigError(f"out={out}: {fits}; rename it, or give format={other}")
     if options["dynamic"] and form not in GRAPHS:
         way_out = "give format=onnx or torch_export"
         raise ConfigError(f"dynamic={options['dynamic']}: format={form} has no graph; {way_out}")
-    for word in take_source(given)[1] if form not in _BUILDING else []:
+    for word in take_source(given)[1] if form not in (*GRAPHS, _FOLDER) else []:
         if word.partition("=")[0].partition(".")[0] == "model":
             way_out = "leave it out, or give format=onnx or torch_export"
             raise ConfigError(f"{word}: format={form} builds no model; {way_out}")
