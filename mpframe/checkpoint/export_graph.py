@@ -136,14 +136,13 @@ def trace_model(
     }
     batch, kinds = torch.export.Dim("batch"), (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC)
     dims = {
-        name: {0: batch} | {dim: kinds[label is not None] for dim, label in sizes[name].items()}
+        name: {dim: kinds[label is not None] for dim, label in sizes[name].items()}
+        | ({0: batch} if held.dim() else {})
         for name, held in examples.items()
-        if held.dim()
     }
-    dynamic = dict.fromkeys(examples) | dims
     try:
         with quiet():
-            program = torch.export.export(model.eval(), *_call(examples), dynamic_shapes=dynamic)
+            program = torch.export.export(model.eval(), *_call(examples), dynamic_shapes=dims)
             _run_doubled(program, examples, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(_why_not(model, error, sizes)) from error

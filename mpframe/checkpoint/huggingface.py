@@ -102,10 +102,10 @@ def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
     if how.get("mean"):
         scale = how["value_range"][1] / 255  # timm divides pixels by 255.
-        changes = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
-        changes |= {"input_size": (len(how["mean"]), *how["size"]), "crop_pct": 1.0}
+        norm = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
+        sizes = {"input_size": (len(how["mean"]), *how["size"]), "interpolation": "bilinear"}
         kept = {k: held for k, held in model.pretrained_cfg.items() if not k.startswith("test_")}
-        model.pretrained_cfg = {**kept, **changes, "interpolation": "bilinear"}
+        model.pretrained_cfg = {**kept, **norm, **sizes, "crop_pct": 1.0}
     labels = {"label_names": names} if len(names) == model.num_classes else {}
     with quiet():
         timm.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
@@ -119,13 +119,12 @@ _SAVE = {"transformers": _save_transformers, "timm": _save_timm, "torch": _save_
 def _refuse_changed(model: nn.Module, load: Callable[[], nn.Module]) -> None:
     """Refuse a model that its library does not build again, with the same weights."""
     found = f"format=huggingface: {name_of(model)} loaded from its config.json is another model"
-    way_out = "use format=safetensors"
     try:
         with quiet():
             ours, loaded = model.state_dict(), load().state_dict()
     except Exception as error:  # Whatever a library raises.
-        raise UserCodeError(f"{found}: {describe_error(error)}; {way_out}") from error
+        raise UserCodeError(f"{found}: {describe_error(error)}; use format=safetensors") from error
     both = ours.keys() & loaded.keys()
     alike = {n for n in both if torch.equal(ours[n], loaded[n].to(ours[n].dtype))}
     if other := sorted({*ours, *loaded} - alike):
-        raise CheckpointError(f"{found}: {few(other)}; {way_out}")
+        raise CheckpointError(f"{found}: {few(other)}; use format=safetensors")

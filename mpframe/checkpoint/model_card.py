@@ -45,9 +45,10 @@ def format_card(name: str, library: str, model: nn.Module, facts: Facts) -> str:
 def _metrics(facts: Facts) -> str:
     """Return the measurements of these weights, with the number of samples of each."""
     metrics, run = facts["metrics"], facts["metrics"]["run"] or {}
-    last = run.get("steps", 0) + run.get("skipped_steps", 0)
+    last = run.get("steps", 0) + run.get("skipped_steps", 0)  # A checkpoint's step counts both.
+    tested = {"best": run.get("best_step"), "last": last}.get(run.get("tested", ""))
     measured = dict(metrics["checkpoint"] or {})
-    if {"best": run.get("best_step"), "last": last}.get(run.get("tested")) == facts["run"]["step"]:
+    if tested == facts["run"]["step"]:
         measured |= {key: value for key, value in run.items() if key.startswith("test_")}
     if not measured or metrics["weights"] != facts["weights"]["kind"]:
         return "The run has measured nothing with these weights."
@@ -59,9 +60,6 @@ def _metrics(facts: Facts) -> str:
 
 def _table(facts: Facts) -> str:
     """Return the known facts, except a vocabulary, which has a file."""
-    known = {key: value for key, value in facts.items() if value is not None and key != "vocab"}
-    return markdown([("", ""), *((key, _words(value)) for key, value in known.items())])
-
-
-def _words(value: Any) -> str:
-    return value if isinstance(value, str) else re.sub(r"[{}'\[\]]", "", f"{value}")
+    known = {k: v for k, v in facts.items() if v is not None and k != "vocab"}
+    plain = {k: re.sub(r"[{}'\[\]]", "", f"{v}") for k, v in known.items() if k != "command"}
+    return markdown([("", ""), *{**known, **plain}.items()])

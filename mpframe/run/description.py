@@ -240,7 +240,8 @@ def _moves_from(ops: OpLists, shipped: OpLists) -> dict[str, str]:
 
 def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> dict[str, Any]:
     """Return how to use the weights, as JSON values (null if unknown)."""
-    names, parts = task.class_names, {"train": task.train, "val": task.val, "test": task.test}
+    names = task.class_names
+    parts: dict[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
     words = None if hydra is None else ["mpframe train", *hydra.overrides.task]
     return {
         "command": None if words is None else format_command(words, os.environ),

@@ -233,8 +233,8 @@ def test_nothing_is_left_of_a_failure(
     exported: Exported, tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:
     monkeypatch.setattr(huggingface, "put_in_place", full)
+    words = [f"checkpoint={exported.run}", f"out={tmp_path}/out", exported.target]
     with pytest.raises(SystemExit):
-        words = [f"checkpoint={exported.run}", f"out={tmp_path}/out", exported.target]
         main([*words, "format=huggingface"])
     assert capsys.readouterr().err.strip() == (
         f"mpframe: out={tmp_path}/out: cannot be written (No space left on device); choose another"

@@ -148,8 +148,7 @@ def _build(source: Source, facts: dict[str, Any]) -> nn.Module:
     """Build the model, and note its class and arguments as they are now."""
     config = config_of(source.snapshot.config, source.folder / "config.yaml", source.given)
     facts["model"] = export.model_facts(config.model)
-    model: nn.Module = build_model(config)
-    return model
+    return build_model(config)
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
