@@ -5,14 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from fixtures import Patch, Shown, full, refused
 from in_process import train
+from pages import Page
 from torch import nn
 
 from mpframe.checkpoint import huggingface
@@ -25,17 +26,9 @@ from mpframe.data.images import Normalize
 
 OF_THE_LIBRARIES = ("UserWarning", "DeprecationWarning", "FutureWarning")
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in OF_THE_LIBRARIES]
-MODELS = """
+PAGE = Page(ROOT / "docs" / "evaluate_export.md")
+NET = """
 import torch
-def bert(classes, pieces):
-    from transformers import BertConfig, BertForSequenceClassification
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32}
-    config = BertConfig(vocab_size=pieces, num_labels=classes, num_hidden_layers=1,
-                        num_attention_heads=2, **sizes)
-    return BertForSequenceClassification(config)
-def resnet(classes):
-    import timm
-    return timm.create_model("test_resnet", num_classes=classes, in_chans=1)
 class Net(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -43,213 +36,181 @@ class Net(torch.nn.Module):
     def forward(self, images):
         return self.head(images.flatten(1))
 """
-# What makes a run of each library, and what its model is called with.
+TARGET = "model._target_=tiny_net.Net"
+# What changes the page's run of each library, or makes a run. The folder that is exported.
 RUNS = {
-    "transformers": "dataset=text_folder dataset.vocab_size=60 optimizer.lr=0.01 "
-    "dataset.max_tokens=32 dataset.batch_size=4 model=own model._target_=tiny_models.bert "
-    "+model.classes=5 +model.pieces=60 dtype=fp32",
-    "timm": "model=own model._target_=tiny_models.resnet +model.classes=10 dtype=fp32",
-    "torch": "model=own model._target_=tiny_models.Net +model.width=10 loss_scaling=Backoff",
-}
-INPUTS = {
-    "transformers": torch.arange(24).reshape(3, 8),
-    "timm": torch.linspace(-1, 1, 192).reshape(3, 1, 8, 8),
-    "torch": torch.linspace(-1, 1, 192).reshape(3, 1, 8, 8),
-}
+    "transformers": ("model.config.hidden_size=16 dataset.vocab_size=60 dataset.batch_size=4 "
+                     "dtype=fp32", "my-bert"),
+    "timm": ("dtype=fp32", "my-resnet"),
+    "torch": (f"model=own {TARGET} +model.width=10", "my-net"),
+}  # fmt: skip
+INPUTS = dict.fromkeys(RUNS, torch.linspace(-1, 1, 192).reshape(3, 1, 8, 8))
+INPUTS["transformers"] = torch.arange(24).reshape(3, 8)
 STRANGER = """
 import re, sys, torch
-(code,) = re.findall("```python\\n(.*?)```", open("out/README.md").read(), re.S)
-names = {}
-exec(code, names)
+(code,) = re.findall("```python\\n(.*?)```", open(sys.argv[1] + "/README.md").read(), re.S)
+exec(code)
 with torch.no_grad():
-    found = names["model"].eval()(torch.load("inputs.pt"))
+    found = model.eval()(torch.load("inputs.pt"))
 assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
 torch.save(getattr(found, "logits", found), "found.pt")
 """
 
 
-@dataclass
 class Exported:
-    library: str
-    run: Path
-    out: Path
-    target: str  # the word that names the model again
+    """A run of two steps, exported, in the current folder and by the page's commands."""
 
-    @property
-    def card(self) -> str:
-        return (self.out / "README.md").read_text()
+    def __init__(self, library: str, texts: Path) -> None:
+        (words, name), self.library = RUNS[library], library
+        self.run, self.out = Path("run").absolute(), Path(name).absolute()
+        export = ["", f"out={name}", "format=huggingface", *[TARGET] * (library == "torch")]
+        commands = [one.arguments for one in PAGE.commands()]
+        if library != "torch":
+            ((number, export),) = ((n, c) for n, c in enumerate(commands) if f"out={name}" in c)
+            *trained, _ = commands[number - 1]  # The last word is the run's folder.
+            words = f"{' '.join(trained)} {words}".replace("data/texts", str(texts))
+        train(self.run, *words.split(), "trainer.max_steps=2")
+        self.words = [f"checkpoint={self.run}", *export[1:]]
+        main(self.words)
+        self.trust = [word for word in export if "_target_" in word]
+        self.card = (self.out / "README.md").read_text()
+        self.config = json.loads((self.out / "config.json").read_text())
 
-    def read(self, name: str) -> Any:
-        return json.loads((self.out / name).read_text())
 
-
-SLOW = [pytest.param(name, marks=[pytest.mark.slow] * (name != "torch")) for name in RUNS]
-
-
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "torch")) for name in RUNS],
+)
 def exported(
     request: Any, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Exported]:
-    """A run of two steps, and its folder."""
     if request.param != "torch":
         pytest.importorskip(request.param)
     folder = tmp_path_factory.mktemp(request.param)
-    (folder / "tiny_models.py").write_text(MODELS)
-    words = [*RUNS[request.param].split(), "trainer.max_steps=2"]
-    if request.param == "transformers":
-        words.append(f"dataset.root={tiny_data}/text_folder")
-    (target,) = (word for word in words if "_target_" in word)
+    (folder / "tiny_net.py").write_text(NET)
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         patch.syspath_prepend(folder)
-        train(folder / "run", *words)
-        main([f"checkpoint={folder}/run", f"out={folder}/out", "format=huggingface", target])
-        yield Exported(request.param, folder / "run", folder / "out", target)
-        sys.modules.pop("tiny_models", None)
+        yield Exported(request.param, tiny_data / "text_folder")
+        sys.modules.pop("tiny_net", None)
 
 
 def test_a_stranger_has_the_outputs_of_the_run(exported: Exported) -> None:
-    inputs, folder = INPUTS[exported.library], exported.out.parent
-    torch.save(inputs, folder / "inputs.pt")
-    (folder / "stranger.py").write_text(STRANGER)
-    words = [sys.executable, "stranger.py"]
+    torch.save(INPUTS[exported.library], "inputs.pt")
+    words = [sys.executable, "-c", STRANGER, exported.out.name]
     alone = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run(words, cwd=folder, check=True, timeout=200, env=alone)
-    run = restore_run(exported.run, [exported.target, "dtype=fp32"])
+    subprocess.run(words, check=True, timeout=200, env=alone)
+    run = restore_run(exported.run, [*exported.trust, "dtype=fp32"])
     with torch.no_grad():
-        ours: Any = run.trainer.model.eval()(inputs)
-    assert torch.equal(torch.load(folder / "found.pt"), getattr(ours, "logits", ours))
+        ours: Any = run.trainer.model.eval()(INPUTS[exported.library])
+    assert torch.equal(torch.load("found.pt"), getattr(ours, "logits", ours))
 
 
-def test_the_folder_says_what_the_run_knows(exported: Exported) -> None:
-    config, card = exported.read("config.json"), exported.card
-    names = ["art", "business", "politics", "sport", "tech"]
+def test_the_folder_has_what_the_run_knows(exported: Exported) -> None:
+    config, card = exported.config, exported.card
     if exported.library == "transformers":
-        assert [config["id2label"][str(number)] for number in range(5)] == names
+        names = ["art", "business", "politics", "sport", "tech"]
+        assert config["id2label"] == {str(number): name for number, name in enumerate(names)}
         assert config["label2id"]["tech"] == 4
-        pieces = restore_run(exported.run, [exported.target]).task.preprocessing["vocab"].split()
-        tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported.out)
+        pieces = (exported.run / "vocab.txt").read_text().split()
+        tokenizer = sys.modules["transformers"].AutoTokenizer.from_pretrained(exported.out)
         numbers = [pieces.index(piece) for piece in ("[CLS]", "art", "and", "more", "[SEP]")]
         assert tokenizer("Art AND more")["input_ids"] == numbers
-        assert tokenizer.model_max_length == 32
+        assert tokenizer.model_max_length == 64
     elif exported.library == "timm":
         assert config["label_names"] == [str(digit) for digit in range(10)]
-        how = exported.read("model.safetensors.json")["preprocessing"]
-        images = config["pretrained_cfg"]
-        assert images["input_size"] == [1, 8, 8]
+        images, sidecar = config["pretrained_cfg"], exported.out / "model.safetensors.json"
+        how = json.loads(sidecar.read_text())["preprocessing"]
+        assert (images["input_size"], images["crop_pct"]) == ([1, 8, 8], 1.0)
         pixel = (5 / 255 - images["mean"][0]) / images["std"][0]
         assert pixel == pytest.approx((5 / 16 - how["mean"][0]) / how["std"][0], rel=1e-12)
     else:
-        assert config == {"target": "tiny_models.Net", "arguments": {"width": 10}}
+        assert config == {"target": "tiny_net.Net", "arguments": {"width": 10}}
         assert "| mode | mixed |\n| half | float16 |\n| ops | default |" in card
-        assert "| loss_scaling | Backoff |" in card
         assert "| half_weights | 2 |" in card
-    assert "trainer.max_steps=2" not in card  # It was trained in Python, which has no command line.
+        assert "| loss_scaling | Backoff |" in card
 
 
 def test_the_card_has_the_numbers_that_were_measured(exported: Exported) -> None:
     summary = json.loads((exported.run / "summary.json").read_text())
-    samples = {"val": 3, "test": 2} if exported.library == "transformers" else {}
+    val, test = (3, 2) if exported.library == "transformers" else (180, 180)
     rows = dict(re.findall(r"^\| ((?:val|test)_\w+) \| (.*) \|$", exported.card, re.M))
-    counts = {"val": 180, "test": 180} | samples
-    assert rows == {
-        key: f"{summary[key]} | {counts[key.partition('_')[0]]}"
-        for key in ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
-    }
+    keys = {"val_loss": val, "val_accuracy": val, "test_loss": test, "test_accuracy": test}
+    assert rows == {key: f"{summary[key]} | {count}" for key, count in keys.items()}
 
 
+RUN = dict.fromkeys(("id", "seed", "dataset", "samples", "command"))
 FACTS: dict[str, Any] = {
     "schema": 1,
-    "model": {"target": "tiny_models.Net", "arguments": {"width": 3}},
-    "weights": {"kind": "trained", "dtype": "float32", "saturated": {}},
-    "class_names": None,
-    "preprocessing": None,
-    "precision": None,
-    "metrics": {"weights": "trained", "checkpoint": {"val_loss": 0.25}, "run": None},
-    "run": {"id": None, "step": 7, "seed": None, "dataset": None, "samples": None, "command": None},
+    "model": {"target": "tiny_net.Net", "arguments": {"width": 3}},
+    "class_names": ["cat", "dog"],
     "versions": {"trained_with": None},
+    **dict.fromkeys(("preprocessing", "precision")),
 }
-ENDED = {"val_loss": 0.125, "test_loss": 0.5, "best_step": 7, "steps": 8, "skipped_steps": 2}
+TESTED = {"val_loss": 0.125, "test_loss": 0.5, "best_step": 7, "steps": 8, "skipped_steps": 2}
 
 
-def changed(**facts: Any) -> dict[str, Any]:
-    return {key: {**held, **facts[key]} if key in facts else held for key, held in FACTS.items()}
+def facts(run: Any = None, step: int = 7, kind: str = "trained", **others: Any) -> dict[str, Any]:
+    return FACTS | others | {
+        "metrics": {"weights": "trained", "checkpoint": {"val_loss": 0.25}, "run": run},
+        "weights": {"kind": kind, "dtype": "float32", "saturated": {}},
+        "run": RUN | {"step": step},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("run", "step", "kind", "shown"),
+    ("tested", "step", "kind", "shown"),
     [
-        (None, 7, "trained", {"val_loss": "0.25"}),
-        ({**ENDED, "tested": "best"}, 7, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
-        ({**ENDED, "tested": "best"}, 10, "trained", {"val_loss": "0.25"}),
-        ({**ENDED, "tested": "last"}, 7, "trained", {"val_loss": "0.25"}),
-        ({**ENDED, "tested": "last"}, 10, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
-        ({**ENDED, "tested": "best"}, 7, "ema", {}),
+        ("best", 7, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
+        ("best", 10, "trained", {"val_loss": "0.25"}),
+        ("last", 7, "trained", {"val_loss": "0.25"}),
+        ("last", 10, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
+        ("best", 7, "ema", {}),
     ],
 )
-def test_no_number_is_of_other_weights(run: Any, step: int, kind: str, shown: Any) -> None:
-    """The run's last validation is no checkpoint's, and a test is of the weights it names."""
-    facts = changed(metrics={"run": run}, run={"step": step}, weights={"kind": kind})
-    card = format_card("mine", "torch", nn.Linear(1, 1), facts)
+def test_no_number_is_of_other_weights(tested: str, step: int, kind: str, shown: Any) -> None:
+    known = facts({**TESTED, "tested": tested}, step, kind)
+    card = format_card("mine", "torch", nn.Linear(1, 1), known)
     assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| unknown \|$", card, re.M)) == shown
     assert ("The run has measured nothing with these weights." in card) == (not shown)
 
 
-def test_a_secret_and_the_command_line(
-    exported: Exported, monkeypatch: Patch, capsys: Shown
+def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
+    exported: Exported, monkeypatch: Patch, capsys: Shown, tmp_path: Path
 ) -> None:
-    if exported.library != "torch":
-        return
-    monkeypatch.setenv("SOME_TOKEN", "mpframe.data.digits")
-    words = [f"checkpoint={exported.run}", f"out={exported.out}", exported.target]
-    main([*words, "format=huggingface", "overwrite=true"])
-    assert capsys.readouterr().out.strip() == (
-        f"{exported.out}: 2 tensors in fp32, weights trained, step 2; a torch model, and its "
-        "README.md says how to use them"
-    )
-    assert "| dataset | *** |" in exported.card
-    assert "mpframe.data.digits" not in exported.card
-
-
-def test_a_place_that_is_taken_is_kept(tmp_path: Path) -> None:
-    out, model = tmp_path / "out", nn.Linear(2, 1)
-    write_folder(out, model, FACTS)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "link").symlink_to("out")
-    for taken, overwrite in ((out, False), (tmp_path / "mine", True), (tmp_path / "link", True)):
-        said = refused(ConfigError, huggingface.refuse_taken, taken, overwrite)
-        assert said == (
+    (tmp_path / "link").symlink_to(exported.out)
+    for taken, flag in (
+        (exported.out, False),
+        (tmp_path / "mine", True),
+        (tmp_path / "link", True),
+    ):
+        assert refused(ConfigError, huggingface.refuse_taken, taken, flag) == (
             f"out={taken}: {taken} exists; choose another folder, or replace an exported one with "
             "overwrite=true"
         )
-    huggingface.refuse_taken(out, True)
-    (out / "old").touch()
-    write_folder(out, model, FACTS)
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("README.md", "config.json", "model.safetensors", "model.safetensors.json")
-    ]
-
-
-def test_nothing_is_left_of_a_failure(
-    exported: Exported, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
-    monkeypatch.setattr(huggingface, "put_in_place", full)
-    words = [f"checkpoint={exported.run}", f"out={tmp_path}/out", exported.target]
-    with pytest.raises(SystemExit):
-        main([*words, "format=huggingface"])
-    assert capsys.readouterr().err.strip() == (
-        f"mpframe: out={tmp_path}/out: cannot be written (No space left on device); choose another"
-    )
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "put_in_place", full)
+        with pytest.raises(SystemExit):
+            main([*exported.words, f"out={tmp_path}/out"])
+    said = f"mpframe: out={tmp_path}/out: cannot be written (No space left on device); choose"
+    assert capsys.readouterr().err.startswith(said)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "link"}
+    dataset = re.findall(r"\| dataset \| (.*) \|", exported.card)[0]
+    monkeypatch.setenv("SOME_TOKEN", dataset)
+    main([*exported.words, "overwrite=true"])
+    assert f"a {exported.library} model, and its README.md says" in capsys.readouterr().out
+    assert dataset not in (exported.out / "README.md").read_text()
 
 
 @pytest.mark.slow
 def test_images_are_prepared_as_in_the_run(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_channels": 1, "num_labels": 2}
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **heads))
-    how = {"preprocessing": Normalize((0.3,), (0.4,)).described(8, 16)}
-    write_folder(tmp_path / "out", model, FACTS | how | {"class_names": ["cat", "dog"]})
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = transformers.ViTConfig(**sizes, num_hidden_layers=1, num_channels=1, num_labels=2)
+    how = Normalize((0.3,), (0.4,)).described(8, 16)
+    model = transformers.ViTForImageClassification(config)
+    write_folder(tmp_path / "out", model, facts(preprocessing=how))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) % 17
     prepared = processor(pixels, return_tensors="pt")["pixel_values"]
@@ -263,12 +224,12 @@ def test_a_model_that_its_library_builds_otherwise_is_refused(tmp_path: Path) ->
     start = "format=huggingface: {} loaded from its config.json is another model: "
     model = timm.create_model("test_resnet", num_classes=2)
     model.fc = nn.Linear(96, 3)
-    said = refused(UserCodeError, write_folder, tmp_path / "out", model, FACTS)
+    said = refused(UserCodeError, write_folder, tmp_path / "out", model, facts())
     assert said.startswith(start.format("ResNet"))
     assert "size mismatch for fc.weight" in said
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
     model.extra = nn.Linear(1, 1)
-    said = refused(CheckpointError, write_folder, tmp_path / "out", model, FACTS)
+    said = refused(CheckpointError, write_folder, tmp_path / "out", model, facts())
     assert said == start.format("BertModel") + "extra.bias, extra.weight; use format=safetensors"
     assert not list(tmp_path.iterdir())
