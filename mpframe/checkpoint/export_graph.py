@@ -105,7 +105,8 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
     sizes, found = dynamic, set()
     with suppress(AttributeError, IndexError, KeyError, TypeError):
         if not isinstance(dynamic, Mapping):
-            axes = {_AXES[name]: name for name in dynamic}
+            names = [dynamic] if isinstance(dynamic, str) else dynamic
+            axes = {_AXES[name]: name for name in names}
             sizes = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
         found = {(sizes[n][k], shapes[n][k]) for n in sizes for k in sizes[n]}
     if not found or len(found) > len(dict(found)):

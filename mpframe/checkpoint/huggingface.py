@@ -9,7 +9,7 @@ saved with the arguments of its class.
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from mpframe.checkpoint.export import as_json, as_safetensors, beside, sidecar
 from mpframe.checkpoint.export_graph import quiet
 from mpframe.checkpoint.folder import hidden_path
 from mpframe.checkpoint.init_from import few
-from mpframe.checkpoint.model_card import format_card
+from mpframe.checkpoint.model_card import Facts, format_card
 from mpframe.checkpoint.saving import put_in_place
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.core.user_code import describe_error, name_of
 from mpframe.files.durable import sync_paths
 
-Facts = Mapping[str, Any]  # of the sidecar
 _WEIGHTS = "model.safetensors"
+_IMAGES = {"mean", "std", "size", "resize", "value_range"}  # as `Normalize` describes them
 
 
 def refuse_taken(out: Path, overwrite: bool) -> None:
@@ -38,7 +38,7 @@ def refuse_taken(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"out={out}: {out} exists; {way_out}")
 
 
-def library_of(model: nn.Module) -> str:
+def _library_of(model: nn.Module) -> str:
     """Return the library whose model this is, or torch."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
@@ -47,12 +47,12 @@ def library_of(model: nn.Module) -> str:
     return "timm" if timms else "torch"
 
 
-def write_folder(out: Path, model: nn.Module, facts: Facts) -> None:
-    """Write a model that has its exported weights, whole or not at all.
+def write_folder(out: Path, model: nn.Module, facts: Facts) -> str:
+    """Write a model with its exported weights, whole or not at all, and return its library.
 
     CheckpointError, UserCodeError: its library does not build it again. OSError: there is no room.
     """
-    new, library = hidden_path(out, "new"), library_of(model)
+    new, library = hidden_path(out, "new"), _library_of(model)
     shutil.rmtree(new, ignore_errors=True)
     try:
         new.mkdir()
@@ -62,6 +62,7 @@ def write_folder(out: Path, model: nn.Module, facts: Facts) -> None:
         (new / "README.md").write_text(format_card(out.name, library, model, facts))
         sync_paths([*new.iterdir()])
         put_in_place(new, out)
+        return library
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -83,7 +84,7 @@ def _save_transformers(model: Any, folder: Path, facts: Facts) -> None:
         pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
         longest = {"model_max_length": how["max_tokens"]}
         parts += [transformers.BertTokenizer(vocab=pieces, do_lower_case=True, **longest)]
-    if how.get("mean"):
+    if how.keys() >= _IMAGES:
         side, scale = min(how["size"]), {"rescale_factor": 1 / how["value_range"][1]}
         sizes = {"size": {"shortest_edge": side}, "crop_size": side, "resample": 2}  # bilinear
         norm = {"image_mean": how["mean"], "image_std": how["std"]}
@@ -100,7 +101,7 @@ def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
     import timm
 
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
-    if how.get("mean"):
+    if how.keys() >= _IMAGES:
         scale = how["value_range"][1] / 255  # timm divides pixels by 255.
         norm = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
         sizes = {"input_size": (len(how["mean"]), *how["size"]), "interpolation": "bilinear"}

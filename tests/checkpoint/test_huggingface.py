@@ -76,6 +76,10 @@ class Exported:
         self.card = (self.out / "README.md").read_text()
         self.config = json.loads((self.out / "config.json").read_text())
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        return dict(json.loads((self.out / "model.safetensors.json").read_text()))
+
 
 @pytest.fixture(
     scope="module",
@@ -119,8 +123,7 @@ def test_the_folder_has_what_the_run_knows(exported: Exported) -> None:
         assert tokenizer.model_max_length == 64
     elif exported.library == "timm":
         assert config["label_names"] == [str(digit) for digit in range(10)]
-        images, sidecar = config["pretrained_cfg"], exported.out / "model.safetensors.json"
-        how = json.loads(sidecar.read_text())["preprocessing"]
+        images, how = config["pretrained_cfg"], exported.facts["preprocessing"]
         assert (images["input_size"], images["crop_pct"]) == ([1, 8, 8], 1.0)
         pixel = (5 / 255 - images["mean"][0]) / images["std"][0]
         assert pixel == pytest.approx((5 / 16 - how["mean"][0]) / how["std"][0], rel=1e-12)
@@ -139,40 +142,20 @@ def test_the_card_has_the_numbers_that_were_measured(exported: Exported) -> None
     assert rows == {key: f"{summary[key]} | {count}" for key, count in keys.items()}
 
 
-RUN = dict.fromkeys(("id", "seed", "dataset", "samples", "command"))
-FACTS: dict[str, Any] = {
-    "schema": 1,
-    "model": {"target": "tiny_net.Net", "arguments": {"width": 3}},
-    "class_names": ["cat", "dog"],
-    "versions": {"trained_with": None},
-    **dict.fromkeys(("preprocessing", "precision")),
-}
-TESTED = {"val_loss": 0.125, "test_loss": 0.5, "best_step": 7, "steps": 8, "skipped_steps": 2}
-
-
-def facts(run: Any = None, step: int = 7, kind: str = "trained", **others: Any) -> dict[str, Any]:
-    return FACTS | others | {
-        "metrics": {"weights": "trained", "checkpoint": {"val_loss": 0.25}, "run": run},
-        "weights": {"kind": kind, "dtype": "float32", "saturated": {}},
-        "run": RUN | {"step": step},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tested", "step", "kind", "shown"),
-    [
-        ("best", 7, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
-        ("best", 10, "trained", {"val_loss": "0.25"}),
-        ("last", 7, "trained", {"val_loss": "0.25"}),
-        ("last", 10, "trained", {"val_loss": "0.25", "test_loss": "0.5"}),
+def test_no_number_is_of_other_weights(exported: Exported) -> None:
+    numbers = {"val_loss": 0.125, "test_loss": 0.5, "best_step": 7, "steps": 8, "skipped_steps": 2}
+    both = {"val_loss": "0.25", "test_loss": "0.5"}
+    for tested, step, kind, shown in (
+        *(("best", 7, "trained", both), ("best", 10, "trained", {"val_loss": "0.25"})),
+        *(("last", 10, "trained", both), ("last", 7, "trained", {"val_loss": "0.25"})),
         ("best", 7, "ema", {}),
-    ],
-)
-def test_no_number_is_of_other_weights(tested: str, step: int, kind: str, shown: Any) -> None:
-    known = facts({**TESTED, "tested": tested}, step, kind)
-    card = format_card("mine", "torch", nn.Linear(1, 1), known)
-    assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| unknown \|$", card, re.M)) == shown
-    assert ("The run has measured nothing with these weights." in card) == (not shown)
+    ):
+        facts, run = exported.facts, {**numbers, "tested": tested}
+        facts["metrics"] = {"weights": "trained", "checkpoint": {"val_loss": 0.25}, "run": run}
+        facts["weights"]["kind"], facts["run"]["step"], facts["run"]["samples"] = kind, step, None
+        card = format_card("mine", "torch", nn.Linear(1, 1), facts)
+        assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| unknown \|$", card, re.M)) == shown
+        assert ("The run has measured nothing with these weights." in card) == (not shown)
 
 
 def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
@@ -203,33 +186,35 @@ def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
     assert dataset not in (exported.out / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_images_are_prepared_as_in_the_run(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_images_are_prepared_as_in_the_run(exported: Exported, tmp_path: Path) -> None:
+    if exported.library != "transformers":
+        return
+    import transformers
+
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     config = transformers.ViTConfig(**sizes, num_hidden_layers=1, num_channels=1, num_labels=2)
-    how = Normalize((0.3,), (0.4,)).described(8, 16)
     model = transformers.ViTForImageClassification(config)
-    write_folder(tmp_path / "out", model, facts(preprocessing=how))
+    how = {"preprocessing": Normalize((0.3,), (0.4,)).described(8, 16), "class_names": ["a", "b"]}
+    write_folder(tmp_path / "out", model, exported.facts | how)
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) % 17
     prepared = processor(pixels, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(prepared[0], (pixels / 16 - 0.3) / 0.4)
-    assert model.config.id2label == {0: "cat", 1: "dog"}
+    assert model.config.id2label == {0: "a", 1: "b"}
 
 
-@pytest.mark.slow
-def test_a_model_that_its_library_builds_otherwise_is_refused(tmp_path: Path) -> None:
-    timm, transformers = (pytest.importorskip(name) for name in ("timm", "transformers"))
-    start = "format=huggingface: {} loaded from its config.json is another model: "
-    model = timm.create_model("test_resnet", num_classes=2)
-    model.fc = nn.Linear(96, 3)
-    said = refused(UserCodeError, write_folder, tmp_path / "out", model, facts())
-    assert said.startswith(start.format("ResNet"))
-    assert "size mismatch for fc.weight" in said
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
-    model.extra = nn.Linear(1, 1)
-    said = refused(CheckpointError, write_folder, tmp_path / "out", model, facts())
-    assert said == start.format("BertModel") + "extra.bias, extra.weight; use format=safetensors"
+def test_a_model_that_its_library_builds_otherwise(exported: Exported, tmp_path: Path) -> None:
+    run: Any = restore_run(exported.run, exported.trust)
+    model, error, reason = run.trainer.model, CheckpointError, "extra.bias, extra.weight"
+    if exported.library == "timm":
+        model.fc, error = nn.Linear(96, 3), UserCodeError
+        reason = "RuntimeError (Error(s) in loading state_dict for ResNet: size mismatch for fc."
+    elif exported.library == "transformers":
+        model.extra = nn.Linear(1, 1)
+    else:
+        return
+    said = refused(error, write_folder, tmp_path / "out", model.float(), exported.facts)
+    start = f"{type(model).__name__} loaded from its config.json is another model: {reason}"
+    assert said.startswith(f"format=huggingface: {start}")
+    assert said.endswith("; use format=safetensors")
     assert not list(tmp_path.iterdir())

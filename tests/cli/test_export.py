@@ -402,14 +402,14 @@ def test_names_that_no_size_has_are_refused() -> None:
     long = {"name": "long", "shape": [None, 7], "dtype": "int64"}
     for dynamic in (
         *(["lengt"], ["height"], [], 3, {"word": {1: "length"}}, {"words": {2: "length"}}),
-        *({"words": {1: "same"}, "long": {1: "same"}}, {"words": 1}, ["length"]),
+        *({"words": {1: "same"}, "long": {1: "same"}}, {"words": 1}, ["length"], "lengt"),
     ):
         assert refused(ConfigError, open_sizes, [WORDS, long], dynamic) == (
             f"dynamic={dynamic}: names no size of words [None, 5], long [None, 7], or several "
             "alike; choose length, height, width, or name them by input and dimension, as in "
             "{words: {1: length}}"
         )
-    assert open_sizes([WORDS, LABELS], ["length"]) == {"words": {1: "length"}, "labels": {}}
+    assert open_sizes([WORDS, LABELS], "length") == {"words": {1: "length"}, "labels": {}}
 
 
 def test_the_page_names_the_sizes_of_images(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -41,6 +41,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES, Exported
+from mpframe.checkpoint.init_from import few
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
 from mpframe.cli.program import command, refuse_words, take_own, writing
 from mpframe.cli.restored import checkpoint_of
@@ -95,8 +96,8 @@ def main(arguments: list[str]) -> None:
         model = _build(source, facts)
         export_graph.load_exported(model, source.weights, options["weights_dtype"])
         with writing(out):
-            huggingface.write_folder(out, model, _without_secrets(facts))
-        guide = f"a {huggingface.library_of(model)} model, and its README.md"
+            library = huggingface.write_folder(out, model, _without_secrets(facts))
+        guide = f"a {library} model, and its README.md"
     else:
         content = _content(source, facts)
         export.write(out, content, options["format"], _without_secrets(facts))
@@ -180,16 +181,13 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 def _text(source: Source, out: Path, facts: dict[str, Any], guide: str) -> str:
     options, held = source.options, source.weights.saturated
     worst = sorted(held, key=lambda name: -held[name])
-    saturation = (
-        f"; {sum(held.values())} values beyond the range of {options['weights_dtype']} are held "
-        f"at its end ({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''})"
-    )
-    unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     count, dtype = len(source.weights.tensors), options["weights_dtype"]
+    beyond = f"; {sum(held.values())} values beyond the range of {dtype} are held at its end "
+    unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     return (
         f"{out}: {count} tensors in {dtype}, weights {options['weights']}, step "
         f"{facts['run']['step']}"
-        + saturation * bool(held)
+        + f"{beyond}({few(worst)})" * bool(held)
         + f"; {guide} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)
     )
