@@ -141,10 +141,12 @@ def trace_model(
         | ({0: batch} if held.dim() else {})
         for name, held in examples.items()
     }
+    # Several inputs are called by their names.
+    call = ((), examples) if len(examples) > 1 else (tuple(examples.values()), {})
     try:
         with quiet():
-            program = torch.export.export(model.eval(), *_call(examples), dynamic_shapes=dims)
-            _run_doubled(program, examples, sizes)
+            program = torch.export.export(model.eval(), *call, dynamic_shapes=dims)
+            _run_doubled(program, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(_why_not(model, error, sizes)) from error
     for node in program.graph.nodes:
@@ -152,21 +154,17 @@ def trace_model(
     return program
 
 
-def _call(inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return the arguments of a graph: its input, or several by their names."""
-    return ((), dict(inputs)) if len(inputs) > 1 else (tuple(inputs.values()), {})
-
-
-def _run_doubled(program: Any, examples: Mapping[str, Tensor], sizes: OpenSizes) -> None:
+def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> None:
     """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
-    given = dict(examples)
-    for name, traced in zip(examples, _traced_inputs(program), strict=True):
-        shape = list(examples[name].shape)
-        for dim in filter(sizes[name].get, sizes[name]):
+    arguments, keywords = program.example_inputs
+    given = [*arguments, *keywords.values()]
+    for n, (traced, names) in enumerate(zip(_traced_inputs(program), sizes.values(), strict=True)):
+        shape = list(given[n].shape)
+        for dim in filter(names.get, names):
             shape[dim] = int(min(2 * shape[dim], _bounds(traced.shape[dim])[1]))
-        given[name] = examples[name].new_zeros(shape)
-    arguments, keywords = _call(given)
-    program.module()(*arguments, **keywords)
+        given[n] = given[n].new_zeros(shape)
+    named = dict(zip(reversed(keywords), reversed(given), strict=False))
+    program.module()(*given[: len(arguments)], **named)
 
 
 def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
