@@ -63,8 +63,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
         },
         "versions": {"trained_with": usage.get("versions"), "exported_with": versions()},
     }
-    plain: dict[str, Any] = _plain(facts, path)
-    return plain
+    return dict(_plain(facts, path))
 
 
 def versions() -> dict[str, str | None]:

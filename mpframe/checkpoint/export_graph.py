@@ -241,8 +241,7 @@ def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = 
     made.model.metadata_props[KEY] = words
     for node in made.model.graph.all_nodes():
         node.metadata_props.clear()  # Stack traces, with folders of this machine.
-    content: bytes = made.model_proto.SerializeToString()
-    return content
+    return bytes(made.model_proto.SerializeToString())
 
 
 def require_onnx() -> None:

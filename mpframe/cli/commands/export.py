@@ -153,8 +153,7 @@ def _build(source: Source, facts: dict[str, Any]) -> nn.Module:
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    hidden: dict[str, Any] = redact(facts, secrets_of([], os.environ))
-    return hidden
+    return dict(redact(facts, secrets_of([], os.environ)))
 
 
 def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
