@@ -6,8 +6,9 @@
 
 Begin with folder.py (names, the manifest, which checkpoints are kept), then state.py, whose
 `Snapshot` saving.py writes and reads. untrusted.py refuses damaged and crafted files. init_from.py
-fits other weights to a model. export.py and export_graph.py write files for other programs.
-training/callbacks/checkpoints.py decides when to save, run/resume.py how to resume.
+fits other weights to a model. export.py and export_graph.py write files for other programs, and
+huggingface.py a folder. training/callbacks/checkpoints.py decides when to save, run/resume.py how
+to resume.
 
 This package imports torch, `core` and `files`: no trainer and no options.
 """

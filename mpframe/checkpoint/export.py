@@ -29,7 +29,7 @@ from mpframe.files.stored_yaml import parse_stored
 SCHEMA = 1
 _SUMMARY = "summary.json"
 _LARGEST_SUMMARY = 2**20  # bytes
-_RESULTS = ("status", "steps", "train_loss", "monitor", "best", "best_step", "tested")
+_RESULTS = ("status", "steps", "skipped_steps", "train_loss", "monitor", "best", "best_step")
 _PACKAGES = ("torch", "torchvision", "mpframe")
 KEY = "mpframe"  # the name under which a file holds the sidecar's JSON
 
@@ -58,11 +58,12 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
             "step": snapshot.global_step,
             "seed": stored.get("seed"),
             "dataset": _mapping(stored.get("dataset")).get("_target_"),
+            "samples": usage.get("samples"),
+            "command": usage.get("command"),
         },
         "versions": {"trained_with": usage.get("versions"), "exported_with": versions()},
     }
-    plain: dict[str, Any] = _plain(facts, path)
-    return plain
+    return dict(_plain(facts, path))
 
 
 def versions() -> dict[str, str | None]:
@@ -111,7 +112,7 @@ def _results(path: Path) -> dict[str, Any] | None:
         summary = _mapping(json.loads(read_regular(folder.parent / _SUMMARY, _LARGEST_SUMMARY)))
     except (OSError, ValueError, RecursionError):
         return None  # The run has not ended.
-    measured = ("val_", "test_")
+    measured = ("val_", "test")
     return {k: v for k, v in summary.items() if k in _RESULTS or k.startswith(measured)}
 
 
@@ -139,6 +140,7 @@ FORMATS = {  # with the endings of their files
     "state_dict": (".pt", ".pth", ".bin"),
     "onnx": (".onnx",),
     "torch_export": (".pt2",),
+    "huggingface": (),  # a folder
 }
 GRAPHS = ("onnx", "torch_export")  # They hold the model's computation beside its weights.
 

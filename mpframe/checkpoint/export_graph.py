@@ -9,17 +9,19 @@ in the same format, except that an export in fp32 changes only half buffers. Int
 buffers are written unchanged.
 
 The graph computes in the format of its weights and casts nothing, so an export in float16 takes
-float16 inputs. The first dimension of each input is the batch, of any size. The other dimensions of
-integer and boolean inputs, such as the length of a text, may have any size unless the model's code
-fixes them.
+float16 inputs. The first dimension of each input is the batch, of any size. `open_sizes` decides
+which others may vary: those that the user names, which must vary, or without names the dimensions
+of integer and boolean inputs, such as the length of a text, if the model's code does not fix them.
 """
 
 import inspect
 import io
 import logging
 import math
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +35,9 @@ from mpframe.core.tree import HALVES, dtype_name, fields_of, tensors_in
 from mpframe.core.user_code import describe_error, name_of
 
 DTYPES = {"fp32": torch.float32, **HALVES}
+Inputs = Sequence[Mapping[str, Any]]  # as a sidecar describes them
+OpenSizes = Mapping[str, Mapping[int, str | None]]
+"""By input, the dimensions that may vary besides the batch, and the name of each that must."""
 
 
 @dataclass(frozen=True)
@@ -82,60 +87,118 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
 log = logging.getLogger(__name__)
 
 _LABELS = ("labels", "start_positions", "end_positions")  # as Hugging Face's models call them
+_AXES = {"length": 1, "height": 2, "width": 3}
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
+def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
+    """Return the sizes that may vary.
+
+    dynamic: `[length]`, `[height, width]`, or names by input and dimension as in
+    `{words: {1: length}}`. If None, those of integer and boolean inputs that the model's code does
+    not fix. ConfigError: it names no size, or one name has two sizes.
+    """
+    shapes = {one["name"]: one["shape"] for one in inputs}
+    if dynamic is None:
+        whole = {one["name"] for one in inputs if "float" not in one["dtype"]}
+        return {n: dict.fromkeys(range(1, len(shapes[n]) * (n in whole))) for n in shapes}
+    sizes, found = dynamic, set()
+    with suppress(AttributeError, IndexError, KeyError, TypeError):
+        if not isinstance(dynamic, Mapping):
+            names = [dynamic] if isinstance(dynamic, str) else dynamic
+            axes = {_AXES[name]: name for name in names}
+            sizes = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
+        found = {(sizes[n][k], shapes[n][k]) for n in sizes for k in sizes[n]}
+    if not found or len(found) > len(dict(found)):
+        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ConfigError(
+            f"dynamic={dynamic}: names no size of {shown}, or several alike; choose length, "
+            "height, width, or name them by input and dimension, as in {words: {1: length}}"
+        )
+    return {**{name: {} for name in shapes}, **sizes}
+
+
 def trace_model(
-    model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
+    model: nn.Module, weights: Exported, dtype: str, inputs: Inputs, sizes: OpenSizes
 ) -> torch.export.ExportedProgram:
     """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
 
-    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's.
+    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's. sizes: what may vary.
 
     The outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
     without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
-    the model cannot be traced.
+    the model cannot be traced, or fixes a size that must vary.
     """
-    _load(model.to(DTYPES[dtype]), weights)
+    load_exported(model, weights, dtype)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
     # Two samples of zeros, which are valid indexes of any table.
     examples = {
         one["name"]: torch.zeros(_sizes(one), dtype=getattr(torch, one["dtype"])) for one in inputs
     }
-    batch = torch.export.Dim("batch")
-    sizes = {
-        name: ({0: batch} if held.dim() else {}) | _lengths(held) for name, held in examples.items()
+    batch, kinds = torch.export.Dim("batch"), (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC)
+    dims = {
+        name: {dim: kinds[label is not None] for dim, label in sizes[name].items()}
+        | ({0: batch} if held.dim() else {})
+        for name, held in examples.items()
     }
-    call: tuple[Any, ...] = (), examples, sizes
-    if len(examples) == 1:
-        call = tuple(examples.values()), {}, tuple(sizes.values())
+    # Several inputs are called by their names.
+    call = ((), examples) if len(examples) > 1 else (tuple(examples.values()), {})
     try:
-        with _quiet():
-            program = torch.export.export(model.eval(), *call[:2], dynamic_shapes=call[2])
+        with quiet():
+            program = torch.export.export(model.eval(), *call, dynamic_shapes=dims)
+            _run_doubled(program, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
-        raise UserCodeError(
-            f"model: {name_of(model)} cannot be traced into a graph: {describe_error(error)}; use "
-            "format=safetensors, or write its forward so that torch.export takes it"
-        ) from error
+        raise UserCodeError(_why_not(model, error, sizes)) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # It names folders of this machine.
     return program
 
 
+def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> None:
+    """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
+    arguments, keywords = program.example_inputs
+    given = [*arguments, *keywords.values()]
+    for n, (traced, names) in enumerate(zip(_traced_inputs(program), sizes.values(), strict=True)):
+        shape = list(given[n].shape)
+        for dim in filter(names.get, names):
+            shape[dim] = int(min(2 * shape[dim], _bounds(traced.shape[dim])[1]))
+        given[n] = given[n].new_zeros(shape)
+    named = dict(zip(reversed(keywords), reversed(given), strict=False))
+    program.module()(*given[: len(arguments)], **named)
+
+
+def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
+    """Return a line that says why a model cannot be traced, with torch's reason."""
+    names = dict.fromkeys(label for dims in sizes.values() for label in dims.values() if label)
+    reason, *_ = [*re.findall(r"^ *- (.+?)(?:\. |$)", str(error), re.M), describe_error(error)]
+    return (
+        f"{'dynamic=[' * bool(names)}{','.join(names) or 'model'}{']' * bool(names)}: "
+        f"{name_of(model)} cannot be traced into a graph: {reason:.300}; use format=safetensors, "
+        f"or write its forward so that torch.export takes it{' with any size' * bool(names)}"
+    )
+
+
+def _traced_inputs(program: torch.export.ExportedProgram) -> list[Any]:
+    """Return a graph's inputs, whose shapes have a symbol for each size that may vary."""
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    return [nodes[name] for name in program.graph_signature.user_inputs]
+
+
 def describe_inputs(
-    program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
+    program: torch.export.ExportedProgram, inputs: Inputs, sizes: OpenSizes
 ) -> list[dict[str, Any]]:
-    """Describe the inputs of a graph, with null for each size that may vary.
+    """Describe the inputs of a graph, with the name of each size that may vary, or null.
 
     Warns of a length that the model's code fixes.
     """
-    nodes = {node.name: node for node in program.graph.nodes}
     described = []
-    for one, node in zip(inputs, program.graph_signature.user_inputs, strict=True):
-        held, shape = nodes[node].meta["val"], list(one["shape"])
-        for dim in _lengths(held):
+    for one, held in zip(inputs, _traced_inputs(program), strict=True):
+        shape = list(one["shape"])
+        for dim, label in sizes[one["name"]].items():
             least, most = _bounds(held.shape[dim])
-            if least == most:
+            if label is not None:
+                shape[dim] = label
+            elif least == most:
                 log.warning(
                     "warning: the graph takes %s of size %d in dimension %d only, because the "
                     "model's code fixes it",
@@ -154,15 +217,22 @@ def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
     return file.getvalue()
 
 
-def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """Return the content of an `.onnx` file with `words` as its metadata property `mpframe`."""
+def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
+    """Return an `.onnx` file's content: the names of sizes in `inputs`, `words` as metadata."""
     require_onnx()
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
     names = spec.context if by_name else None
+    sizes = {
+        one["name"]: {
+            k: n or "batch" for k, n in enumerate(one["shape"]) if k == 0 or type(n) is str
+        }
+        for one in inputs
+    }
+    options: Any = {"output_names": names, "dynamic_shapes": sizes or None}
     try:
-        with _quiet():
-            made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
+        with quiet():
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **options)
     except Exception as error:
         raise UserCodeError(
             f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
@@ -171,8 +241,7 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
     made.model.metadata_props[KEY] = words
     for node in made.model.graph.all_nodes():
         node.metadata_props.clear()  # Stack traces, with folders of this machine.
-    content: bytes = made.model_proto.SerializeToString()
-    return content
+    return bytes(made.model_proto.SerializeToString())
 
 
 def require_onnx() -> None:
@@ -212,12 +281,12 @@ def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Log nothing in the block, because the tracer writes the whole graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -233,13 +302,6 @@ def _is_plain(described: Any) -> bool:
         return False
     whole = all(type(size) is int and size > 0 for size in sizes)
     return named and whole and math.prod(sizes) <= _MOST_VALUES and isinstance(dtype, torch.dtype)
-
-
-def _lengths(example: Tensor) -> dict[int, Any]:
-    """Return the dimensions behind the batch that torch.export may leave open."""
-    if example.is_floating_point():
-        return {}
-    return dict.fromkeys(range(1, example.dim()), torch.export.Dim.AUTO)
 
 
 def _bounds(size: Any) -> tuple[Any, Any]:
@@ -265,8 +327,10 @@ def _sizes(described: Mapping[str, Any]) -> list[Any]:
     return [2 if size is None else size for size in described["shape"]]
 
 
-def _load(model: nn.Module, weights: Exported) -> None:
+def load_exported(model: nn.Module, weights: Exported, dtype: str) -> None:
+    """Load weights in `dtype` into a model. CheckpointError: they are another model's."""
     try:
+        model.to(DTYPES[dtype])
         model.load_state_dict(weights.tensors)
     except RuntimeError as error:
         raise CheckpointError(

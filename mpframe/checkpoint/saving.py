@@ -65,7 +65,7 @@ def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
             _write(new, snapshot, {})
             if run is not None:
                 _sync_records(run, snapshot)
-            _put_in_place(new, final)
+            put_in_place(new, final)
     except CheckpointError:
         _give_up(final)
         raise
@@ -85,7 +85,7 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     def finish(files: Files) -> None:
         _write(new, replace(snapshot, state=state), files)
         _sync_records(folder, snapshot)
-        _put_in_place(new, final)
+        put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
     entries = _on_all(comm, final, lambda: _write_file(new / name, lambda f: torch.save(parts, f)))
@@ -240,7 +240,8 @@ def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
     return entry
 
 
-def _put_in_place(new: Path, final: Path) -> None:
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a written folder its name, in the place of another one."""
     replaced = hidden_path(final, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):

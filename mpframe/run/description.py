@@ -10,8 +10,9 @@ Each checkpoint and each export says how a stranger uses its weights.
 
 import inspect
 import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
-from mpframe.tracking.environment import environment_text
+from mpframe.tracking.environment import environment_text, format_command
 from mpframe.tracking.loggers import Loggers
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.training.trainer import Trainer
@@ -239,15 +240,19 @@ def _moves_from(ops: OpLists, shipped: OpLists) -> dict[str, str]:
     return {op: ops.list_of(op) for op in names if ops.list_of(op) != shipped.list_of(op)}
 
 
-def usage_of(task: Task, trainer: Trainer) -> dict[str, Any]:
+def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> dict[str, Any]:
     """Return how to use the weights, as JSON values (null if unknown)."""
     names = task.class_names
+    parts: dict[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
+    words = None if hydra is None else ["mpframe train", *hydra.overrides.task]
     return {
+        "command": None if words is None else format_command(words, os.environ),
         "inputs": _inputs_of(task, trainer.model),
         "class_names": None if names is None else list(names),
         "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),
         "precision": _precision_of(trainer),
         "versions": versions(),
+        "samples": {name: len(held) for name, held in parts.items() if isinstance(held, Sized)},
     }
 
 
@@ -260,6 +265,7 @@ def _precision_of(trainer: Trainer) -> dict[str, Any]:
         "ops": None if policy.mode == "fp32" else ops_in_words(policy.ops).replace("`", ""),
         "half_weights": [name for name, weight in weights if weight.dtype in HALF],
         "evaluated_in": str(trainer.precision),
+        "loss_scaling": scaling_of(trainer),
     }
 
 

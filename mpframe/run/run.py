@@ -186,7 +186,7 @@ class Run:
             seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
-        usage = redact(usage_of(task, trainer), self.secrets)
+        usage = redact(usage_of(task, trainer, self.hydra), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (

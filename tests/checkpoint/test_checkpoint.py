@@ -294,7 +294,7 @@ def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch
 def test_curves_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
     """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
     synced, made = dict[str, int](), []
-    sync, put_in_place = os.fsync, saving._put_in_place
+    sync, put_in_place = os.fsync, saving.put_in_place
 
     def fsync(descriptor: int) -> None:
         sync(descriptor)
@@ -306,7 +306,7 @@ def test_curves_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch:
         put_in_place(new, final)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(saving, "_put_in_place", place)
+    monkeypatch.setattr(saving, "put_in_place", place)
     monkeypatch.setattr(RangeWatch, "draw", lambda self: None)  # It takes seconds.
     train(tmp_path, *WATCHED, "trainer.async_save=true", "trainer.keep_last=9")
     assert [name for name, _ in made] == ["step_00000004", "step_00000005"]

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Patch, Shown
+from checkout import ROOT
+from fixtures import Log, Patch, Shown, refused
+from in_process import train
+from pages import Page
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,12 +31,13 @@ from mpframe.checkpoint.export_graph import (
     convert_weights,
     describe_inputs,
     graph_inputs,
+    open_sizes,
     trace_model,
     without_labels,
 )
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.commands.export import main
-from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.tracking.summary import Status, Summary
 
 # Ends of the formats, ties, subnormals, and the first values that round beyond the range.
@@ -161,6 +165,8 @@ MISTAKES = {
         "leave it out, or give format=onnx",
     "checkpoint=RUN out=x format=torch_export":
         "the checkpoint does not say that its model is called with plain tensors",
+    "checkpoint=RUN out=x dynamic=[length]": "dynamic=[length]: format=safetensors has no graph; "
+        "give format=onnx or torch_export",
     "checkpoint=RUN out=x weights=avg": "weights=avg: choose trained, ema",
     "checkpoint=RUN out=x fromat=fp32": "fromat=fp32: no such option; nearest: format",
     "checkpoint=RUN out=RUN": "out=RUN: RUN is a folder; name a file",
@@ -275,9 +281,9 @@ class Columns(nn.Module):
         return words[:, 0] + words[:, 4]
 
 
-def traced(model: nn.Module, *inputs: Any) -> Any:
-    weights = convert_weights(model.state_dict(), "fp32")
-    return trace_model(model, weights, "fp32", [*inputs] or [WORDS])
+def traced(model: nn.Module, *inputs: Any, dynamic: Any = None) -> Any:
+    weights, given = convert_weights(model.state_dict(), "fp32"), [*inputs] or [WORDS]
+    return trace_model(model, weights, "fp32", given, open_sizes(given, dynamic))
 
 
 LOADED = """
@@ -293,7 +299,7 @@ for length in (2, 5, 9):
 @pytest.mark.slow
 def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
     graph = traced(Counted(nested=True))
-    assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None]}]
+    assert describe_inputs(graph, [WORDS], open_sizes([WORDS])) == [WORDS | {"shape": [None, None]}]
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
     subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
 
@@ -319,6 +325,101 @@ FIXES = "warning: the graph takes words of size 5 in dimension 1 only, because t
 def test_a_length_that_the_model_fixes_is_warned_of(caplog: Log) -> None:
     """Columns that are read by number are no length."""
     for model, warnings in ((Columns(), []), (Counted(fixed=5), [f"{FIXES}fixes it"])):
-        assert describe_inputs(traced(model), [WORDS]) == [WORDS]
+        assert describe_inputs(traced(model), [WORDS], open_sizes([WORDS])) == [WORDS]
         ours = [one for one in caplog.records if one.name.startswith("mpframe")]  # torch logs, too
         assert [one.getMessage() for one in ours] == warnings
+
+
+STRANGER = """
+import sys, torch
+for length in (2, 9):
+    given = {"words": torch.arange(3 * length).reshape(3, length) % 7}
+    given["mask"] = torch.full((3, length), 0.5)
+    if sys.argv[1] == "x.pt2":
+        found = torch.export.load("x.pt2").module()(**given)["logits"]
+    else:
+        import onnxruntime
+        session = onnxruntime.InferenceSession("x.onnx")
+        assert [one.shape for one in session.get_inputs()] == [["batch", "length"]] * 2
+        (found,) = session.run(None, {name: held.numpy() for name, held in given.items()})
+    torch.save(given | {"found": torch.as_tensor(found)}, f"{length}.pt")
+assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
+"""
+
+
+@pytest.mark.parametrize("name", ["x.pt2", "x.onnx"])
+def test_a_process_without_mpframe_runs_two_lengths(name: str, tmp_path: Path) -> None:
+    """Without the name, the mask, a floating input, would fix the length of both."""
+    for package in ("onnx", "onnxscript", "onnxruntime") if name == "x.onnx" else ():
+        pytest.importorskip(package)
+    model, sizes = Tagger(), open_sizes([WORDS, MASK], ["length"])
+    graph = traced(model, WORDS, MASK, dynamic=["length"])
+    inputs = describe_inputs(graph, [WORDS, MASK], sizes)
+    assert inputs == [one | {"shape": [None, "length"]} for one in (WORDS, MASK)]
+    content = as_pt2(graph, "{}") if name == "x.pt2" else as_onnx(graph, "{}", inputs)
+    (tmp_path / name).write_bytes(content)
+    words, alone = [sys.executable, "-c", STRANGER, name], {"OMP_NUM_THREADS": "1"}
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=100, env=alone)
+    for length in (2, 9):
+        given = torch.load(tmp_path / f"{length}.pt")
+        found = given.pop("found")
+        # Sums of 9 and 4 terms, of at most 16 in all, as above.
+        torch.testing.assert_close(found, model(**given)["logits"], rtol=0, atol=2**-16)
+
+
+class Flat(nn.Module):
+    """Takes images of 64 pixels only, which the tracer does not prove."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "dynamic", "names", "reason"),
+    [
+        (Counted(fixed=5), WORDS, ["length"], "length", "You marked L['words'].size()[1] as "
+         "dynamic but your code specialized it to be a constant (5)"),
+        (Flat(), IMAGE, {"images": {3: "columns"}}, "columns", "You marked L['images'].size()[3] "
+         "as dynamic but your code specialized it to be a constant (8)"),
+        (Flat(), IMAGE, ["height", "width"], "height,width", "AssertionError (Guard failed: "),
+    ],
+)  # fmt: skip
+def test_a_size_that_the_model_fixes(
+    model: nn.Module, one: Any, dynamic: Any, names: str, reason: str
+) -> None:
+    said = refused(UserCodeError, traced, model, one, dynamic=dynamic)
+    start = f"dynamic=[{names}]: {type(model).__name__} cannot be traced into a graph: {reason}"
+    assert said.startswith(start)
+    assert said.endswith(
+        "; use format=safetensors, or write its forward so that torch.export takes it with any size"
+    )
+
+
+def test_names_that_no_size_has_are_refused() -> None:
+    long = {"name": "long", "shape": [None, 7], "dtype": "int64"}
+    for dynamic in (
+        *(["lengt"], ["height"], [], 3, {"word": {1: "length"}}, {"words": {2: "length"}}),
+        *({"words": {1: "same"}, "long": {1: "same"}}, {"words": 1}, ["length"], "lengt"),
+    ):
+        assert refused(ConfigError, open_sizes, [WORDS, long], dynamic) == (
+            f"dynamic={dynamic}: names no size of words [None, 5], long [None, 7], or several "
+            "alike; choose length, height, width, or name them by input and dimension, as in "
+            "{words: {1: length}}"
+        )
+    assert open_sizes([WORDS, LABELS], "length") == {"words": {1: "length"}, "labels": {}}
+
+
+def test_the_page_names_the_sizes_of_images(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Page(ROOT / "docs" / "evaluate_export.md")
+    export, *_ = (one.arguments for one in page.commands() if "dynamic=" in str(one))
+    train(Path("runs/digits"), "model=cnn", "trainer.max_steps=1")
+    main(export)
+    sidecar = json.loads(Path("digits.pt2.json").read_text())
+    assert sidecar["inputs"][0]["shape"] == [None, 1, "height", "width"]
+    (code,) = (code for code in page.blocks("python") if "digits.pt2" in code)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -1,6 +1,7 @@
 """What a checkpoint tells a stranger about data, model and precision."""
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from mpframe import OpLists, Precision, Trainer
@@ -60,6 +61,16 @@ def test_inputs_that_cannot_be_known_are_null() -> None:
         assert usage_of(task, known)["inputs"] is None
 
 
+def test_the_command_line_and_the_samples_of_each_part_are_noted(monkeypatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "data/hidden")
+    task = Task(PAIRS, PAIRS[:1], loss=nn.CrossEntropyLoss())
+    words = ["model=mlp", "dataset.root=data/hidden"]
+    hydra = OmegaConf.create({"overrides": {"task": words}})
+    usage = usage_of(task, trainer(layer(), task), hydra)
+    assert usage["command"] == "mpframe train model=mlp 'dataset.root=***'"
+    assert usage["samples"] == {"train": 2, "val": 1}
+
+
 def test_the_precision_names_the_half_weights_and_the_lists() -> None:
     def precision(own):
         task = Task(PAIRS, PAIRS, loss=nn.CrossEntropyLoss())
@@ -67,6 +78,7 @@ def test_the_precision_names_the_half_weights_and_the_lists() -> None:
 
     mixed = {"mode": "mixed", "half": "bfloat16", "ops": "default"}
     mixed |= {"evaluated_in": "mixed(bfloat16)", "half_weights": ["0.weight", "0.bias"]}
+    mixed |= {"loss_scaling": "none"}
     assert precision(Precision("mixed", "bfloat16")) == mixed
     fp32 = {"mode": "fp32", "half": None, "ops": None, "half_weights": []}
     assert precision(Precision()).items() >= fp32.items()

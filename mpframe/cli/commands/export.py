@@ -1,29 +1,33 @@
-"""Export a checkpoint as a file for anybody, with a sidecar that explains it.
+"""Export a checkpoint as a file or a folder for anybody, with a sidecar that explains it.
 
-Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [option=value] ...
+Usage: mpframe export checkpoint=PATH out=PATH [format=...] [weights=...] [option=value] ...
 
     mpframe export checkpoint=runs/2026-11-21/05-45-42 out=model.safetensors
     mpframe export checkpoint=runs/mine out=half.safetensors weights_dtype=float16
     mpframe export checkpoint=runs/mine out=model.onnx format=onnx weights=ema
-    mpframe export checkpoint=runs/mine out=model.pt2 format=torch_export
+    mpframe export checkpoint=runs/mine out=model.pt2 format=torch_export dynamic=[length]
+    mpframe export checkpoint=runs/mine out=my-bert format=huggingface
 
 Options:
     checkpoint=PATH       required: a run or one checkpoint. A run stands for the checkpoint
                           that was tested, and if none was for its newest one
     out=FILE              required
-    format=safetensors|state_dict|onnx|torch_export    default: safetensors
+    format=safetensors|state_dict|onnx|torch_export|huggingface    default: safetensors
     weights=trained|ema   default: as the run was validated. ema: the averages of trainer.ema_decay
     weights_dtype=fp32|float16|bfloat16    rounded once, from the fp32 masters (default: fp32)
-    overwrite=true        replace a file that exists (default: false)
-    model.OPTION=VALUE    for a graph: options of the model
-    --config-dir=FOLDER, --config-name=NAME    for a graph: as for mpframe train
+    dynamic=[length]      for a graph: the sizes besides the batch that may vary: length, height,
+                          width, or any as in dynamic={images:{2:rows}} (default: of integers)
+    overwrite=true        replace a file or an exported folder (default: false)
+    model.OPTION=VALUE    for a graph or a folder: options of the model
+    --config-dir=FOLDER, --config-name=NAME    for these: as for mpframe train
 
-The sidecar is FILE.json.
+The sidecar is FILE.json. huggingface writes a folder with a model card, which transformers or timm
+loads if the model is theirs.
 
 safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
 without its code, for any batch size and for any length of a text that the model's code does not
-fix. It takes inputs of weights_dtype and computes in it. For a graph a class that is not mpframe's
-must be named again, as in model._target_=my_pkg.Net. onnx needs pip install mpframe[onnx].
+fix. It takes inputs of weights_dtype and computes in it. For a graph or a folder, a class that is
+not mpframe's must be named again: model._target_=my_pkg.Net. onnx needs pip install mpframe[onnx].
 """
 
 import os
@@ -34,13 +38,14 @@ from typing import Any
 from torch import nn
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, export, export_graph
+from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES, Exported
+from mpframe.checkpoint.init_from import few
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
-from mpframe.cli.program import command, refuse_words, take_own
+from mpframe.cli.program import command, refuse_words, take_own, writing
 from mpframe.cli.restored import checkpoint_of
-from mpframe.config.overrides import take_source
+from mpframe.config.overrides import parse_words, take_source
 from mpframe.config.redaction import redact, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
@@ -48,12 +53,14 @@ from mpframe.core.tree import dtype_name
 from mpframe.files.text import printable
 from mpframe.run.parts import build_model
 
+_FOLDER = "huggingface"
 _DEFAULTS = {
     "checkpoint": "",
     "out": "",
     "format": "safetensors",
     "weights": "",  # as the run was validated
     "weights_dtype": "fp32",
+    "dynamic": "",  # sizes of integer inputs
     "overwrite": "false",
 }
 _CHOICES = {
@@ -79,14 +86,23 @@ class Source:
 def main(arguments: list[str]) -> None:
     options, given = _check(arguments)
     out = Path(options["out"])
-    export.refuse_taken(out, options["overwrite"] == "true")
+    taken = huggingface.refuse_taken if options["format"] == _FOLDER else export.refuse_taken
+    taken(out, options["overwrite"] == "true")
     if options["format"] == "onnx":
         export_graph.require_onnx()
     source = _read(options, given)
     facts = _facts_of(source)
-    content = _content(source, facts)
-    export.write(out, content, options["format"], _without_secrets(facts))
-    print(printable(_text(source, out, facts)))
+    if options["format"] == _FOLDER:
+        model = _build(source, facts)
+        export_graph.load_exported(model, source.weights, options["weights_dtype"])
+        with writing(out):
+            library = huggingface.write_folder(out, model, _without_secrets(facts))
+        guide = f"a {library} model, and its README.md"
+    else:
+        content = _content(source, facts)
+        export.write(out, content, options["format"], _without_secrets(facts))
+        guide = export.beside(out).name
+    print(printable(_text(source, out, facts, guide)))
 
 
 def _read(options: dict[str, str], given: list[str]) -> Source:
@@ -116,20 +132,28 @@ def _content(source: Source, facts: dict[str, Any]) -> bytes:
         return export.as_state_dict(tensors)
     if form == "safetensors":
         return export.as_safetensors(tensors, _without_secrets(facts))
+    model = _build(source, facts)
+    inputs = export_graph.without_labels(facts["inputs"], model)
+    dynamic = source.options["dynamic"] and parse_words([f"dynamic={source.options['dynamic']}"])
+    sizes = export_graph.open_sizes(inputs, dynamic[0].value() if dynamic else None)
+    dtype = source.options["weights_dtype"]
+    graph = export_graph.trace_model(model, source.weights, dtype, inputs, sizes)
+    facts["inputs"] = export_graph.describe_inputs(graph, inputs, sizes)
+    words = export.as_json(_without_secrets(facts))
+    if form == "onnx":
+        return export_graph.as_onnx(graph, words, facts["inputs"])
+    return export_graph.as_pt2(graph, words)
+
+
+def _build(source: Source, facts: dict[str, Any]) -> nn.Module:
+    """Build the model, and note its class and arguments as they are now."""
     config = config_of(source.snapshot.config, source.folder / "config.yaml", source.given)
     facts["model"] = export.model_facts(config.model)
-    model: nn.Module = build_model(config)
-    inputs = export_graph.without_labels(facts["inputs"], model)
-    dtype = source.options["weights_dtype"]
-    graph = export_graph.trace_model(model, source.weights, dtype, inputs)
-    facts["inputs"] = export_graph.describe_inputs(graph, inputs)
-    words = export.as_json(_without_secrets(facts))
-    return (export_graph.as_onnx if form == "onnx" else export_graph.as_pt2)(graph, words)
+    return build_model(config)
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    hidden: dict[str, Any] = redact(facts, secrets_of([], os.environ))
-    return hidden
+    return dict(redact(facts, secrets_of([], os.environ)))
 
 
 def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -139,10 +163,13 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         raise ConfigError("out: must be given, e.g. out=model.safetensors")
     out, form = Path(options["out"]), options["format"]
     for other, endings in FORMATS.items():
-        if out.suffix in endings and other != form:
+        if out.suffix in endings and other != form and FORMATS[form]:
             fits = f"a file of format={form} ends in {FORMATS[form][0]}"
             raise ConfigError(f"out={out}: {fits}; rename it, or give format={other}")
-    for word in take_source(given)[1] if form not in GRAPHS else []:
+    if options["dynamic"] and form not in GRAPHS:
+        way_out = "give format=onnx or torch_export"
+        raise ConfigError(f"dynamic={options['dynamic']}: format={form} has no graph; {way_out}")
+    for word in take_source(given)[1] if form not in (*GRAPHS, _FOLDER) else []:
         if word.partition("=")[0].partition(".")[0] == "model":
             way_out = "leave it out, or give format=onnx or torch_export"
             raise ConfigError(f"{word}: format={form} builds no model; {way_out}")
@@ -150,19 +177,16 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, given
 
 
-def _text(source: Source, out: Path, facts: dict[str, Any]) -> str:
+def _text(source: Source, out: Path, facts: dict[str, Any], guide: str) -> str:
     options, held = source.options, source.weights.saturated
     worst = sorted(held, key=lambda name: -held[name])
-    saturation = (
-        f"; {sum(held.values())} values beyond the range of {options['weights_dtype']} are held "
-        f"at its end ({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''})"
-    )
-    unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     count, dtype = len(source.weights.tensors), options["weights_dtype"]
+    beyond = f"; {sum(held.values())} values beyond the range of {dtype} are held at its end "
+    unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     return (
         f"{out}: {count} tensors in {dtype}, weights {options['weights']}, step "
         f"{facts['run']['step']}"
-        + saturation * bool(held)
-        + f"; {export.beside(out).name} says how to use them"
+        + f"{beyond}({few(worst)})" * bool(held)
+        + f"; {guide} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)
     )
