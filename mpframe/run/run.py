@@ -147,7 +147,7 @@ class Run:
         assert self.trainer is not None
         stopped, skipped = self.trainer.stop_reason, self.trainer.progress.mostly_skipped
         if stopped:
-            log.info("%s", stopped)
+            log.info("%s", stopped, extra=RESULT if self.config.trainer.find else None)
         for warning in filter(None, (skipped, worsening_of(self.config, self.callbacks))):
             log.warning("warning: %s", warning)
         return self._finish(Status.FINISHED, stopped or skipped)
@@ -179,7 +179,9 @@ class Run:
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
-        if config.trainer.max_steps == 0:
+        if config.trainer.find is not None:
+            self._find(trainer, task, train)
+        if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.rank)
@@ -207,6 +209,14 @@ class Run:
             )
             self._train_with(trainer, self.callbacks, loaders, context)
             tracker.mark_finished()
+
+    def _find(self, trainer: Trainer, task: Task, train: Loader) -> None:
+        from mpframe.run.find import find  # only if asked
+
+        if self.config.run.init_from is not None:
+            take_first_weights(trainer, self.config.run)
+        self.run_folder.take()
+        trainer.stop(find(self.config, trainer, task, train, self.rank_folder))
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""
