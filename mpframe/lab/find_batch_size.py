@@ -1,13 +1,12 @@
 """The largest micro-batch that fits in memory, by trying: doubled until memory ends.
 
-Each size trains two steps, and all is undone in the end. The first allocates the optimizer's state, and the
-second needs it beside the activations. Then the size halfway to the one that failed is tried, and
-the suggestion is a third less than the largest that fit: other batches may need more, for longer
-texts or because freed memory is in pieces.
+Each size trains two steps, and all is undone in the end. The first allocates the optimizer's state,
+and the second needs it beside the activations. Then the size halfway to the one that failed is
+tried. The suggestion is a third less than the largest that fit, because other batches may need
+more, for longer texts or when freed memory is in pieces.
 
-On a CPU memory never ends in an error that can be caught: the system ends the process. So the
-search ends at the size of the training set, and before a size that would need more memory than the
-machine has.
+On a CPU memory seldom ends in an error, because the system ends the process. So the search ends at
+the size of the training set, and before a size that would need more memory than the machine has.
 """
 
 import gc
@@ -45,7 +44,7 @@ class MemorySearch:
     def suggestion(self) -> int | None:
         """A third less than the largest that fit, rounded down, or None if memory never ended.
 
-        From 16 samples on it is a multiple of 8, as tensor cores like it.
+        From 16 samples on it is a multiple of 8, as tensor cores prefer.
         """
         if not self.fails:
             return None
@@ -90,16 +89,16 @@ def find_batch_size(
 def _search(
     trainer: Trainer, load: Callable[[int], Batch], size: int, search: MemorySearch
 ) -> None:
-    most = search.most
+    """Halve the first size until one fits, double it until one fails, and try one between."""
     while not _try(trainer, load, size, search):
         if size == 1:
             raise MpframeError(
-                "trainer.find=batch_size: not even one sample fits in memory; use trainer.recompute, "
-                "trainer.parallel=fsdp, or a smaller model"
+                "trainer.find=batch_size: not even one sample fits in memory; use "
+                "trainer.recompute, trainer.parallel=fsdp, or a smaller model"
             )
         size //= 2
-    while not search.fails and size < most:
-        size = min(2 * size, most)
+    while not search.fails and size < search.most:
+        size = min(2 * size, search.most)
         _try(trainer, load, size, search)
     halfway = (max(search.fits) + min(search.fails, default=0)) // 2
     if halfway > max(search.fits):

@@ -30,6 +30,7 @@ def rollback(trainer: Trainer) -> Iterator[None]:
     state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
     before = Snapshot(0, state).to_cpu().state
     attributes, buffers = State.of(trainer.model), [*trainer.model.buffers()]
+    modes = [(module, module.training) for module in trainer.model.modules()]
     values = [buffer.detach().to("cpu", copy=True) for buffer in buffers]
     parts = trainer.callbacks, trainer.algorithms, trainer.scaler
     trainer.callbacks, trainer.scaler = {}, copy.deepcopy(trainer.scaler)
@@ -44,6 +45,8 @@ def rollback(trainer: Trainer) -> Iterator[None]:
         trainer.optimizer.zero_grad()
         attributes.restore()
         trainer.load_state_dict(before["trainer"])
+        for module, mode in modes:
+            module.training = mode
         for buffer, value in zip(buffers, values, strict=True):  # Some are in no state.
             buffer.detach().copy_(value)
         trainer.callbacks, trainer.algorithms, trainer.scaler = parts
