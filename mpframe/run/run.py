@@ -1,6 +1,6 @@
 """One training run, from its configuration to its summary.
 
-However a run ends, `summary.json` says so: finished, interrupted, diverged or failed.
+However a run ends, `summary.json` says so: finished, pruned, interrupted, diverged or failed.
 """
 
 import itertools
@@ -150,7 +150,7 @@ class Run:
             log.info("%s", stopped, extra=RESULT if self.config.trainer.find else None)
         for warning in filter(None, (skipped, worsening_of(self.config, self.callbacks))):
             log.warning("warning: %s", warning)
-        return self._finish(Status.FINISHED, stopped or skipped)
+        return self._finish(self.trainer.stop_status, stopped or skipped)
 
     def _stop(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
@@ -237,7 +237,7 @@ class Run:
         with set_up(trainer, context):
             with callbacks.checkpoints.around(trainer), _date_errors(trainer):
                 trainer.fit(loaders.train, loaders.val)
-            if loaders.test is None:
+            if loaders.test is None or trainer.stop_status is Status.PRUNED:
                 return
             with _date_errors(trainer):
                 loaders.train.close()  # The workers of the test take their place.
@@ -290,7 +290,7 @@ class Run:
             with unwritable_in_one_line(self.rank_folder):
                 summary.write(self.rank_folder)
         except MpframeError as error:
-            ended_well = summary.status is Status.FINISHED
+            ended_well = summary.status in (Status.FINISHED, Status.PRUNED)
             if ended_well and self.config.trainer.on_save_error == "stop":
                 raise
             log.warning("warning: %s", error)
