@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
@@ -181,7 +182,8 @@ class Run:
         announce(config, trainer, train, self.folder)
         if config.trainer.find is not None:
             self._find(trainer, task, train)
-        if config.trainer.find is not None or config.trainer.max_steps == 0:
+            return
+        if config.trainer.max_steps == 0:
             return
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.rank)
@@ -211,12 +213,18 @@ class Run:
             tracker.mark_finished()
 
     def _find(self, trainer: Trainer, task: Task, train: Loader) -> None:
-        from mpframe.run.find import find  # only if asked
-
-        if self.config.run.init_from is not None:
-            take_first_weights(trainer, self.config.run)
+        """Measure what `trainer.find` names. The result is the reason why the run ends."""
+        options, asked = self.config.run, f"trainer.find={self.config.trainer.find}"
+        if options.resume != "none" or self.comm.size > 1:
+            raise ConfigError(
+                f"{asked}: measures in one process and before the first step; start it without "
+                "torchrun and with resume=none (init_from takes the weights of a run)"
+            )
+        if options.init_from is not None:
+            take_first_weights(trainer, options)
         self.run_folder.take()
-        trainer.stop(find(self.config, trainer, task, train, self.rank_folder))
+        part = import_module(f"mpframe.lab.find_{self.config.trainer.find}")  # only if asked
+        trainer.stop(f"{asked}: {part.find(self.config, trainer, task, train, self.rank_folder)}")
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""

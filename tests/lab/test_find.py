@@ -10,7 +10,6 @@ import pytest
 import torch
 from fixtures import refused
 from in_process import train
-from omegaconf import DictConfig
 from prepared import Batches, prepared
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from mpframe import Backoff, Callback, LogMax, Trainer
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.lab.find_batch_size import find_batch_size
-from mpframe.lab.find_lr import RangeTest, draw_range_test, find_lr
+from mpframe.lab.find_lr import RangeTest, analyse, find_lr
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 
@@ -86,19 +85,19 @@ def test_a_range_test_leaves_no_trace(mode: str, kind: Any) -> None:
     trainer = trainer_of(mode, kind)
     trainer.model.eval()
     before, parts = everything(trainer), (trainer.scaler, trainer.algorithms, trainer.callbacks)
-    test = find_lr(trainer, batches(), low=1e-5, steps=40)
+    test = find_lr(trainer, batches(), 0.01, low=1e-5, steps=40)
     assert same(before, everything(trainer))
     assert all(
         a is b
         for a, b in zip(parts, (trainer.scaler, trainer.algorithms, trainer.callbacks), strict=True)
     )
     assert len(test.rates) > 20
-    assert any(test.skipped) is (kind is not None)  # Skips at the start do not end it.
+    assert all(test.applied) is (kind is None)  # Skips at the start do not end it.
 
 
 @in_modes
 def test_the_suggested_rate_learns(mode: str, kind: Any) -> None:
-    rate = find_lr(trainer_of(mode, kind), batches(), low=1e-6, steps=80).suggestion
+    rate = find_lr(trainer_of(mode, kind), batches(), 0.01, low=1e-6, steps=80).suggestion
     assert rate is not None
     assert 1e-3 < rate < 0.3
 
@@ -109,7 +108,7 @@ def test_training_after_it_is_as_without() -> None:
         trainer = trainer_of("mixed", Backoff)
         trainer.callbacks = {}
         if found:
-            find_lr(trainer, batches(), steps=20)
+            find_lr(trainer, batches(), 0.01, steps=20)
         trainer.fit(batches())
         finals.append(everything(trainer))
     assert same(*finals)
@@ -117,8 +116,8 @@ def test_training_after_it_is_as_without() -> None:
 
 def curve(losses: Any, skipped: Any = False) -> RangeTest:
     losses = np.array(losses, float)
-    rates = np.geomspace(1e-5, 1.0, len(losses))
-    return RangeTest(rates, losses, np.zeros(len(losses), bool) | skipped, len(losses), False)
+    rates, applied = np.geomspace(1e-5, 1.0, len(losses)), ~(np.zeros(len(losses), bool) | skipped)
+    return analyse(rates, [*zip(losses.tolist(), applied.tolist(), strict=True)])
 
 
 STEEP = 3.0 - 2.0 / (1.0 + np.exp(-np.linspace(-10, 10, 101)))  # halfway at the rate 10^-2.5
@@ -137,7 +136,7 @@ def test_noise_suggests_nothing() -> None:
     found = [curve(2 + np.random.default_rng(n).normal(0, 0.1, 100)).suggestion for n in range(20)]
     assert sum(rate is not None for rate in found) <= 2
     assert curve(np.full(50, np.nan), True).suggestion is None
-    assert "overflowed" in curve(np.full(50, np.nan), True).describe()
+    assert "50 of them skipped, blown up" in curve(np.full(50, np.nan), True).says
 
 
 def test_skipped_steps_are_no_part_of_the_curve() -> None:
@@ -145,7 +144,7 @@ def test_skipped_steps_are_no_part_of_the_curve() -> None:
     spoilt = np.where(skipped, np.where(np.arange(101) % 2, np.inf, 1e6), STEEP)
     test = curve(spoilt, skipped)
     assert test.suggestion == pytest.approx(10**-2.5, rel=0.15)
-    assert "15 overflowed and were skipped" in test.describe()
+    assert "15 of them skipped" in test.says
 
 
 @pytest.mark.parametrize("lost", [math.nan, 1e6])
@@ -158,8 +157,8 @@ def test_it_ends_where_the_loss_blows_up(lost: float) -> None:
         return StepOutput(next(model.parameters()).sum() * 0 + lost_or_not, count=1)
 
     trainer = prepared(nn.Linear(1, 1), objective)
-    test = find_lr(trainer, Batches([0]), low=1e-3, high=10, steps=50)
-    assert test.blew_up
+    test = find_lr(trainer, Batches([0]), 0.1, low=1e-3, high=10, steps=50)
+    assert ", blown up" in test.says
     assert 0.5 < test.rates[-1] < 2
     assert given == pytest.approx(list(test.rates))
 
@@ -177,18 +176,17 @@ def test_groups_keep_their_ratio_and_windows_their_size() -> None:
         seen.append([g["lr"] for g in trainer.optimizer.param_groups]),
         step(*b),
     )[1]  # type: ignore
-    find_lr(trainer, batches(), lr=1.0, low=1e-3, high=1.0, steps=10)
+    find_lr(trainer, batches(), 1.0, low=1e-3, high=1.0, steps=10)
     assert seen[0] == pytest.approx([5e-4, 1e-4])
     assert seen[-1] == pytest.approx([0.5, 0.1])
     assert [g["lr"] for g in trainer.optimizer.param_groups] == [0.5, 0.1]
 
 
-@pytest.mark.parametrize(("limit", "first", "fits", "suggested"), [
-    (100, 16, 96, 64), (63, 16, 48, 32), (5, 16, 4, 2), (1, 16, 1, 1), (200, 3, 192, 128), (10**9, 16, 1000, None),
+@pytest.mark.parametrize(("limit", "first", "fits", "fails"), [
+    (100, 16, 96, 128), (63, 16, 48, 64), (5, 16, 4, 6), (1, 16, 1, 2), (200, 3, 192, 288),
+    (10**9, 16, 1000, 1001),
 ])  # fmt: skip
-def test_the_batch_size_is_a_third_less_than_the_largest_that_fits(
-    limit: int, first: int, fits: int, suggested: Any
-) -> None:
+def test_the_largest_batch_that_fits(limit: int, first: int, fits: int, fails: int) -> None:
     trainer = trainer_of("mixed", Backoff)
     before, steps = everything(trainer), trainer.train_step
 
@@ -199,13 +197,32 @@ def test_the_batch_size_is_a_third_less_than_the_largest_that_fits(
 
     trainer.train_step = train_step  # type: ignore[method-assign,assignment]
     data = batches(64)[0]
-    found = find_batch_size(
-        trainer, lambda n: [t[:1].expand(n, *t.shape[1:]) for t in data], first, 1000
-    )
-    assert (max(found.fits), found.suggestion) == (fits, suggested)
+    load = lambda n: [t[:1].expand(n, *t.shape[1:]) for t in data]  # noqa: E731
+    assert find_batch_size(trainer, load, first, 1000) == (fits, fails)
     assert same(before, everything(trainer))
-    expected = f"dataset.batch_size={suggested} (" if suggested else "all 1000 training samples fit"
-    assert found.describe().startswith(expected)
+
+
+@pytest.mark.parametrize(("limit", "says"), [
+    (300, "=168 (two steps of 256 fit and 384 did not"), (9, "=5 (two"),
+    (9999, "all 1437 training samples fit"),
+])  # fmt: skip
+def test_a_third_is_left(
+    limit: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.accumulate_losses
+
+    def train_step(trainer: Any, *rest: Any) -> Any:
+        if len(rest[-1][0][0]) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(trainer, *rest)
+
+    monkeypatch.setattr(Trainer, "accumulate_losses", train_step)
+    reason = train(tmp_path, "trainer.find=batch_size", "dtype=fp32", "model=mlp").reason or ""
+    assert (
+        reason.removeprefix("trainer.find=batch_size: ")
+        .removeprefix("dataset.batch_size")
+        .startswith(says)
+    )
 
 
 def test_only_memory_ends_the_search() -> None:
@@ -216,7 +233,7 @@ def test_only_memory_ends_the_search() -> None:
 
     trainer = prepared(Asks(8, 3), nn.CrossEntropyLoss())
     load = lambda n: (torch.zeros(n, 8), torch.zeros(n, dtype=torch.long))  # noqa: E731
-    assert find_batch_size(trainer, load, 2, 100).fits == [2, 4]
+    assert find_batch_size(trainer, load, 2, 100) == (4, 6)
     broken = prepared(nn.Linear(9, 3), nn.CrossEntropyLoss())
     assert "mat1 and mat2" in refused(UserCodeError, find_batch_size, broken, load, 2, 100)
     assert "not even one sample" in refused(
@@ -233,14 +250,14 @@ def test_a_cpu_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpframe.lab.find_batch_size.peak_memory", lambda: 2**60)
     load = lambda n: (torch.zeros(n, 8), torch.zeros(n, dtype=torch.long))  # noqa: E731
     found = find_batch_size(prepared(nn.Linear(8, 3), nn.CrossEntropyLoss()), load, 8, 100)
-    assert (found.fits, found.fails) == ([8], [16, 12])
+    assert found == (8, 12)
 
 
 def test_a_run_that_finds_a_rate_says_it_and_trains_nothing(tmp_path: Path) -> None:
     summary = train(tmp_path, "trainer.find=lr", "dtype=fp32", "model=mlp")
     assert (summary.status, summary.steps, summary.train_loss) == ("finished", 0, None)
     assert (summary.reason or "").startswith("trainer.find=lr: optimizer.lr=")
-    assert "100 steps from 1e-07, loss 2." in (summary.reason or "")
+    assert "100 steps from 1e-07 to " in (summary.reason or "")
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "find_lr.png").read_bytes()[:4] == b"\x89PNG"
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -248,9 +265,10 @@ def test_a_run_that_finds_a_rate_says_it_and_trains_nothing(tmp_path: Path) -> N
     assert train(tmp_path, "dtype=fp32", "model=mlp", "trainer.max_steps=1").steps == 1
 
 
+LBFGS = "optimizer=own optimizer._target_=torch.optim.LBFGS"
 REFUSED = {
-    "resume=auto": "trainer.find=lr: measures before the first step, and resume=auto goes on",
-    "optimizer=own optimizer._target_=torch.optim.LBFGS dtype=fp32": "trainer.find=lr: the optimizer evaluates the loss itself",
+    "resume=auto": "trainer.find=lr: measures in one process and before the first step",
+    f"{LBFGS} dtype=fp32": "trainer.find=lr: the optimizer evaluates the loss itself",
     "experiment=digits_gan": "trainer.find=lr: there are several losses",
     "trainer.find=rate": "trainer.find=rate: must be one of lr, batch_size",
 }
