@@ -28,8 +28,8 @@ _OPTION = "callbacks.pruning"
 class Pruning(Callback):
     """Reports each validation to a trial, and ends the run as pruned if the study's pruner says so.
 
-    The step of a report is the number of the validation, so that trials with other batch sizes can
-    be compared. With several ranks, rank 0 asks the study.
+    The step of a report counts validations, so that trials with other batch sizes can be compared.
+    With several ranks, rank 0 asks the study.
 
     Args:
         storage, study: URL and name of the study. None: the ones of hydra/sweeper=pruning.
@@ -82,7 +82,7 @@ class Pruning(Callback):
                 f"{_OPTION}.study={study.study_name}: looks for the opposite of a better {name}; "
                 f"start a new study with hydra.sweeper.direction={better.name.lower()}"
             )
-        trial.report(value, self._validations)
+        trial.report(value, self._validations - 1)  # Optuna's steps begin at 0.
         if not trial.should_prune():
             return None
         study.tell(trial.number, state=TrialState.PRUNED)

@@ -27,9 +27,14 @@ def study_of(folder: Path, value: float, direction: str = "maximize") -> Any:
     url = f"sqlite:///{folder}/study.db"
     study = optuna.create_study(storage=url, study_name="s", direction=direction)
     for _ in range(2):
-        seen = {1: value, 2: value, 3: value}
+        seen = dict.fromkeys(range(3), value)
         study.add_trial(optuna.trial.create_trial(value=value, intermediate_values=seen))
     return study
+
+
+def saved(folder: Path, name: str = "s") -> Any:
+    """The study as others see it: the one that asked keeps its trials as they were."""
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/study.db")
 
 
 def words(folder: Path, trial: object, *more: str) -> list[str]:
@@ -48,9 +53,9 @@ def test_a_trial_that_is_worse_ends_as_pruned(tmp_path: Path) -> None:
     said = f"MedianPruner: val_accuracy {summary.val_metric:.4g} at validation 2 of trial 2"
     assert (summary.reason or "").startswith(said)
     assert (tmp_path / "run" / "checkpoints" / f"step_{summary.steps:08}").is_dir()
-    told = study.trials[2]
+    told = saved(tmp_path).trials[2]
     assert (told.state.name, told.value) == ("PRUNED", pytest.approx(summary.val_metric))
-    assert sorted(told.intermediate_values) == [1, 2]
+    assert sorted(told.intermediate_values) == [0, 1]
 
 
 def test_a_trial_that_is_better_goes_on_also_after_a_resume(tmp_path: Path) -> None:
@@ -59,7 +64,8 @@ def test_a_trial_that_is_better_goes_on_also_after_a_resume(tmp_path: Path) -> N
     train(tmp_path / "run", *words(tmp_path, number, "trainer.epochs=1"))
     summary = train(tmp_path / "run", *words(tmp_path, number, "resume=auto"))
     assert (summary.status, summary.epochs) == ("finished", 3)
-    assert sorted(study.trials[number].intermediate_values) == [1, 2, 3]
+    study = saved(tmp_path)
+    assert sorted(study.trials[number].intermediate_values) == [0, 1, 2]
     assert study.trials[number].state.name == "RUNNING"  # Who asked tells the value.
 
 
@@ -93,9 +99,10 @@ def test_a_study_that_is_missing_is_refused(tmp_path: Path) -> None:
 def test_the_loop_of_the_page_runs(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = (code for code in PAGE.blocks("python") if "study.ask()" in code)
-    exec(code, made := {"__name__": "page"})
-    states = [trial.state.name for trial in made["study"].trials]
-    runs = [json.loads(path.read_text()) for path in sorted(Path("runs/asked").glob("*/summary.json"))]
+    exec(code, {"__name__": "page"})
+    study = optuna.load_study(study_name="asked", storage="sqlite:///asked.db")
+    states = [trial.state.name for trial in study.trials]
+    runs = [json.loads(path.read_text()) for path in sorted(Path("runs").rglob("summary.json"))]
     assert states == ["PRUNED" if run["status"] == "pruned" else "COMPLETE" for run in runs]
     assert {*states} == {"PRUNED", "COMPLETE"}
 
@@ -113,7 +120,7 @@ def test_a_study_of_the_sweeper_prunes_and_goes_on_after_a_kill(tmp_path: Path) 
     assert processes.exit_code(process) == -signal.SIGKILL
     again = processes.command(tmp_path, *given)
     assert (again.returncode, "Traceback" in again.stderr) == (0, False), again.stderr
-    study = optuna.load_study(study_name="search", storage=f"sqlite:///{sweep}/study.db")
+    study = saved(sweep, "search")
     ended = [*processes.statuses(sweep).values()]
     states = [trial.state.name for trial in study.trials]
     assert len(states) >= 6
