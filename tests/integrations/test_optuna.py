@@ -95,6 +95,19 @@ def test_a_study_that_is_missing_is_refused(tmp_path: Path) -> None:
     assert said.startswith("callbacks.pruning.storage=null: no sweep has a study here; use hydra/")
 
 
+@processes.plugin("hydra_optuna_sweeper")
+def test_a_trial_stays_pruned_for_the_sweeper(tmp_path: Path) -> None:
+    from mpframe.integrations.optuna import Storage
+
+    url = f"sqlite:///{tmp_path}/deep/study.db"
+    study = optuna.create_study(storage=Storage(url), study_name="s")
+    trials = [study.ask(), study.ask()]
+    saved(tmp_path / "deep").tell(0, state=optuna.trial.TrialState.PRUNED)
+    for trial in trials:
+        study.tell(trial, 1.0)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
+
+
 @pytest.mark.slow
 def test_the_loop_of_the_page_runs(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkout import ROOT
 from fixtures import refused
 from in_process import train
+from pages import Page
 from prepared import Batches, prepared
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -263,6 +265,18 @@ def test_a_run_that_finds_a_rate_says_it_and_trains_nothing(tmp_path: Path) -> N
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Images("find/lr")[0].step == 0
     assert train(tmp_path, "dtype=fp32", "model=mlp", "trainer.max_steps=1").steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["optimizer", "memory_and_speed"])
+def test_the_commands_of_the_pages_find(name: str, tmp_path: Path) -> None:
+    commands = Page(ROOT / "docs" / f"{name}.md").commands()
+    found = [one for one in commands if any("trainer.find=" in word for word in one.arguments)]
+    assert found
+    for number, one in enumerate(found):
+        words = [word for word in one.arguments if not word.startswith("hydra.")]
+        reason = train(tmp_path / str(number), *words).reason or ""
+        assert "optimizer.lr=0.0" in reason or "all 1437 training samples fit" in reason
 
 
 LBFGS = "optimizer=own optimizer._target_=torch.optim.LBFGS"
