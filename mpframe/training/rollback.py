@@ -21,8 +21,8 @@ def rollback(trainer: Trainer) -> Iterator[None]:
     host, so it takes no memory of an accelerator.
     """
     modes = [(module, module.training) for module in trainer.model.modules()]
-    attributes, buffers = State.of(trainer.model), [*trainer.model.buffers()]
-    state = {"trainer": trainer.state_dict(), "buffers": buffers, "rng": checkpoint.rng_state()}
+    attributes = State.of(trainer.model)
+    state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
     before = Snapshot(0, state).to_cpu().state
     parts = trainer.callbacks, trainer.algorithms, trainer.scaler
     kept = [n for n, a in parts[1].items() if not isinstance(a, Schedules | LossSpikes)]
@@ -35,8 +35,6 @@ def rollback(trainer: Trainer) -> Iterator[None]:
         trainer.optimizer.zero_grad()
         attributes.restore()
         trainer.load_state_dict(before["trainer"])
-        for buffer, value in zip(buffers, before["buffers"], strict=True):  # Some are in no state.
-            buffer.detach().copy_(value)
         for module, mode in modes:
             module.training = mode
         trainer.callbacks, trainer.algorithms, trainer.scaler = parts
