@@ -182,8 +182,7 @@ class Run:
         announce(config, trainer, train, self.folder)
         if config.trainer.find is not None:
             self._find(trainer, task, train)
-            return
-        if config.trainer.max_steps == 0:
+        if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.rank)
@@ -213,18 +212,16 @@ class Run:
             tracker.mark_finished()
 
     def _find(self, trainer: Trainer, task: Task, train: Loader) -> None:
-        """Measure what `trainer.find` names. The result is the reason why the run ends."""
-        options, asked = self.config.run, f"trainer.find={self.config.trainer.find}"
+        options, what = self.config.run, self.config.trainer.find
         if options.resume != "none" or self.comm.size > 1:
-            raise ConfigError(
-                f"{asked}: measures in one process and before the first step; start it without "
-                "torchrun and with resume=none (init_from takes the weights of a run)"
-            )
+            means = "measures in one process and before the first step; start it without torchrun"
+            raise ConfigError(f"trainer.find={what}: {means} and with resume=none")
         if options.init_from is not None:
             take_first_weights(trainer, options)
         self.run_folder.take()
-        part = import_module(f"mpframe.lab.find_{self.config.trainer.find}")  # only if asked
-        trainer.stop(f"{asked}: {part.find(self.config, trainer, task, train, self.rank_folder)}")
+        part = import_module(f"mpframe.lab.find_{what}")  # only if asked
+        given = self.config, trainer, task, train, self.rank_folder
+        trainer.stop(f"trainer.find={what}: {part.find(*given)}")
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""
