@@ -131,8 +131,8 @@ def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary
     if summary is not None and summary.status is Status.DIVERGED:
         what = f"diverged when the sweep ran before, {summary.reason}"
         raise DivergedError(f"{what}; to run it again delete {folder}")
-    if summary is not None and summary.status is Status.FINISHED:
-        log.info("finished when the sweep ran before, in %s", folder)
+    if summary is not None and summary.status in (Status.FINISHED, Status.PRUNED):
+        log.info("%s when the sweep ran before, in %s", summary.status, folder)
         return summary
     if config.run.resume == "none":
         config.run.resume = "auto"

@@ -134,6 +134,12 @@ class TrainerOptions:
     max_steps: int | None = option(
         None, "Stop after this many steps; 0 only shows the dtype map.", unit="steps", low=0
     )
+    find: str | None = option(
+        None,
+        "Measure an option in place of training, and say what to type: lr by a range test, "
+        "batch_size by doubling it until memory ends.",
+        choices=("lr", "batch_size"),
+    )
     accumulate: int = option(1, "Micro-batches per optimizer step.", unit="batches", low=1)
     clip_norm: float | None = option(
         None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0

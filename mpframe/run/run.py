@@ -1,6 +1,6 @@
 """One training run, from its configuration to its summary.
 
-However a run ends, `summary.json` says so: finished, interrupted, diverged or failed.
+However a run ends, `summary.json` says so: finished, pruned, interrupted, diverged or failed.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
@@ -148,10 +149,10 @@ class Run:
         assert self.trainer is not None
         stopped, skipped = self.trainer.stop_reason, self.trainer.progress.mostly_skipped
         if stopped:
-            log.info("%s", stopped)
+            log.info("%s", stopped, extra=RESULT if self.config.trainer.find else None)
         for warning in filter(None, (skipped, worsening_of(self.config, self.callbacks))):
             log.warning("warning: %s", warning)
-        return self._finish(Status.FINISHED, stopped or skipped)
+        return self._finish(self.trainer.stop_status, stopped or skipped)
 
     def _stop(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
@@ -180,7 +181,9 @@ class Run:
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
-        if config.trainer.max_steps == 0:
+        if config.trainer.find is not None:
+            self._find(trainer, task, train)
+        if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
         if self.comm.rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.rank)
@@ -209,6 +212,18 @@ class Run:
             self._train_with(trainer, self.callbacks, loaders, context)
             tracker.tensorboard.mark_finished()
 
+    def _find(self, trainer: Trainer, task: Task, train: Loader) -> None:
+        options, what = self.config.run, self.config.trainer.find
+        if options.resume != "none" or self.comm.size > 1:
+            means = "measures in one process and before the first step; start it without torchrun"
+            raise ConfigError(f"trainer.find={what}: {means} and with resume=none")
+        if options.init_from is not None:
+            take_first_weights(trainer, options)
+        self.run_folder.take()
+        part = import_module(f"mpframe.lab.find_{what}")  # only if asked
+        given = self.config, trainer, task, train, self.rank_folder
+        trainer.stop(f"trainer.find={what}: {part.find(*given)}")
+
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""
         options = self.config.run
@@ -228,7 +243,7 @@ class Run:
         with set_up(trainer, context):
             with callbacks.checkpoints.around(trainer), _date_errors(trainer):
                 trainer.fit(loaders.train, loaders.val)
-            if loaders.test is None:
+            if loaders.test is None or trainer.stop_status is Status.PRUNED:
                 return
             with _date_errors(trainer):
                 loaders.train.close()  # The workers of the test take their place.
@@ -281,7 +296,7 @@ class Run:
             with unwritable_in_one_line(self.rank_folder):
                 summary.write(self.rank_folder)
         except MpframeError as error:
-            ended_well = summary.status is Status.FINISHED
+            ended_well = summary.status in (Status.FINISHED, Status.PRUNED)
             if ended_well and self.config.trainer.on_save_error == "stop":
                 raise
             log.warning("warning: %s", error)

@@ -27,6 +27,7 @@ class Status(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     DIVERGED = "diverged"
+    PRUNED = "pruned"  # by a search, because others were better at this point
     FAILED = "failed"
 
 

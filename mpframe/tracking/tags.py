@@ -97,6 +97,8 @@ text/environment | Environment | none
     versions, hardware, commit and command line
 text/profile | Profile | none
     the largest costs of a few steps, by module and format
+find/lr | Range test | loss
+    the training loss over the learning rate, and the rate that it suggests
 larc/rate/NAME | Rate of NAME | none
     the learning rate of the parameter NAME, times the factor that LARC gives it
 metric/NAME/val | Validation NAME | its own
@@ -175,6 +177,7 @@ class Tag(StrEnum):
     SAMPLES_PER_SECOND = "speed/samples_per_second"
     INPUT_FRACTION = "speed/input_fraction"
     PEAK_BYTES = "memory/peak_bytes"
+    FIND_LR = "find/lr"
     TEXT_ABOUT = "text/about"
     TEXT_CONFIG = "text/config"
     TEXT_DTYPE_MAP = "text/dtype_map"

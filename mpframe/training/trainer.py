@@ -19,6 +19,7 @@ from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import describe_error, name_of
+from mpframe.tracking.summary import Status
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
@@ -47,6 +48,7 @@ class Trainer(StepTrainer):
         callbacks: by name, called in this order, after the algorithms.
         progress: how far the run has come.
         stop_reason: why the run ends before its plan does, or None.
+        stop_status: the status of a run that ends for this reason.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -54,6 +56,7 @@ class Trainer(StepTrainer):
     callbacks: Callbacks = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     stop_reason: str | None = None
+    stop_status: Status = Status.FINISHED
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,9 +106,9 @@ class Trainer(StepTrainer):
             self._run_epoch(train, val)
         self._call("on_train_end")
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, status: Status = Status.FINISHED) -> None:
         """End `fit` after this step. The reason is one line for the run's summary."""
-        self.stop_reason = reason
+        self.stop_reason, self.stop_status = reason, status
 
     def probe(self, batch: Batch) -> None:
         """Set the first scale of scalers that want a probe from one backward pass in fp32."""

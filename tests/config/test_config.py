@@ -103,7 +103,7 @@ ACT = """device init_from init_from_names init_from_except seed dtype.compute dt
     dtype.master_weights dtype.mode dtype.products dtype.recipes ops.allow ops.deny ops.infer
     ops.modules ops.move optimizer.groups optimizer.lr dataset.batch_size dataset.eval_batch_size
     dataset.workers trainer.accumulate trainer.channels_last trainer.clip_norm trainer.clip_value
-    trainer.compile trainer.ema_decay trainer.epochs trainer.max_steps trainer.reduce
+    trainer.compile trainer.ema_decay trainer.epochs trainer.find trainer.max_steps trainer.reduce
     trainer.sync_batchnorm"""
 
 

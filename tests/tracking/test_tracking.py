@@ -172,7 +172,7 @@ def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
     found, accuracy = events(tmp_path), metric_tag("accuracy")
     tags, pages = {*found.Tags()["scalars"]}, {*found.Tags()["tensors"]}
     assert tags | pages - {"custom_scalars__config__"} == (
-        {*map(str, Tag), accuracy, metric_tag("accuracy", "test")} - {Tag.TEXT_PROFILE}
+        {*map(str, Tag), accuracy, metric_tag("accuracy", "test")} - {Tag.TEXT_PROFILE, Tag.FIND_LR}
     )
     steps = [[e.step for e in found.Scalars(tag)] for tag in (Tag.LOSS_TRAIN, accuracy)]
     assert steps == [list(range(1, 11)), [5, 10]]

@@ -29,7 +29,7 @@ class Record:
     """One run."""
 
     name: str  # its folder, relative to the folder of all runs
-    status: str  # finished, interrupted, diverged, failed, `no summary`, or `unreadable`
+    status: str  # finished, pruned, interrupted, diverged, failed, `no summary`, or `unreadable`
     reason: str = ""  # why it is not finished, in one line
     options: Mapping[str, Any] = field(default_factory=dict)  # by dotted path
     summary: Summary | None = None  # how it ended

@@ -127,8 +127,10 @@ def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
     where = os.path.relpath(folder / "sweep.md")
     missing = max(0, planned - len(jobs))
+    pruned = sum(job.summary is not None and job.summary.status is Status.PRUNED for job in jobs)
+    ended = f", {pruned} pruned" if pruned else ""
     never = f", {missing} never began" if missing else ""
-    last = f"{finished} of {len(jobs) + missing} jobs finished{never}; "
+    last = f"{finished} of {len(jobs) + missing} jobs finished{ended}{never}; "
     last += f"this table: {where} and sweep.csv beside it"
     return f"\n{title}{align(rows)}\n{_reasons(jobs)}{last}"
 
