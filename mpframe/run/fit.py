@@ -43,7 +43,7 @@ def fit(
         )
     path.mkdir(parents=True, exist_ok=True)
     guard, speed = SkipGuard(TrainerOptions().max_consecutive_skips), Throughput(train.batch_size)
-    fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption)
+    fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption, train)
     trainer.callbacks = fixed.by_name
     try:
         with run_lock(path), interruption, interruption.defer():
