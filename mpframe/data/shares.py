@@ -1,20 +1,21 @@
-"""The share of a stream that one worker of one rank reads, and how far it has read it.
+"""The share of a stream that one worker of one rank reads.
 
-Every sample is in exactly one share. A stream that can split itself does so; of any other, each
-worker reads everything and keeps every n-th sample. A share begins again when it ends, as often as
-batches are asked for. Its next batch depends only on its `Place`, so that a resumed run gets the
-batches it would have got: the stream's own state if it has one, or else a number of samples, which
-are read over again.
+Every sample is in exactly one share. A stream that can split itself does so. Of any other, each
+worker reads all samples and keeps every n-th. A share begins again when it ends, as often as
+batches are needed.
+
+The next batch depends only on the `Place` that was reached: the stream's own state if it has one,
+or else a number of samples, which are read again. Random numbers of a sample depend on its place.
 """
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from mpframe.core.errors import DataError, MpframeError
@@ -33,17 +34,18 @@ _END = object()
 
 
 class Place(NamedTuple):
-    """How far a share was read: `read` samples of a pass over the stream."""
+    """How far a share was read."""
 
-    number: int = 0  # of the pass
-    read: int = 0  # samples, those of other shares included if this worker skips them itself
-    state: Any = None  # the stream's own state, or None
+    number: int = 0  # of the pass over the stream
+    read: int = 0  # samples of this pass, or batches of a DataLoader
+    state: Any = None  # the stream's own, if it has one
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a stream is read, by all ranks and workers."""
+@dataclass(eq=False)
+class Shares(IterableDataset[Any]):
+    """Batches of this worker's share, each with the `Place` after it, or the error that ends it."""
 
+    stream: Any  # samples, or a DataLoader's batches
     batch_size: int  # of this rank
     seed: int
     rank: int
@@ -51,193 +53,160 @@ class Reading:
     workers: int  # at least 1
     split: str
     collate: Collate | None
-    endless: bool  # or one pass
-
-    def share(self, worker: int) -> tuple[int, int]:
-        """Return the number of a worker's share, and how many there are."""
-        return self.rank * self.workers + worker, self.ranks * self.workers
-
-
-class Shares(IterableDataset[Any]):
-    """Batches of each worker in turn, each with the place after it.
-
-    Args:
-        stream: the samples.
-        reading: how they are read.
-        first: the number of the first batch. Workers before its own begin with None.
-        places: where each worker begins.
-        current: where each worker notes the sample it is reading.
-    """
-
-    def __init__(
-        self,
-        stream: Any,
-        reading: Reading,
-        first: int,
-        places: list[Place],
-        current: CurrentSamples,
-    ) -> None:
-        self._stream, self._reading, self._current = stream, reading, current
-        self._first, self._places = first, places
+    endless: bool  # or a single pass
+    current: CurrentSamples  # where each worker notes the sample it is reading
+    first: int = 0  # the number of the first batch. Workers whose turn is past begin with None.
+    places: Sequence[Place] = ()  # where each worker begins
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield (batch, place), or the error that ends this share."""
-        info, reading = get_worker_info(), self._reading
+        info = get_worker_info()
         worker = 0 if info is None else info.id
-        if worker < self._first % reading.workers:
+        if worker < self.first % self.workers:
             yield None
-        share = _Share(self._stream, reading, worker, self._current)
+        self._of, self._number = self.ranks * self.workers, self.rank * self.workers + worker
         try:
             with keep_generators():
-                share.seek(self._places[worker])
-            for number in range(2**63):
+                self._seek(self.places[worker])
+            while True:
                 with keep_generators():
-                    batch = share.batch(number)
+                    batch = self._batch()
+                self.current.note()
                 if batch is None:
                     return
-                self._current.note()
-                yield batch, share.place
+                yield batch, Place(self._pass, self._read, _state_of(self._view))
         except MpframeError as error:  # Raised in a worker, it would be wrapped in a traceback.
             yield error
 
-
-class _Share:
-    def __init__(self, stream: Any, reading: Reading, worker: int, current: CurrentSamples) -> None:
-        self._stream, self._reading, self._current = stream, reading, current
-        self._number, self._of = reading.share(worker)
-        self._pass, self._read, self._found = 0, 0, 0
-
-    @property
-    def place(self) -> Place:
-        state = copy.deepcopy(self._view.state_dict()) if has_exact_state(self._view) else None
-        return Place(self._pass, self._read, state)
-
-    def seek(self, place: Place) -> None:
-        """Go on from a place."""
+    def _seek(self, place: Place) -> None:
         self._open(place.number)
-        self._found = 1  # That a pass has samples is asked of a whole one.
         if place.state is not None:
-            self._view.load_state_dict(copy.deepcopy(place.state))
-            self._iterator, self._read = iter(self._view), place.read
-        while self._read < place.read:
-            self._next()
-        if place.read == 0:
-            self._found = 0
-
-    def batch(self, number: int) -> Any:
-        """Return the next batch, or None after the only pass."""
-        indices, samples = [], []
-        while len(samples) < self._reading.batch_size:
-            sample = self._next()
-            if sample is not _END:
-                indices.append(self._read - 1)
-                samples.append(sample)
-            elif self._reading.endless:
-                self._begin_again()
-            else:
-                break
-        if not samples:
-            return None
-        batch = stack(samples, indices, self._reading.collate)
-        return checked(batch, indices, self._reading.split, (self._pass, number), samples)
-
-    def _begin_again(self) -> None:
-        if not self._found:
-            raise DataError(
-                f"dataset: {type(self._stream).__name__} gave no sample in share {self._number} "
-                f"of {self._of} (ranks x workers); give it more shards, or use fewer "
-                "dataset.workers"
-            )
-        self._open(self._pass + 1)
+            self._read = place.read
+            with self._reading(f"the state of {type(self.stream).__name__}"):
+                self._view.load_state_dict(copy.deepcopy(place.state))
+                self._iterator = iter(self._view)
+        while self._read < place.read and self._next() is not _END:
+            pass
+        self._empty = place.read == 0  # Of the rest of a pass nothing is known.
 
     def _open(self, number: int) -> None:
-        blamed = f"pass {number} over {type(self._stream).__name__} cannot be read"
-        with blame_data(blamed), self._hidden():
+        """Begin a pass."""
+        self._pass, self._read, self._empty = number, 0, True
+        with self._reading(f"pass {number} over {type(self.stream).__name__}"):
             self._view = self._view_of(number)
             self._iterator = iter(self._view)
-        self._pass, self._read, self._found = number, 0, 0
 
     def _view_of(self, number: int) -> Any:
         """Return the stream in a pass, of this share only if it can split itself."""
-        view, share = self._stream, (self._number, self._of)
-        if is_one_shot(view):
-            return view
+        view = self.stream if is_one_shot(self.stream) else copy.copy(self.stream)
         if comes_from("datasets", view):
             from datasets.distributed import split_dataset_by_node
 
-            view = split_dataset_by_node(view, *share)
-        elif can_shard(view):
-            view = copy.copy(view).shard(num_shards=share[1], index=share[0])
-        else:
-            view = copy.copy(view)
+            view = split_dataset_by_node(view, self._number, self._of)
+        elif comes_from("webdataset", view):
+            view = copy.deepcopy(self.stream)
+            for stage in view.pipeline:
+                if hasattr(stage, "epoch"):  # detshuffle's, which counts the passes itself
+                    stage.epoch = number - 1
+        elif self._has_shard():
+            view = view.shard(num_shards=self._of, index=self._number)
         if hasattr(view, "set_epoch"):
             takes_seed = len(inspect.signature(view.set_epoch).parameters) > 1
-            view.set_epoch(*[self._reading.seed] * takes_seed, number)
+            view.set_epoch(*[self.seed] * takes_seed, number)
         return view
 
+    def _batch(self) -> Any:
+        """Return the next batch, or None after a single pass."""
+        samples: list[Any] = []
+        indices: list[int] = []
+        size = 1 if is_batched(self.stream) else self.batch_size
+        while len(samples) < size:
+            sample = self._next()
+            if sample is not _END:
+                samples.append(sample)
+                indices.append(self._read - 1)
+            elif not self.endless:
+                break
+            elif self._empty:
+                raise DataError(
+                    f"dataset: {type(self.stream).__name__} has no sample for worker "
+                    f"{self._number} of {self._of} (all ranks together); use fewer "
+                    "dataset.workers, or give it more samples or shards"
+                )
+            else:
+                self._open(self._pass + 1)
+        if not samples:
+            return None
+        place = self._pass, indices[-1] // self.batch_size
+        if is_batched(self.stream):
+            batch = samples[0]  # torch's list of the parts of a tuple becomes a tuple.
+            batch = tuple(batch) if type(batch) is list else batch
+            return checked(batch, range(self.batch_size), self.split, (self._pass, indices[0]), ())
+        batch = stack(samples, indices, self.collate)
+        return checked(batch, indices, self.split, place, samples)
+
     def _next(self) -> Any:
-        """Return the next sample of this share."""
-        whole = not (splits_itself(self._stream) or can_shard(self._stream))
+        """Return the next sample of this share, or _END."""
+        keeps_all = self._splits_itself() or self._has_shard() or is_batched(self.stream)
         while True:
             number = self._read
-            self._current.note(number)
-            seed_generators(self._key(number))
-            with blame_data(f"sample {number} cannot be read"), self._hidden():
+            self.current.note(number)
+            with self._reading(f"sample {number}"):
                 sample = next(self._iterator, _END)
             if sample is _END:
                 return sample
             self._read += 1
-            if not whole or number % self._of == self._number:
-                self._found += 1
+            if keeps_all or number % self._of == self._number:
+                self._empty = False
                 return sample
 
-    def _key(self, number: int) -> int:
-        return int(hash_key(self._reading.seed, self._pass, number, self._number)[0])
-
     @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Hide that this is a worker from a stream that would split itself by it once more."""
+    def _reading(self, what: str) -> Iterator[None]:
+        """Name what cannot be read, seed its random numbers, and hide the worker if need be.
+
+        A stream that finds its worker would split itself once more.
+        """
+        seed_generators(int(hash_key(self.seed, self._pass, self._read, self._number)[0]))
         info: Any = torch_worker._worker_info
-        if not splits_by_worker(self._stream):
+        if not self._finds_its_worker():
             torch_worker._worker_info = None
         try:
-            yield
+            with blame_data(f"{what} cannot be read"):
+                yield
         finally:
             torch_worker._worker_info = info
 
+    def _finds_its_worker(self) -> bool:
+        return comes_from("webdataset", self.stream) or getattr(self.stream, "splits_itself", False)
+
+    def _has_shard(self) -> bool:
+        return hasattr(self.stream, "shard") and not self._finds_its_worker()
+
+    def _splits_itself(self) -> bool:
+        return self._finds_its_worker() or comes_from("datasets", self.stream)
+
 
 def comes_from(package: str, stream: Any) -> bool:
-    """Whether a class of a package made the stream, found without importing the package."""
+    """Whether a class of a package made the stream. The package is not imported."""
     return any(kind.__module__.partition(".")[0] == package for kind in type(stream).__mro__)
 
 
-def splits_by_worker(stream: Any) -> bool:
-    """Whether the stream finds its rank and worker itself."""
-    return comes_from("webdataset", stream) or getattr(stream, "splits_itself", False)
-
-
-def can_shard(stream: Any) -> bool:
-    """Whether `stream.shard(num_shards, index)` is a share."""
-    return hasattr(stream, "shard") and not splits_by_worker(stream)
-
-
-def splits_itself(stream: Any) -> bool:
-    """Whether no sample of the stream has to be left out."""
-    return splits_by_worker(stream) or comes_from("datasets", stream)
+def is_batched(stream: Any) -> bool:
+    """Whether the stream gives this rank's batches instead of samples."""
+    return isinstance(stream, DataLoader)
 
 
 def is_one_shot(stream: Any) -> bool:
-    """Whether the stream can be read only once, so that nothing can go back in it."""
+    """Whether nothing can go back in the stream: an iterator, or one with `resumable = False`."""
     return not getattr(stream, "resumable", True) or isinstance(stream, Iterator)
 
 
-def has_exact_state(view: Any) -> bool:
-    """Whether the stream's state brings back all of it. A shuffle buffer of datasets is lost."""
+def _state_of(view: Any) -> Any:
+    """Return the stream's state, or None if it has none that brings back all of it."""
     if not hasattr(view, "load_state_dict") or not hasattr(view, "state_dict"):
-        return False
-    source = getattr(view, "_ex_iterable", None)
+        return None
+    source = getattr(view, "_ex_iterable", None)  # of datasets, whose shuffle buffer is lost
     while source is not None:
-        if "Shuffled" in type(source).__name__:
-            return False
+        if "BufferShuffled" in type(source).__name__:
+            return None
         source = getattr(source, "ex_iterable", None)
-    return True
+    return copy.deepcopy(view.state_dict())

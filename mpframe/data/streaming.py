@@ -1,61 +1,52 @@
-"""Batches of a stream: of samples that come one after the other, more than a run may ever read.
+"""Batches of a stream: samples that come one after the other, perhaps more than a run ever reads.
 
-An epoch is a number of batches. The next one goes on where the stream stood. A checkpoint keeps the
-place behind the batch that was used last, whatever workers have read ahead, and a resumed run reads
-that batch once more to see that the stream is still the same. shares.py has what a worker does.
+An epoch is a number of batches, and the next one goes on where the stream stood. A checkpoint keeps
+the place after the batch that was used last, however far workers have read ahead. A resumed run
+reads that batch again, to see that the stream is the same. shares.py has what each worker reads.
 """
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from mpframe.core.callback import Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import CheckpointError, ConfigError, DataError
 from mpframe.core.ranges import require_whole
 from mpframe.core.tree import tensors_in
-from mpframe.data.fetching import (
-    Collate,
-    blame_data,
-    checked,
-    keep_generators,
-    seed_generators,
-)
+from mpframe.data.fetching import Collate
 from mpframe.data.loading import Loader, batch_or_raise, data_loader, require_shared
-from mpframe.data.samples import hash_key
-from mpframe.data.shares import Place, Reading, Shares, comes_from, is_one_shot
+from mpframe.data.shares import Place, Shares, comes_from, is_batched, is_one_shot
 from mpframe.data.workers import CurrentSamples, WorkerPool
 
 _LOOKED_AT = 2**16  # bytes of each tensor of a batch, by which it is known again
 _WAY_OUT = "or take only the weights into a new run with init_from"
 
 
-class _Saved(NamedTuple):
-    """A place in a stream that was reached."""
-
-    batches: int = 0
-    reader: Any = None
-    digest: int = 0  # of the last batch
+class _Reached(NamedTuple):
+    batches: int = 0  # that were read
+    digest: int = 0  # of the last one
+    places: Any = None  # where each worker goes on, the last one with that batch again
 
 
 class StreamLoader(Loader, Callback):
     """Batches of a stream, which is also a callback of its run so that checkpoints keep its place.
 
     Args:
-        stream: an IterableDataset or another object to iterate over, of samples, or a DataLoader,
-            of batches for this rank.
+        stream: an IterableDataset, or another iterable of samples, or a DataLoader, whose batches
+            are this rank's.
         batch_size: samples per batch of all ranks together, >= 1.
-        batches_per_epoch: how many batches an epoch has. None: as many as the stream's `__len__`
-            makes.
-        endless: whether the stream begins again when it ends. If False, an epoch is one pass, whose
-            last batch may be smaller.
+        batches_per_epoch: how many batches make an epoch, >= 1. None: as many as the stream's
+            `__len__` says.
+        endless: begin the stream again when it ends. If False, an epoch is one pass over it, with
+            an incomplete last batch.
 
-    All others are as `Loader` has them. ConfigError, DataError: an argument cannot be used.
+    The others are as `Loader` has them. ConfigError, DataError: one of them cannot be used.
     """
 
     def __init__(
@@ -76,314 +67,195 @@ class StreamLoader(Loader, Callback):
     ) -> None:
         require_shared(option, batch_size, workers, comm)
         self.batch_size, self.waited, self.size = batch_size, 0.0, 0
-        self._comm, self._split, self._endless = comm, split, endless
-        share = batch_size // comm.size
-        facts = Reading(share, seed, comm.rank, comm.size, max(workers, 1), split, collate, endless)
-        if comes_from("streaming", stream) and not isinstance(stream, DataLoader):
-            stream, workers, collate = _of_mosaic(stream, share, workers, collate), 0, None
-        self._stream = stream
-        self._reader: _Workers | _Batches
-        if isinstance(stream, DataLoader):
-            _refuse_beside_batches(stream, share, workers, collate, option, batch_size)
-            self._reader = _Batches(stream, facts)
-        else:
-            self._reader = _Workers(stream, facts, workers, worker_timeout, pin)
+        self._comm, self._timeout, self._pin = comm, worker_timeout, pin
+        part = batch_size // comm.size
+        if comes_from("streaming", stream) and not is_batched(stream):
+            stream, workers, collate = _load_by_mosaic(stream, part, workers, collate), 0, None
+        if is_batched(stream):
+            _refuse_beside_batches(stream, option, batch_size, part, workers, collate)
+        self._workers, ranks = workers, (comm.rank, comm.size)
+        self._shares = Shares(
+            *(stream, part, seed, *ranks, max(workers, 1), split, collate, endless),
+            CurrentSamples(workers),
+        )
         self._length = self._count(batches_per_epoch) if endless else 0
-        self._start = _Saved()  # where reading began: at the beginning, or at a checkpoint's place
-        self._last: _Saved | None = None  # None: reading has not begun
+        self._pool: Any = None
+        self._start = _Reached()  # Where reading begins: at the beginning, or as a checkpoint says.
+        self._now: _Reached | None = None  # None before it began
 
     def __len__(self) -> int:
-        """Count the batches of an epoch: 0 if it is one pass over a stream of unknown length."""
+        """Count the batches of an epoch, 0 for a single pass, whose length is not known."""
         return self._length
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Return this rank's part of the batches of `epoch`, from number `start` on.
 
-        Batches that were read before are read again from the beginning, or from the checkpoint's
-        place. DataError: a sample cannot be read or holds NaN or inf, or the stream has changed.
+        To go back, the stream is read again from its beginning, or from the checkpoint's place.
+        DataError: a sample cannot be read or holds NaN or inf, or the stream has changed.
         """
-        if not self._endless:
-            return self._pass()
-        return self._go_on(epoch * len(self) + start, len(self) - start)
+        if not self._shares.endless:
+            return self._read_once()
+        return self._read_on(epoch * len(self) + start, len(self) - start)
 
     def batch_ids(self, epoch: int, batch: int) -> Tensor:
-        """Return numbers [N] int64 for this rank's samples of a batch, counted from the start."""
+        """Return numbers [N] int64 for this rank's samples, counted from the run's first one."""
         first = (epoch * len(self) + batch) * self.batch_size
         return self._comm.part(torch.arange(first, first + self.batch_size))
 
     def close(self) -> None:
         """End the workers."""
-        self._reader.close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the last batch that was used, with every rank's on rank 0."""
-        last = self._last or self._start
-        moved = last.batches != self._start.batches
-        reader = self._reader.place() if moved else self._start.reader
-        ranks = self._comm.gather_object([reader, last.digest])
-        return {"batches": last.batches, "made_by": self._facts(), "ranks": ranks}
+        """Return the place after the last batch that was used, on rank 0 every rank's."""
+        reached = self._now or self._start
+        places = reached.places
+        if places is None and reached.batches:
+            places = [tuple(place) for place in self._places]
+            places[(reached.batches - 1) % len(places)] = tuple(self._before)
+        ranks = self._comm.gather_object([reached.digest, places])
+        return {"batches": reached.batches, "made_with": self._facts(), "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place. CheckpointError if the stream is read otherwise, or only once."""
         self.require_resumable("resume")
         for option, now in self._facts().items():
-            then = state["made_by"][option]
+            then = state["made_with"][option]
             if then != now:
                 raise CheckpointError(
-                    f"{option}={now}: the stream was read with {then}; use that, {_WAY_OUT}"
+                    f"{option}={now}: the stream was read with {then}; use {option}={then}, "
+                    f"{_WAY_OUT}"
                 )
-        self._start = _Saved(int(state["batches"]), *state["ranks"][self._comm.rank])
-        self._last = None
+        self.close()
+        self._start = _Reached(int(state["batches"]), *state["ranks"][self._comm.rank])
+        self._now = None
 
     def require_resumable(self, option: str) -> None:
-        """Refuse a stream in which nothing can go back. CheckpointError names the option."""
-        if is_one_shot(self._stream):
-            raise CheckpointError(
-                f"{option}: {type(self._stream).__name__} can be read only once, so its run cannot "
-                f"be continued exactly; use resume=none, {_WAY_OUT}"
+        """Refuse a stream that can be read only once. ConfigError: it names the option."""
+        if is_one_shot(self._shares.stream):
+            raise ConfigError(
+                f"{option}: {type(self._shares.stream).__name__} can be read only once, so the run "
+                f"cannot be continued exactly; use resume=none, {_WAY_OUT}"
             )
+
+    def locate(self, index: int | None) -> str:
+        """Say where in the stream a worker is."""
+        what = "no sample" if index is None else f"{self._shares.split} sample {index}"
+        return f"{what} (of its pass over the stream, near batch {self._number})"
 
     def _facts(self) -> dict[str, int]:
         return {
             "dataset.batch_size": self.batch_size,
-            "batches_per_epoch": self._length,
-            "dataset.workers": self._reader.workers,
+            "dataset.batches_per_epoch": self._length,
+            "dataset.workers": self._workers,
             "ranks": self._comm.size,
         }
 
     def _count(self, stated: int | None) -> int:
         """Return the batches of an epoch."""
         if stated is not None:
-            require_whole("dataset: batches_per_epoch of its Task", stated, least=1)
+            require_whole("dataset.batches_per_epoch", stated, least=1)
             return stated
-        name = type(self._stream).__name__
-        size = 0
-        if hasattr(type(self._stream), "__len__"):
-            try:
-                size = len(self._stream)
-            except TypeError:
-                size = 0  # As a DataLoader's, of a stream without a length.
-        size //= 1 if isinstance(self._reader, _Batches) else self.batch_size
-        if size:
-            return size
-        raise DataError(
-            f"dataset: {name} does not say how many batches of {self.batch_size} it has; give its "
-            "Task batches_per_epoch=N, after which it is validated"
-        )
+        stream = self._shares.stream
+        try:
+            size = len(stream) // (1 if is_batched(stream) else self.batch_size)
+        except TypeError:
+            size = 0
+        if not size:
+            raise DataError(
+                f"dataset: {type(stream).__name__} does not have the length of an epoch; give its "
+                "Task batches_per_epoch=N, after which validation is due"
+            )
+        return size
 
-    def _go_on(self, position: int, count: int) -> Iterator[Any]:
+    def _read_on(self, position: int, count: int) -> Iterator[Any]:
         asked = perf_counter()
-        self._seek(position)
+        if self._now is None or self._now.batches != position:
+            self._begin(self._start if self._start.batches <= position else _Reached())
+            for _ in range(position - self._now.batches):
+                self._next()
         for _ in range(count):
             batch = self._next()
             self.waited += perf_counter() - asked
             yield batch
             asked = perf_counter()
 
-    def _seek(self, position: int) -> None:
-        """Make `position` the number of the next batch."""
-        if self._last is None or self._last.batches != position:
-            self._begin(self._start if self._start.batches <= position else _Saved())
-        while self._last is not None and self._last.batches < position:
-            self._next()
+    def _read_once(self) -> Iterator[Any]:
+        """Yield the batches of a pass, None if only other ranks have more."""
+        self._begin(_Reached())
+        self.size = 0
+        while self._comm.any((batch := self._answer()) is not None):
+            first = next(tensors_in(batch), None)
+            self.size += 0 if first is None else len(first)
+            yield batch
 
-    def _begin(self, saved: _Saved) -> None:
-        again = self._reader.begin(saved.batches, saved.reader)
-        self._last = saved
-        if again:
-            batch = self._reader.next_batch()
-            if _digest(batch) != saved.digest:
-                raise DataError(
-                    f"dataset: {type(self._stream).__name__} does not give the batch again that "
-                    "the run used last, so it cannot be continued exactly; give it the data and "
-                    f"seeds it had, {_WAY_OUT}"
-                )
+    def _begin(self, reached: _Reached) -> None:
+        """Go on from a place, after reading its last batch again."""
+        self._number = max(reached.batches - 1, 0)
+        self._places = [Place(*place) for place in reached.places or [()] * self._shares.workers]
+        if self._pool is None or self._began != reached.batches:
+            self.close()
+            self._began = reached.batches
+            places = tuple(self._places)
+            self._shares = replace(self._shares, first=self._number, places=places)
+            self._pool = WorkerPool(self._shares.current, self._timeout)
+            self._batches = data_loader(self._shares, self._workers, self._pin, batch_size=None)
+        self._answers = self._pool.start(self._batches)
+        for _ in range(self._number % self._shares.workers):
+            self._pool.next_batch(self._answers, self)
+        if reached.batches and _digest(self._answer()) != reached.digest:
+            raise DataError(
+                f"dataset: {type(self._shares.stream).__name__} does not give the batch again that "
+                "the run used last, so it cannot be continued exactly; give it the same data and "
+                f"seeds, {_WAY_OUT}"
+            )
+        self._now = reached
 
     def _next(self) -> Any:
-        assert self._last is not None
-        batch = self._reader.next_batch()
+        batch = self._answer()
         if batch is None:
-            raise DataError(
-                f"dataset: {type(self._stream).__name__} ended and gave no more samples"
-            )
-        self._last = _Saved(self._last.batches + 1, None, _digest(batch))
+            raise DataError(f"dataset: {type(self._shares.stream).__name__} has no more samples")
+        self._now = _Reached(self._number, _digest(batch))
         return batch
 
-    def _pass(self) -> Iterator[Any]:
-        """Yield the batches of one pass, None from a rank that has no more while others have."""
-        self._reader.begin(0, None)
-        self.size, more = 0, True
-        while more:
-            batch = self._reader.next_batch()
-            more = self._comm.any(batch is not None)
-            if more:
-                self.size += _rows(batch)
-                yield batch
-
-
-class _Workers:
-    """Reads samples, in this process or in workers, which take turns."""
-
-    def __init__(
-        self, stream: Any, reading: Reading, workers: int, timeout: float | None, pin: bool
-    ) -> None:
-        self._stream, self._reading, self.workers = stream, reading, workers
-        self._timeout, self._pin = timeout, pin
-        self._batches: DataLoader[Any] | None = None
-        self._began: Any = None
-
-    def begin(self, batches: int, places: Any) -> bool:
-        """Begin after `batches` batches, with the last one again. Return whether there is one."""
-        first = max(batches - 1, 0)
-        if self._batches is None or self._began != (first, places):
-            self._make(first, places)
-        assert self._batches is not None
-        self._number = first
-        self._places = _places_of(places, self._reading.workers)
-        self._answers = self._pool.start(self._batches)
-        for _ in range(first % self._reading.workers):
-            self._answer()
-        return batches > 0
-
-    def next_batch(self) -> Any:
+    def _answer(self) -> Any:
         """Return the next batch, or None at the end."""
-        answer = self._answer()
-        if answer is None:
+        try:
+            answer = batch_or_raise(self._pool.next_batch(self._answers, self))
+        except StopIteration:
             return None
+        worker = self._number % self._shares.workers
         batch, place = answer
-        worker = self._number % self._reading.workers
         self._before, self._places[worker] = self._places[worker], place
         self._number += 1
         return batch
 
-    def place(self) -> list[Any]:
-        """Return where each worker goes on, the last one with its last batch again."""
-        places = list(self._places)
-        places[(self._number - 1) % self._reading.workers] = self._before
-        return [tuple(place) for place in places]
 
-    def close(self) -> None:
-        if self._batches is not None:
-            self._pool.close()
-
-    def _answer(self) -> Any:
-        try:
-            return batch_or_raise(self._pool.next_batch(self._answers, self))
-        except StopIteration:
-            return None
-
-    def locate(self, index: int | None) -> str:
-        """Say where in the stream a worker is."""
-        what = "no sample" if index is None else f"{self._reading.split} sample {index}"
-        return f"{what} (of its pass, near batch {self._number})"
-
-    def _make(self, first: int, places: Any) -> None:
-        self.close()
-        current = CurrentSamples(self.workers)
-        self._pool = WorkerPool(current, self._timeout)
-        begin = _places_of(places, self._reading.workers)
-        self._began = first, places
-        shares = Shares(self._stream, self._reading, first, begin, current)
-        self._batches = data_loader(shares, self.workers, self._pin, batch_size=None)
-
-
-class _Batches:
-    """Reads batches that a user's DataLoader makes, with the workers it has.
-
-    Its random numbers depend on seed, rank, pass and batch, so that it may shuffle.
-    """
-
-    workers = 0
-
-    def __init__(self, loader: Any, reading: Reading) -> None:
-        self._loader, self._reading = loader, reading
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-    def begin(self, batches: int, place: Any) -> bool:
-        """Begin after `batches` batches. Return whether the last one comes again."""
-        number, read, state = place or (0, 0, None)
-        if state is not None:
-            self._loader.load_state_dict(state)
-        self._open(number)
-        if state is not None:
-            self._read = read
-            return False
-        while self._read < read - 1:
-            self._next()
-        return batches > 0
-
-    def next_batch(self) -> Any:
-        """Return the next batch, or None at the end."""
-        batch = self._next()
-        if batch is None and self._reading.endless:
-            self._open(self._pass + 1)
-            batch = self._next()
-        if batch is None:
-            return None
-        first = (self._read - 1) * self._reading.batch_size
-        indices = range(first, first + _rows(batch))
-        place = self._pass, self._read - 1
-        return checked(batch, indices, self._reading.split, place, ())
-
-    def place(self) -> list[Any]:
-        """Return the pass, the batches read of it, and the loader's state if it has one."""
-        return [self._pass, self._read, self._loader.state_dict() if self._stateful else None]
-
-    def close(self) -> None:
-        """Let its workers go."""
-        self._iterator = None
-
-    def _open(self, number: int) -> None:
-        self._iterator: Any = None
-        self._pass, self._read = number, 0
-
-    def _next(self) -> Any:
-        what = f"batch {self._read} of {type(self._loader).__name__} (pass {self._pass})"
-        key = hash_key(self._reading.seed, self._pass, self._read, self._reading.rank)
-        with keep_generators(), blame_data(f"{what} cannot be read"):
-            seed_generators(int(key[0]))
-            if self._iterator is None:
-                self._iterator = iter(self._loader)
-            batch = next(self._iterator, None)
-        self._read += batch is not None
-        return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
-
-
-def _of_mosaic(stream: Any, share: int, workers: int, collate: Collate | None) -> Any:
-    """Return the loader by which Mosaic's dataset keeps its place."""
+def _load_by_mosaic(stream: Any, part: int, workers: int, collate: Collate | None) -> Any:
+    """Return the loader that keeps the place of Mosaic's dataset."""
     from streaming import StreamingDataLoader
 
-    return StreamingDataLoader(
-        stream, batch_size=share, num_workers=workers, collate_fn=collate, drop_last=True
-    )
+    return StreamingDataLoader(stream, batch_size=part, num_workers=workers, collate_fn=collate)
 
 
 def _refuse_beside_batches(
-    loader: Any, share: int, workers: int, collate: Collate | None, option: str, batch_size: int
+    loader: Any, option: str, size: int, part: int, workers: int, collate: Collate | None
 ) -> None:
-    """Refuse options that a DataLoader was made without."""
-    name, made = type(loader).__name__, getattr(loader, "batch_size", None)
-    if made is not None and made != share:
+    """Refuse options that a user's DataLoader, which was made without them, cannot follow."""
+    name, made = type(loader).__name__, loader.batch_size
+    if made not in (None, part):
         raise ConfigError(
-            f"{option}={batch_size}: {name} makes batches of {made} for each rank; use "
-            f"{option}={made * (batch_size // share)}"
+            f"{option}={size}: {name} makes batches of {made} on each rank; use "
+            f"{option}={made * (size // part)}"
         )
-    if workers:
-        raise ConfigError(
-            f"dataset.workers={workers}: {name} has its own; use dataset.workers=0 and "
-            f"{name}(..., num_workers={workers})"
-        )
-    if collate is not None:
-        raise DataError(
-            f"dataset: {name} makes batches itself, and its Task has a collate; give it to {name} "
-            "as collate_fn"
-        )
-
-
-def _rows(batch: Any) -> int:
-    """Count the samples of a batch by its first tensor."""
-    first = next(tensors_in(batch), None)
-    return 0 if first is None else len(first) if first.dim() else 1
+    for what, given in ("dataset.workers", workers), ("collate", collate):
+        if given:
+            raise ConfigError(
+                f"{what}: {name} makes its batches itself; give {name} its num_workers and "
+                f"collate_fn, and leave out {what}"
+            )
 
 
 def _digest(batch: Any) -> int:
@@ -394,7 +266,3 @@ def _digest(batch: Any) -> int:
             flat = tensor.detach().reshape(-1)[: _LOOKED_AT // tensor.element_size()]
             digest = zlib.crc32(flat.contiguous().view(torch.uint8).numpy().tobytes(), digest)
     return digest
-
-
-def _places_of(places: Any, workers: int) -> list[Place]:
-    return [Place()] * workers if places is None else [Place(*place) for place in places]
