@@ -80,6 +80,7 @@ class StreamLoader(Loader, Callback):
         )
         self._length = self._count(batches_per_epoch) if endless else 0
         self._pool: Any = None
+        self._began = 0  # after how many batches the present pool of workers did
         self._start = _Reached()  # Where reading begins: at the beginning, or as a checkpoint says.
         self._now: _Reached | None = None  # None before it began
 
@@ -173,8 +174,9 @@ class StreamLoader(Loader, Callback):
     def _read_on(self, position: int, count: int) -> Iterator[Any]:
         asked = perf_counter()
         if self._now is None or self._now.batches != position:
-            self._begin(self._start if self._start.batches <= position else _Reached())
-            for _ in range(position - self._now.batches):
+            begin = self._start if self._start.batches <= position else _Reached()
+            self._begin(begin)
+            for _ in range(position - begin.batches):
                 self._next()
         for _ in range(count):
             batch = self._next()

@@ -112,7 +112,8 @@ def read(own: StreamLoader, first: int, last: int) -> list[Any]:
 
 
 def assert_resumes(make: Callable[[], StreamLoader], places: Any, last: int = 12) -> list[Any]:
-    whole = read(make(), 0, last)
+    whole = read(own := make(), 0, last)
+    own.close()
     for place in places:
         read(first := make(), 0, place)
         torch.save(first.state_dict(), file := io.BytesIO())
@@ -130,7 +131,8 @@ def assert_resumes(make: Callable[[], StreamLoader], places: Any, last: int = 12
 @pytest.mark.parametrize("stream", [Numbers, Stateful, Sharded, ByWorker, Declared])
 def test_a_resumed_run_reads_what_it_would_have_read(stream: Any, workers: int) -> None:
     """From the beginning of an epoch, its middle, and where a pass over the stream has ended."""
-    whole = assert_resumes(lambda: loader(stream(), workers=workers), [0, 1, 5, 6, 9])
+    places = [1, 6] if workers else [0, 1, 5, 6, 9]
+    whole = assert_resumes(lambda: loader(stream(), workers=workers), places)
     if not workers:
         assert ids(whole)[4:7] == [[16, 17, 18, 19], [20, 21, 22, 0], [1, 2, 3, 4]]
     seen = sorted(number for batch in ids(whole)[:4] for number in batch)
@@ -149,8 +151,8 @@ def test_a_state_is_loaded_instead_of_reading_over_the_samples() -> None:
     assert began == [0, 116]  # The beginning, which is not read, and the last batch that was used.
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("stream", [Numbers, Stateful, Sharded, ByWorker])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stream", [Numbers, Sharded, ByWorker])
 def test_ranks_and_workers_share_the_samples(stream: Any, workers: int) -> None:
     """All in one pass, and in one of validation, in which a rank waits for the others with None."""
     seen: list[int] = []
@@ -252,8 +254,7 @@ OWN = ["dataset=own", "dataset._target_=test_streaming.regression", "dataset.bat
 
 
 @pytest.mark.parametrize(
-    "options",
-    [[], ["dataset.workers=2"], ["loss_scaling=Backoff", "loss_scaling.init_scale=probe"]],
+    "options", [["dataset.workers=2"], ["loss_scaling=Backoff", "loss_scaling.init_scale=probe"]]
 )
 def test_a_killed_run_comes_to_the_same(tmp_path: Path, options: list[str]) -> None:
     train(tmp_path / "whole", *OWN, *options)

@@ -33,7 +33,7 @@ from mpframe.workloads.images import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-DTYPES = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}  # by bytes of a token
+DTYPES: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4)}
 _MOST_BYTES = 2**30  # of a folder, where one file may have any size
 
 
