@@ -61,6 +61,8 @@ class Shares(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
+        self._view: Any = None
+        self._iterator: Iterator[Any] = iter(())
         if worker < self.first % self.workers:
             yield None
         self._of, self._number = self.ranks * self.workers, self.rank * self.workers + worker
@@ -92,8 +94,8 @@ class Shares(IterableDataset[Any]):
         """Begin a pass."""
         self._pass, self._read, self._empty = number, 0, True
         with self._reading(f"pass {number} over {type(self.stream).__name__}"):
-            self._view: Any = self._view_of(number)
-            self._iterator: Iterator[Any] = iter(self._view)
+            self._view = self._view_of(number)
+            self._iterator = iter(self._view)
 
     def _view_of(self, number: int) -> Any:
         """Return the stream in a pass, of this share only if it can split itself."""
