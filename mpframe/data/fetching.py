@@ -59,50 +59,64 @@ class Fetcher(Dataset[Any]):
         epoch = place[0]
         samples: list[Any] = []
         if epoch != self._epoch:
-            with _blame(f"epoch {epoch} cannot be read"):
+            with blame_data(f"epoch {epoch} cannot be read"):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
         if hasattr(self._view, "fetch_batch"):
             self._current.note(indices[0])
-            with _blame(f"{name_samples(indices)} cannot be read"):
+            with blame_data(f"{name_samples(indices)} cannot be read"):
                 batch = self._view.fetch_batch(indices)
         else:
-            with _keep_generators():
+            with keep_generators():
                 samples = self._read(indices, epoch)
-                batch = self._stack(samples, indices)
-        if next(tensors_in(batch), None) is None:
-            raise DataError(
-                f"dataset: {name_samples(indices)} make {describe(batch)}, which holds no tensor; "
-                "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
-            )
-        require_finite(batch, indices, self._split, place, samples)
-        return _detach(batch)
+                batch = stack(samples, indices, self._collate)
+        return checked(batch, indices, self._split, place, samples)
 
     def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
         states = hash_key(self._seed, epoch, indices).tolist()
         samples = []
         for index, state in zip(indices, states, strict=True):
             self._current.note(index)
-            torch.default_generator.manual_seed(state)
-            random.seed(state)
-            np.random.seed(state % 2**32)
-            with _blame(f"sample {index} cannot be read"):
+            seed_generators(state)
+            with blame_data(f"sample {index} cannot be read"):
                 samples.append(self._view[index])
         return samples
 
-    def _stack(self, samples: list[Any], indices: Sequence[int]) -> Any:
-        if self._collate is not None:
-            blamed = f"{name_samples(indices)} cannot be collated"
-            with _blame(blamed, "fix the collate of its Task"):
-                return self._collate(samples)
-        try:
-            batch = default_collate(samples)
-        except Exception as error:  # The samples are whatever the dataset gave.
-            raise DataError(
-                f"dataset: {name_samples(indices)} do not stack into one batch "
-                f"({first_line(error)}); give every sample the same shapes, or give its Task a "
-                "collate that makes a batch of a list of samples"
-            ) from error
-        return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
+
+def stack(samples: list[Any], indices: Sequence[int], collate: Collate | None) -> Any:
+    """Make a batch of samples, by `collate` or torch's default_collate."""
+    if collate is not None:
+        blamed = f"{name_samples(indices)} cannot be collated"
+        with blame_data(blamed, "fix the collate of its Task"):
+            return collate(samples)
+    try:
+        batch = default_collate(samples)
+    except Exception as error:  # The samples are whatever the dataset gave.
+        raise DataError(
+            f"dataset: {name_samples(indices)} do not stack into one batch "
+            f"({first_line(error)}); give every sample the same shapes, or give its Task a "
+            "collate that makes a batch of a list of samples"
+        ) from error
+    return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
+
+
+def checked(
+    batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
+) -> Any:
+    """Return the batch without its graph. DataError if it has no tensor, or one is not finite."""
+    if next(tensors_in(batch), None) is None:
+        raise DataError(
+            f"dataset: {name_samples(indices)} make {describe(batch)}, which holds no tensor; "
+            "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
+        )
+    require_finite(batch, indices, split, place, samples)
+    return _detach(batch)
+
+
+def seed_generators(state: int) -> None:
+    """Seed torch's CPU generator, Python's and numpy's, from which a sample's code may draw."""
+    torch.default_generator.manual_seed(state)
+    random.seed(state)
+    np.random.seed(state % 2**32)
 
 
 class TensorRows:
@@ -139,7 +153,7 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 
 @contextmanager
-def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
+def blame_data(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
     """Make one line of the dataset's error, and a note of its cause, which stays in a worker."""
     try:
         yield
@@ -152,7 +166,7 @@ def _blame(what: str, way_out: str = "fix the dataset or its data") -> Iterator[
 
 
 @contextmanager
-def _keep_generators() -> Iterator[None]:
+def keep_generators() -> Iterator[None]:
     # Only torch's CPU generator: torch.manual_seed would reset the accelerators' as well.
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:

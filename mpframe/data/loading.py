@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, DataError, MpframeError
@@ -75,17 +75,11 @@ class Loader:
                 f"dataset: {type(dataset).__name__} makes whole batches by its fetch_batch, and "
                 f"its Task has the collate {name_of(collate)}; give one of the two"
             )
-        require_whole(option, batch_size, least=1)
-        require_whole("dataset.workers", workers, least=0)
+        require_shared(option, batch_size, workers, comm)
         if drop_last and self.size < batch_size:
             raise ConfigError(
                 f"{option}={batch_size}: the training set has {self.size} samples; use {self.size} "
                 "or fewer"
-            )
-        if rest := batch_size % comm.size:
-            raise ConfigError(
-                f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
-                f"{comm.size}, as {batch_size - rest + comm.size}"
             )
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.drop_last, self.waited = drop_last, 0.0
@@ -94,21 +88,12 @@ class Loader:
         self._requests = _Requests()
         current = CurrentSamples(workers)
         self._pool = WorkerPool(current, worker_timeout)
-        with warnings.catch_warnings():
-            # require_workers warns of more workers than cores, once and in one line.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            self._batches = DataLoader(
-                Fetcher(dataset, seed, current, split, collate),
-                batch_sampler=self._requests,
-                num_workers=workers,
-                pin_memory=pin,
-                collate_fn=_keep_whole,
-                persistent_workers=workers > 0,
-                timeout=POLL_SECONDS if workers else 0,
-                worker_init_fn=ignore_signals,
-                # The default is the global generator, from which the model draws.
-                generator=torch.Generator(),
-            )
+        self._batches = data_loader(
+            Fetcher(dataset, seed, current, split, collate),
+            workers,
+            pin,
+            batch_sampler=self._requests,
+        )
 
     def __len__(self) -> int:
         """Count the batches of an epoch."""
@@ -133,6 +118,9 @@ class Loader:
         first = batch * self.batch_size
         return self._comm.part(self._order_of(epoch)[first : first + self.batch_size])
 
+    def require_resumable(self, option: str) -> None:
+        """Refuse data in which a resumed run cannot go back, naming the option. Here none is."""
+
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
@@ -146,7 +134,7 @@ class Loader:
         for _ in numbers:
             if self._requests.left is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            batch = _batch_or_raise(self._pool.next_batch(answers, order))
+            batch = batch_or_raise(self._pool.next_batch(answers, order))
             self.waited += perf_counter() - asked
             yield batch
             asked = perf_counter()
@@ -157,6 +145,67 @@ class Loader:
             order = shuffle_indices(size, self.seed, epoch) if self.shuffle else torch.arange(size)
             self._order = epoch, order
         return self._order[1]
+
+
+def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> None:
+    """Check the batch size, which all ranks share evenly, and the number of workers."""
+    require_whole(option, batch_size, least=1)
+    require_whole("dataset.workers", workers, least=0)
+    if rest := batch_size % comm.size:
+        raise ConfigError(
+            f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
+            f"{comm.size}, as {batch_size - rest + comm.size}"
+        )
+
+
+def data_loader(dataset: Dataset[Any], workers: int, pin: bool, **options: Any) -> DataLoader[Any]:
+    """Return torch's loader of whole batches, whose workers stay from one epoch to the next."""
+    with warnings.catch_warnings():
+        # require_workers warns of more workers than cores, once and in one line.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        return DataLoader(
+            dataset,
+            num_workers=workers,
+            pin_memory=pin,
+            collate_fn=_keep_whole,
+            persistent_workers=workers > 0,
+            timeout=POLL_SECONDS if workers else 0,
+            worker_init_fn=ignore_signals,
+            # The default is the global generator, from which the model draws.
+            generator=torch.Generator(),
+            **options,
+        )
+
+
+def make_loader(
+    dataset: Any, batch_size: int, *, batches_per_epoch: int | None = None, **options: Any
+) -> Loader:
+    """Make the loader of a dataset or of a stream, with the options of `Loader`.
+
+    A stream has its own order, so that `shuffle` is not used. With `drop_last` it begins again when
+    it ends, and an epoch is `batches_per_epoch`. Without, it is read once.
+    """
+    if is_stream(dataset):
+        from mpframe.data.streaming import StreamLoader
+
+        del options["shuffle"]
+        endless = options.pop("drop_last", False)
+        return StreamLoader(
+            dataset, batch_size, endless=endless, batches_per_epoch=batches_per_epoch, **options
+        )
+    if batches_per_epoch is not None:
+        raise DataError(
+            f"dataset: its Task has batches_per_epoch={batches_per_epoch}, which is for streams, "
+            f"and {type(dataset).__name__} has a length; leave it out"
+        )
+    return Loader(dataset, batch_size, **options)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come in the order of an iterator, or are in batches already."""
+    if isinstance(dataset, IterableDataset | DataLoader):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def shuffle_indices(size: int, seed: int, epoch: int) -> Tensor:
@@ -183,7 +232,7 @@ def _requests_of(order: EpochOrder, numbers: range, comm: Comm) -> Iterator[list
         yield [order.epoch, number, *indices.tolist()]
 
 
-def _batch_or_raise(answer: Any) -> Any:
+def batch_or_raise(answer: Any) -> Any:
     if isinstance(answer, MpframeError):
         try:
             raise answer
@@ -200,7 +249,7 @@ def _size_of(dataset: Any) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"dataset: {type(dataset).__name__} has no __len__ and __getitem__; "
-            "give a map-style dataset (a stream cannot be resumed exactly)"
+            "give a map-style dataset, or a stream to a StreamLoader"
         )
     with UserCode("dataset: the __len__ of", dataset):
         size = len(dataset)

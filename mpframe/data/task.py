@@ -44,8 +44,8 @@ class Task:
     """A learning problem, complete.
 
     Attributes:
-        train: map-style samples to learn from.
-        val: map-style samples to measure on while training, never augmented. They choose the best
+        train: samples to learn from: a map-style dataset, or a stream (see docs/streams.md).
+        val: samples to measure on while training, never augmented. They choose the best
             checkpoint and the end of the training.
         objective: objective(model, batch) -> StepOutput, or several by name for several optimizers.
             If None, the group `objective` gives it.
@@ -55,11 +55,12 @@ class Task:
             workers. None is torch's default_collate.
         loss: loss(outputs, targets) -> 0-d tensor, the mean over a batch of samples (input,
             target). It is short for `objective=supervised(loss)`.
-        test: map-style samples that choose nothing, measured once at the end of a run, never
+        test: samples that choose nothing, measured once at the end of a run, never
             augmented. If None, nothing is.
         class_names: the name of each class, in the order of their numbers.
         preprocessing: how a raw input becomes the model's, as JSON values, like
             `Normalize.described`. Checkpoints and exports carry both.
+        batches_per_epoch: for a stream, after how many batches it is validated, >= 1.
 
     DataError: an attribute cannot be used as described, or there are an objective and a loss.
     """
@@ -73,6 +74,7 @@ class Task:
     test: Dataset[Any] | None = None
     class_names: Sequence[str] | None = None
     preprocessing: Mapping[str, Any] | None = None
+    batches_per_epoch: int | None = None
 
     def __post_init__(self, loss: Loss | None) -> None:
         stated: Any = self.objective

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
@@ -83,6 +83,13 @@ class CurrentSamples:
 
     def __len__(self) -> int:
         return len(self._reading)
+
+
+class Order(Protocol):
+    """The order in which samples are read."""
+
+    def locate(self, index: int | None) -> str:
+        """Say where in it a sample is."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class WorkerPool:
                 threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
-    def next_batch(self, answers: Iterator[Any], order: EpochOrder) -> Any:
+    def next_batch(self, answers: Iterator[Any], order: Order) -> Any:
         """Return the next answer. If a worker has ended, or none answers in time, kill all."""
         deadline = math.inf if self._timeout is None else monotonic() + self._timeout
         self._deadline = deadline
@@ -184,7 +191,7 @@ class WorkerPool:
         """End the workers for good."""
         _kill(self._processes, self._done)
 
-    def _death(self, order: EpochOrder, timed_out: bool) -> str | None:
+    def _death(self, order: Order, timed_out: bool) -> str | None:
         """Return the error text if a worker has ended or is ending."""
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
@@ -209,7 +216,7 @@ class WorkerPool:
     def _too_many_files(self) -> str:
         return f"dataset.workers={len(self._current)}: {_OPEN_FILES.lower()}; {_FEWER}"
 
-    def _timeout_error(self, deadline: float, order: EpochOrder) -> str | None:
+    def _timeout_error(self, deadline: float, order: Order) -> str | None:
         """Return the error text if the deadline has passed."""
         if monotonic() < deadline:
             return None

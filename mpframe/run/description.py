@@ -34,7 +34,7 @@ from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
-from mpframe.data.loading import Loader
+from mpframe.data.loading import Loader, make_loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
@@ -274,7 +274,7 @@ def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:
     if isinstance(task.objective, Mapping):
         return None  # Several losses call the model's parts, each in another way.
     try:
-        sample = next(Loader(task.val, 1, shuffle=False, collate=task.collate).epoch(0))
+        sample = next(make_loader(task.val, 1, shuffle=False, collate=task.collate).epoch(0))
         arguments, keywords = _call_of(task.objective, sample)
         given = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
     except RunInterrupted:

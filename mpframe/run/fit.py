@@ -41,7 +41,7 @@ def fit(
     refuse_unfit(path, resume, "folder")
     path.mkdir(parents=True, exist_ok=True)
     guard, speed = SkipGuard(TrainerOptions().max_consecutive_skips), Throughput(train.batch_size)
-    fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption)
+    fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption, train)
     trainer.callbacks = fixed.by_name
     try:
         with run_lock(path), interruption, interruption.defer():

@@ -28,7 +28,7 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import UserCode, describe, name_of
-from mpframe.data.loading import Loader
+from mpframe.data.loading import Loader, make_loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.place import place
@@ -157,7 +157,13 @@ def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Lo
     """Make the loaders: training data shuffled and in whole batches only, the others in order."""
     require_workers(config.data.workers)
     size = config.data.batch_size
-    train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, comm))
+    common = _common(config, task, comm)
+    each = task.batches_per_epoch
+    train = make_loader(
+        task.train, size, shuffle=True, drop_last=True, batches_per_epoch=each, **common
+    )
+    if config.run.resume != "none":
+        train.require_resumable(f"resume={config.run.resume}")
     val = evaluation_loader(config, task, task.val, "validation", comm)
     if task.test is None:
         return Loaders(train, val, None)
@@ -172,7 +178,7 @@ def evaluation_loader(
     if config.data.eval_batch_size is not None:
         size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
     common = _common(config, task, comm)
-    return Loader(samples, size, shuffle=False, split=split, option=option, **common)
+    return make_loader(samples, size, shuffle=False, split=split, option=option, **common)
 
 
 def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class Run:
         if options.init_from is not None:
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
-        identity = resume.into(trainer, self._renew_callbacks)
+        identity = resume.into(trainer, partial(self._renew_callbacks, train))
         refuse_other_start(trainer, options.resume)
         self.run_folder.take()
         for moved in set_aside_after(self.rank_folder, trainer.progress.global_step):
@@ -264,9 +264,9 @@ class Run:
             self.comm.report_failure(_first_line(error))
             raise
 
-    def _renew_callbacks(self, trainer: Trainer) -> None:
+    def _renew_callbacks(self, train: Loader, trainer: Trainer) -> None:
         """Give the trainer new callbacks, without a state."""
-        self.callbacks = callbacks_of(self.config, self.started, self.interruption)
+        self.callbacks = callbacks_of(self.config, self.started, self.interruption, train)
         trainer.callbacks = self.callbacks.by_name
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:

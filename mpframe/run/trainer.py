@@ -25,7 +25,7 @@ from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.precision import Precision
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
-from mpframe.data.loading import Loader
+from mpframe.data.loading import make_loader
 from mpframe.data.task import Task
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
@@ -193,8 +193,14 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     """
     if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
-    train = Loader(
-        task.train, config.data.batch_size, seed=config.run.seed, shuffle=True, collate=task.collate
+    size, each = config.data.batch_size, task.batches_per_epoch
+    train = make_loader(
+        *(task.train, size),
+        seed=config.run.seed,
+        shuffle=True,
+        drop_last=True,
+        collate=task.collate,
+        batches_per_epoch=each,
     )
     device = device_of(model)
     model.train()

@@ -44,10 +44,12 @@ def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
     own: Any = SimpleNamespace(
         data=SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0),
         trainer=SimpleNamespace(timeout=600.0),
-        run=SimpleNamespace(seed=0, device="cpu"),
+        run=SimpleNamespace(seed=0, device="cpu", resume="none"),
     )
     two: Any = SimpleNamespace(size=2)
-    task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
+    task: Any = SimpleNamespace(
+        train=range(8), val=range(7), test=range(6), collate=None, batches_per_epoch=None
+    )
     assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 4, 4]
     own.data.eval_batch_size = 3
     assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 3, 3]
@@ -56,7 +58,7 @@ def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
         with pytest.raises(ConfigError, match=rf"^dataset.{name}={size}: 2 ranks share each batch"):
             build_loaders(own, task, two)
     own.data.batch_size, own.data.eval_batch_size = 4, None
-    monkeypatch.setattr("mpframe.run.parts.Loader", lambda *_, **options: options["pin"])
+    monkeypatch.setattr("mpframe.run.parts.make_loader", lambda *_, **options: options["pin"])
     monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
     for own.run.device, pinned in {"cpu": False, "cuda:0": True}.items():
         assert [*build_loaders(own, task)] == [pinned] * 3

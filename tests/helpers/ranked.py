@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from checkout import HELPERS, ROOT
 from in_process import differing, results, train
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from mpframe import LogMax, Precision
 from mpframe.checkpoint import saving
@@ -29,7 +30,8 @@ from mpframe.core.errors import MpframeError
 from mpframe.core.objective import supervised
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader, classification
-from mpframe.data.metrics import Accuracy
+from mpframe.data.metrics import RMSE, Accuracy
+from mpframe.data.streaming import StreamLoader
 from mpframe.data.task import Task
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
@@ -215,6 +217,28 @@ OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", 
 NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
 NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
          "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
+
+
+class Stream(IterableDataset[Any]):
+    """0 to 36, each over 37 and beside a random number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(37):
+            yield torch.tensor([number / 37]), torch.rand(1)
+
+
+def stream() -> Task:
+    return Task(Stream(), Stream(), supervised(nn.MSELoss()), RMSE, batches_per_epoch=3)
+
+
+def read_stream() -> list[int]:
+    """The numbers of the stream that this rank reads in a pass, and its batches."""
+    with init_comm("ddp", lambda: CPU, 60.0) as comm:
+        own = StreamLoader(Stream(), 8, endless=False, comm=comm)
+        batches = list(own.epoch(0))
+        own.close()
+    read = [batch[0] * 37 for batch in batches if batch is not None]
+    return [len(batches), *torch.cat(read).flatten().round().int().tolist()]
 
 
 def trouble(rank: int, step: int, name: str) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import ranked
 from fixtures import Log
-from in_process import differing, scalars, train
+from in_process import assert_same_run, cut, differing, scalars, train
 from ranked import NET, NOISY, OWN, assert_same_results, rows, summary_in, torchrun, trouble
 from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS
 from mpframe.cli.commands.evaluate import evaluate
+from mpframe.core.errors import CheckpointError
 from mpframe.data import Loader
 from mpframe.lab.ranges import read_ranges
 from mpframe.tracking.summary import Status
@@ -310,3 +311,21 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path: Path, case: An
     if rank:
         summary = summary_in(tmp_path / "run")
         assert (summary["status"], summary["reason"]) == ("failed", said)
+
+
+STREAM = ["dataset=own", "dataset._target_=ranked.stream", "dataset.batch_size=4", "model=own",
+          "model._target_=torch.nn.Linear", "+model.in_features=1", "+model.out_features=1",
+          "trainer.max_steps=12", "trainer.epochs=9", "trainer.checkpoint_every=1",
+          "trainer.keep_last=9"]  # fmt: skip
+
+
+def test_ranks_divide_a_stream_and_go_on_where_each_stood(two: Ranks, tmp_path: Path) -> None:
+    (count, *first), (as_many, *second) = two(ranked.read_stream)
+    assert count == as_many
+    assert sorted(first + second) == list(range(37))
+    two(ranked.run, tmp_path / "whole", *STREAM)
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed", 5)
+    two(ranked.run, resumed, *STREAM, "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
+    with pytest.raises(CheckpointError, match="ranks=1: the stream was read with 2; use ranks=2"):
+        train(tmp_path / "one", *STREAM, f"resume={tmp_path / 'whole'}")

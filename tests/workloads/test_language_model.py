@@ -101,7 +101,7 @@ def test_what_makes_no_task_and_an_unknown_token_are_refused(numbered: Path) -> 
     (folder / "empty").touch()
     for options, text in (
         ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
-        ({"token_bytes": 4}, "dataset.token_bytes=4: allowed are 1 and 2"),
+        ({"token_bytes": 3}, "dataset.token_bytes=3: allowed are 1, 2 and 4"),
         ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
         ({"eval_windows": 0}, "dataset.eval_windows=0: must be a whole number >= 1"),
         ({"context": 60}, "6000 tokens are too few"),

@@ -33,12 +33,12 @@ from mpframe.workloads.images import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+DTYPES: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4)}
 _MOST_BYTES = 2**30  # of a folder, where one file may have any size
 
 
 def read_tokens(root: str | None, token_bytes: int) -> Tokens:
-    """Return the tokens of a text, [T] uint8 or uint16, read-only.
+    """Return the tokens of a text, [T] uint8, uint16 or uint32, read-only.
 
     `root` is a file, which is mapped and not read, or a folder, whose *.txt files (but no links)
     are joined in the order of their paths, or None for the source of Python's library.
@@ -48,7 +48,7 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
         if path.is_dir():
             files = _list_library(path) if root is None else path.rglob("*.txt")
             return _join(path, files, token_bytes)
-        return _map(path, DTYPES[token_bytes])
+        return map_tokens(path, DTYPES[token_bytes])
     except OSError as error:
         raise DataError(
             f"dataset.root={root}: {error.filename or path} cannot be read ({error.strerror}); "
@@ -56,7 +56,8 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
         ) from None
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
+def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """Return the tokens of a file, which is mapped. DataError if it holds no whole number."""
     with open_regular(path, "rb", follow=True) as file:
         size = os.fstat(file.fileno()).st_size
         if not size or size % dtype.itemsize:
@@ -112,11 +113,7 @@ def next_token(
     ConfigError: an option is out of its range. DataError: the text cannot be read or is too short.
     """
     require_counts(context=context, vocab_size=vocab_size)
-    if token_bytes not in DTYPES:
-        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1 and 2")
-    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
-    if eval_windows is not None:
-        require_counts(eval_windows=eval_windows)
+    require_options(token_bytes, bytes_per_token, eval_windows)
     tokens = read_tokens(root, token_bytes)
     length = len(tokens) // _STRETCHES
     if length <= context:
@@ -126,17 +123,30 @@ def next_token(
         )
     turns = np.arange(_STRETCHES) % _ONE_IN
     train, val, test = (
-        _Stretches(tokens, np.flatnonzero(chosen) * length, length, context, vocab_size)
+        Stretches(tokens, np.flatnonzero(chosen) * length, length, context, vocab_size)
         for chosen in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
     )
-    bits = partial(BitsPerByte, bytes_per_token)
     return Task(
         RandomWindows(train),
         SideBySide(val, eval_windows),
         loss=token_loss,
-        metric={"bits_per_byte": bits, "perplexity": Perplexity},
+        metric=token_metrics(bytes_per_token),
         test=SideBySide(test, eval_windows),
     )
+
+
+def require_options(token_bytes: int, bytes_per_token: float, eval_windows: int | None) -> None:
+    """Check options that every dataset of tokens has."""
+    if token_bytes not in DTYPES:
+        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1, 2 and 4")
+    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
+    if eval_windows is not None:
+        require_counts(eval_windows=eval_windows)
+
+
+def token_metrics(bytes_per_token: float) -> dict[str, Any]:
+    """Return the metrics by name."""
+    return {"bits_per_byte": partial(BitsPerByte, bytes_per_token), "perplexity": Perplexity}
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -144,7 +154,7 @@ def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-class _Stretches(NamedTuple):
+class Stretches(NamedTuple):
     """Stretches of `length` tokens, which start at `begins`."""
 
     tokens: Tokens
@@ -174,7 +184,7 @@ class _Stretches(NamedTuple):
 class _Windows(Dataset[Any]):
     """Windows of stretches, fetched as whole batches."""
 
-    def __init__(self, stretches: _Stretches) -> None:
+    def __init__(self, stretches: Stretches) -> None:
         self.stretches = stretches
 
     def __len__(self) -> int:
@@ -214,7 +224,7 @@ class RandomWindows(_Windows):
 class SideBySide(_Windows):
     """At most `most` windows that do not overlap, evenly spaced."""
 
-    def __init__(self, stretches: _Stretches, most: int | None) -> None:
+    def __init__(self, stretches: Stretches, most: int | None) -> None:
         super().__init__(stretches)
         every = super().__len__()
         count = every if most is None else min(most, every)
