@@ -1,7 +1,7 @@
 """Where a run's results go: the interface `Logger`, and all loggers of a run as one.
 
 TensorBoard's is tracker.py. A callback adds another in its `setup`, with
-`context.tracker.add(logger)`; docs/tensorboard.md has an example.
+`context.tracker.add(logger)`. docs/tensorboard.md has an example.
 """
 
 import logging
