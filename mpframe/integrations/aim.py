@@ -31,7 +31,7 @@ class Aim(TrackingService):
         goes_on = self._hash is not None and repo.run_exists(self._hash)
         if self._hash is not None and not goes_on:
             log.warning("warning: callbacks.aim: %s has no run %s; begins one", repo, self._hash)
-        # What Aim keeps of the console could hold secrets. A kill may have left the lock.
+        # A record of the console could hold secrets. A kill may have left the lock.
         options = {"capture_terminal_logs": False, "force_resume": goes_on, **self.init}
         run = self.api.Run(
             self._hash if goes_on else None, repo=repo, experiment=self.experiment, **options

@@ -9,7 +9,7 @@ from mpframe.integrations.tracking_service import TrackingService, picture_of
 from mpframe.tracking.logger import Numbers
 from mpframe.training.run_context import RunContext
 
-# What wandb keeps of the console and of the command line could hold secrets.
+# Its records of the console and of the command line could hold secrets.
 _SETTINGS = {"console": "off", "x_disable_meta": True}
 
 

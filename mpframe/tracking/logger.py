@@ -1,6 +1,6 @@
 """Where a run's results go: the interface `Logger`. TensorBoard's is tracker.py.
 
-A callback adds another in its `setup`, with `context.tracker.add(logger)`; docs/tensorboard.md has
+A callback adds another in its `setup`, with `context.tracker.add(logger)`. docs/tensorboard.md has
 an example.
 """
 

@@ -194,6 +194,7 @@ class Steps:
     def __init__(self) -> None:
         self.step, self.got = 7, list[Any]()
         self.given: dict[str, Any] = {}
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: None)
 
     def init(self, **given: Any) -> "Steps":
         self.given = given
