@@ -220,11 +220,11 @@ NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
 
 
 class Stream(IterableDataset[Any]):
-    """0 to 36, each over 37 and beside a random number."""
+    """0 to 32, each over 33 and beside a random number."""
 
     def __iter__(self) -> Iterator[Any]:
-        for number in range(37):
-            yield torch.tensor([number / 37]), torch.rand(1)
+        for number in range(33):
+            yield torch.tensor([number / 33]), torch.rand(1)
 
 
 def stream() -> Task:
@@ -237,7 +237,7 @@ def read_stream() -> list[int]:
         own = StreamLoader(Stream(), 8, endless=False, comm=comm)
         batches = list(own.epoch(0))
         own.close()
-    read = [batch[0] * 37 for batch in batches if batch is not None]
+    read = [batch[0] * 33 for batch in batches if batch is not None]
     return [len(batches), *torch.cat(read).flatten().round().int().tolist()]
 
 

@@ -34,6 +34,7 @@ def test_every_window_is_read_once_in_a_pass(root: Path, workers: int) -> None:
         assert all((inputs + 1).equal(targets) for inputs, targets in pairs)
         orders.append([int(inputs[0]) for batch, _ in pairs for inputs in batch])
     assert len(WINDOWS) == 9
+    assert len({*orders[0][:6]}) == 6  # of two shares, if there are two workers
     if not workers:  # With two, one share has five windows and begins again before the other.
         assert all(set(order) == WINDOWS for order in orders)
         assert len({*map(tuple, orders)}) > 1  # The order of the files.

@@ -183,7 +183,7 @@ def _data(config: Config) -> tuple[Task, Loader]:
 
 def _trainer(config: Config, task: Task) -> Trainer:
     seed_everything(config.run.seed)
-    return build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
+    return build_trainer(config, task, len(build_loaders(config, task).train))
 
 
 def ops_yaml(config: Config, found: SearchResult) -> str:
