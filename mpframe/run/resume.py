@@ -97,7 +97,7 @@ def restore(callbacks: Callbacks, saved: Any) -> None:
     for name in callbacks.keys() & saved.keys():
         try:
             callbacks[name].load_state_dict(saved[name])
-        except (RunInterrupted, CheckpointError):
+        except (RunInterrupted, CheckpointError, ConfigError):
             raise
         except Exception as error:  # A checkpoint may hold anything there.
             raise CheckpointError(

@@ -220,9 +220,9 @@ class Run:
         if options.init_from is not None:
             take_first_weights(trainer, options)
         self.run_folder.take()
-        part = import_module(f"mpframe.lab.find_{what}")  # only if asked
-        given = self.config, trainer, task, train, self.rank_folder
-        trainer.stop(f"trainer.find={what}: {part.find(*given)}")
+        find = import_module(f"mpframe.lab.find_{what}").find
+        said = find(self.config, trainer, task, train, self.rank_folder)
+        trainer.stop(f"trainer.find={what}: {said}")
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Load first weights or a checkpoint, take the folder, and return the run's identity."""
