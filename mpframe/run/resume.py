@@ -21,7 +21,7 @@ from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import Callbacks
-from mpframe.core.errors import CheckpointError, MpframeError, RunInterrupted
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.tracking import record_sizes

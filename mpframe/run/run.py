@@ -196,12 +196,11 @@ class Run:
             self.interruption.defer(),
             Loggers(Tracker(self.rank_folder, first_step, config.trainer.on_save_error)) as tracker,
         ):
-            text, secrets = self.config_text, self.secrets
-            describe(tracker, config, trainer, train, text, secrets, self.hydra)
+            describe(tracker, config, trainer, train, self.config_text, self.secrets, self.hydra)
             assert self.callbacks is not None
             context = RunContext(
                 folder=self.rank_folder,
-                config=text,
+                config=self.config_text,
                 identity=identity,
                 tracker=tracker,
                 train=train,
