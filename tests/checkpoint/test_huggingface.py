@@ -99,6 +99,7 @@ def exported(
         sys.modules.pop("tiny_net", None)
 
 
+@pytest.mark.slow
 def test_a_stranger_has_the_outputs_of_the_run(exported: Exported) -> None:
     torch.save(INPUTS[exported.library], "inputs.pt")
     words = [sys.executable, "-c", STRANGER, exported.out.name]

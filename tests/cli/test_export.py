@@ -348,6 +348,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
 
 
 @pytest.mark.parametrize("name", ["x.pt2", "x.onnx"])
+@pytest.mark.slow
 def test_a_process_without_mpframe_runs_two_lengths(name: str, tmp_path: Path) -> None:
     """Without the name, the mask, a floating input, would fix the length of both."""
     for package in ("onnx", "onnxscript", "onnxruntime") if name == "x.onnx" else ():
@@ -413,6 +414,7 @@ def test_names_that_no_size_has_are_refused() -> None:
     assert open_sizes([WORDS, LABELS], "length") == {"words": {1: "length"}, "labels": {}}
 
 
+@pytest.mark.slow
 def test_the_page_names_the_sizes_of_images(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Page(ROOT / "docs" / "evaluate_export.md")

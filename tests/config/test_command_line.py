@@ -63,7 +63,10 @@ def test_any_text_can_be_given_as_a_word() -> None:
     [
         ("hydra.mode=MULTIRUN seed=choice(2,1)", {"seed": [2, 1]}),
         ("seed=${hydra:job.num} -m dtype=glob(*bf16)", BF16),
-        (f"-m {BOTH[0]} {BOTH[1]}", {"loss_scaling.init_scale": [1024, 1024]}),
+        pytest.param(
+            *(f"-m {BOTH[0]} {BOTH[1]}", {"loss_scaling.init_scale": [1024, 1024]}),
+            marks=pytest.mark.slow,
+        ),
         (
             "+model.stride=3 dtype=[amp] callbacks=[default,early_stopping]",
             {"model.stride": [3], "callbacks.early_stopping.patience": [10]},

@@ -254,7 +254,13 @@ OWN = ["dataset=own", "dataset._target_=test_streaming.regression", "dataset.bat
 
 
 @pytest.mark.parametrize(
-    "options", [["dataset.workers=2"], ["loss_scaling=Backoff", "loss_scaling.init_scale=probe"]]
+    "options",
+    [
+        ["dataset.workers=2"],
+        pytest.param(
+            ["loss_scaling=Backoff", "loss_scaling.init_scale=probe"], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_killed_run_comes_to_the_same(tmp_path: Path, options: list[str]) -> None:
     train(tmp_path / "whole", *OWN, *options)

@@ -16,6 +16,7 @@ from mpframe.data.loading import make_loader
 PAGE = Page(ROOT / "docs" / "streams.md")
 
 
+@pytest.mark.slow
 def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -185,8 +185,10 @@ def test_groups_keep_their_ratio_and_windows_their_size() -> None:
 
 
 @pytest.mark.parametrize(("limit", "first", "fits", "fails"), [
-    (100, 16, 96, 128), (63, 16, 48, 64), (5, 16, 4, 6), (1, 16, 1, 2), (200, 3, 192, 288),
-    (10**9, 16, 1000, 1001),
+    (63, 16, 48, 64), (1, 16, 1, 2), (10**9, 300, 1000, 1001),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        (100, 16, 96, 128), (5, 16, 4, 6), (200, 3, 192, 288),
+    )),
 ])  # fmt: skip
 def test_the_largest_batch_that_fits(limit: int, first: int, fits: int, fails: int) -> None:
     trainer = trainer_of("mixed", Backoff)
@@ -205,8 +207,9 @@ def test_the_largest_batch_that_fits(limit: int, first: int, fits: int, fails: i
 
 
 @pytest.mark.parametrize(("limit", "says"), [
-    (300, "=168 (two steps of 256 fit and 384 did not"), (9, "=5 (two"),
-    (9999, "all 1437 training samples fit"),
+    (300, "=168 (two steps of 256 fit and 384 did not"),
+    pytest.param(9, "=5 (two", marks=pytest.mark.slow),
+    pytest.param(9999, "all 1437 training samples fit", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_third_is_left(
     limit: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

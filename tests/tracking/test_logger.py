@@ -58,6 +58,7 @@ class Collected(Callback, Logger):
 SEEN: list[Collected] = []
 
 
+@pytest.mark.slow
 def test_a_logger_of_a_user_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("MY_TOKEN", "abcdefghijkl")
     mine = f"+callbacks.mine._target_={__name__}.Collected"

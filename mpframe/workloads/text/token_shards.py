@@ -30,7 +30,7 @@ _VAL = "val.bin"
 
 
 def token_shards(
-    root: str,
+    root: str = "data/tokens",
     context: int = 1024,
     vocab_size: int = 50257,
     token_bytes: int = 2,
