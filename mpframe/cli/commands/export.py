@@ -1,4 +1,4 @@
-"""Export a checkpoint as a file or folder for anybody, with a sidecar that explains it.
+"""Export a checkpoint as a file or folder for anybody, with a sidecar about it.
 
 Usage: mpframe export checkpoint=PATH out=PATH [format=...] [weights=...] [option=value] ...
 
