@@ -73,6 +73,7 @@ def test_the_accuracy_is_that_of_evaluate(digits: Path, tmp_path: Path, capsys: 
     )
 
 
+@pytest.mark.slow
 def test_class_probabilities_and_raw_outputs_agree(digits: Path, tmp_path: Path) -> None:
     raw = predicted(digits, tmp_path / "raw.csv", "outputs=raw", "split=train")
     shares = predicted(digits, tmp_path / "p.csv", "outputs=probabilities", "split=train")
@@ -86,6 +87,7 @@ def test_class_probabilities_and_raw_outputs_agree(digits: Path, tmp_path: Path)
         assert not torch.equal(numbers(rows), logits)
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_is_read_alike(pictures: Path, images: Path, tmp_path: Path) -> None:
     labelled = predicted(pictures, tmp_path / "a.csv", "split=test", "outputs=raw")
     rows = predicted(pictures, tmp_path / "b.csv", f"folder={images}", "outputs=raw")

@@ -84,6 +84,7 @@ def test_a_run_that_ended_in_skips_or_a_closure_at_nan_is_diverged(tmp_path: Pat
         train(tmp_path / "closure", *options, *lbfgs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     """Whether the best value lies before the checkpoint that the run goes on from, or behind it."""
     options = [*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"]

@@ -81,6 +81,7 @@ def test_a_killed_sweep_goes_on_by_the_same_command_or_longer(whole: Path, tmp_p
         assert_same_run(whole / name, folder / name)
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_says_how_it_goes_on(
     whole: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:

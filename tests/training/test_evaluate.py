@@ -71,6 +71,7 @@ def test_the_result_is_printed_and_written_beside_others(run_copy: Path, capsys:
     assert json.loads(other.read_text())["val_loss"] != written["val_loss"]
 
 
+@pytest.mark.slow
 def test_options_may_change_and_batches_have_their_own_size(trained: Path, tmp_path: Path) -> None:
     """Validated in batches of 7, tested and evaluated too; training does not see it."""
     assert evaluate(trained, ["dtype=amp", "dtype.half=bfloat16"]).precision == "amp(bfloat16)"

@@ -180,6 +180,7 @@ def digits_with(test: str = "no") -> Task:
     return replace(digits(), test=parts[test])
 
 
+@pytest.mark.slow
 def test_a_dataset_may_lack_a_test_part_but_an_empty_or_bad_one_is_refused(tmp_path: Path) -> None:
     own = "dataset._target_=test_final_test.digits_with"
     options = [*MLP, own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]

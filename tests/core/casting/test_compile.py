@@ -57,6 +57,7 @@ def test_twenty_steps_are_those_of_eager(mode, half) -> None:
     assert eager[-1] < 0.8 * eager[0]  # and it learns
 
 
+@pytest.mark.slow
 def test_one_graph_without_a_first_run() -> None:
     """Traced cold, no rule of an op has been found before: also what torch's functions hide."""
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
