@@ -10,7 +10,7 @@ All commands take these three flags. Hydra parses the overrides, and a few are r
 import argparse
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +110,7 @@ MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
 """Options that are mappings without an entry at first."""
 _PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
 _LONGEST = 2**15  # characters: Hydra's parser needs quadratic time, five seconds for such a list
+_DECIMAL = re.compile(r"^(\d+)\.(\d+)$")
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
@@ -155,6 +156,25 @@ def word_of(option: str, value: str) -> str:
     # Only backslashes before a quote need another one.
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value)
     return f"{option}='{escaped}'"
+
+
+def pin_words(modules: Iterable[str], pin: str = "fp32") -> tuple[str, ...]:
+    """Return the words that pin modules, by qualified name. The empty name is the model.
+
+    Between braces Hydra reads `0` and `0.1`, names of layers in a Sequential, as numbers. `0` gets
+    a separate word, `0.1` becomes the pattern `0?1`.
+    """
+    names = list(modules)
+    numbered = [f"ops.modules.{name}={pin}" for name in names if name.isdigit()]
+    patterns = [_DECIMAL.sub(r"\1?\2", name) or "*" for name in names if not name.isdigit()]
+    together = ",".join(f"{pattern}:{pin}" for pattern in patterns)
+    return (*([f"ops.modules={{{together}}}"] if patterns else []), *numbered)
+
+
+def deny_words(ops: Iterable[str]) -> tuple[str, ...]:
+    """Return the word that moves ops to `deny`, where they run in fp32, if there are ops."""
+    listed = ",".join(ops)
+    return (f"ops.deny+=[{listed}]",) if listed else ()
 
 
 def _quote_path(word: str) -> str:

@@ -9,10 +9,11 @@
     report/        runs compared, on one page
     hints          options that are allowed, but probably not intended, which each run reports
     search         which modules must stay in fp32
+    find/          a learning rate and a batch size, measured before training
+    validation     pictures of classes confused, and of samples with their predictions
     simulation     what another loss scaler would have done
 
 Begin with exponents.py. optimizer_numbers.py finds numbers of an optimizer that a format loses.
-remedies.py writes pins and moved ops as words for the command line.
 
 Imports `training` and all below it, and is used by `run` and `cli`. Each part is loaded when it is
 used. Every run uses hints.py.

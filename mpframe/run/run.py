@@ -219,7 +219,7 @@ class Run:
         if options.init_from is not None:
             take_first_weights(trainer, options)
         self.run_folder.take()
-        find = import_module(f"mpframe.lab.find_{what}").find
+        find = import_module(f"mpframe.lab.find.{what}").find
         said = find(self.config, trainer, task, train, self.rank_folder)
         trainer.stop(f"trainer.find={what}: {said}")
 

@@ -10,7 +10,8 @@ UNUSED = """workloads.gan workloads.speech workloads.tables workloads.text workl
     lab.range_watch lab.search lab.simulation lab.autopsy.evidence lab.autopsy.replay
     lab.autopsy.diagnosis checkpoint.export_graph checkpoint.init_from
     training.callbacks.step_hooks training.optimizers.lbfgs training.optimizers.multi_objective
-    training.callbacks.profile tracking.json_lines integrations"""
+    training.callbacks.profile training.callbacks.utilization training.callbacks.gradient_norms
+    tracking.json_lines integrations lab.find lab.validation data.streaming data.shares"""
 STEPS = "trainer.max_steps=3"
 WORDS = {
     "default": f"model=mlp {STEPS}",

@@ -24,6 +24,7 @@ from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
 from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.config.command_line import check_config, prepare
+from mpframe.config.overrides import deny_words, pin_words
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
@@ -36,7 +37,6 @@ from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
 from mpframe.lab.ranges import read_ranges
-from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.run.parts import build_precision
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mpframe import Backoff, Callback, LogMax, Trainer
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
-from mpframe.lab.find_batch_size import find_batch_size
-from mpframe.lab.find_lr import RangeTest, analyse, find_lr
+from mpframe.lab.find.batch_size import find_batch_size
+from mpframe.lab.find.lr import RangeTest, analyse, find_lr
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 
@@ -252,7 +252,7 @@ def test_only_memory_ends_the_search() -> None:
 
 
 def test_a_cpu_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpframe.lab.find_batch_size.peak_memory", lambda: 2**60)
+    monkeypatch.setattr("mpframe.lab.find.batch_size.peak_memory", lambda: 2**60)
     load = lambda n: (torch.zeros(n, 8), torch.zeros(n, dtype=torch.long))  # noqa: E731
     found = find_batch_size(prepared(nn.Linear(8, 3), nn.CrossEntropyLoss()), load, 8, 100)
     assert found == (8, 12)

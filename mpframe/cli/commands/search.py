@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
+from mpframe.config.overrides import pin_words
 from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.casting.storage import op_of
@@ -45,7 +46,6 @@ from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import markdown
-from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
 from mpframe.run.trainer import build_trainer

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, markdown
@@ -18,7 +19,6 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 from mpframe.lab.hints import few
-from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.training.trainer import Trainer
 
 _FEW = 8

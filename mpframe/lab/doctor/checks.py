@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
@@ -33,7 +34,6 @@ from mpframe.lab.exponents import amax_of, lost_fraction
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, few, findings_of, note, warning
 from mpframe.lab.optimizer_numbers import find_rounded_numbers
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
-from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.tracking.dtype_map import Row
 from mpframe.training.probe import safe_scale
 

@@ -22,8 +22,8 @@ from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.tree import device_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
+from mpframe.lab.find.rollback import rollback
 from mpframe.tracking.environment import peak_memory
-from mpframe.training.rollback import rollback
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
