@@ -47,11 +47,8 @@ class Pruning(Callback):
         trial: int | None = None,
         pruner: BasePruner | None = None,
     ) -> None:
-        self._place, self._number, self._pruner = (
-            {"storage": storage, "study": study},
-            trial,
-            pruner,
-        )
+        self._place = {"storage": storage, "study": study}
+        self._number, self._pruner = trial, pruner
         self._trial: Trial | None = None
         self._validations = 0
 

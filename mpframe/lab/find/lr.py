@@ -26,9 +26,7 @@ from mpframe.tracking.tracker import Tracker
 from mpframe.training.probe import wants_probe
 from mpframe.training.trainer import Loader, Trainer
 
-_WINDOW = (
-    5  # steps: as many bad losses end the test, and a smoothed loss is a mean over about these
-)
+_WINDOW = 5  # steps: so many bad losses end the test, and a smoothed one is a mean of about so many
 _SURE = 4.0  # A fall by so many standard errors of the first losses is no noise.
 
 
@@ -138,9 +136,8 @@ def draw(test: RangeTest, option: str, path: Path) -> None:
         label = f"{option}={test.suggestion:g}"
         axes.axvline(test.suggestion, color="C2", ls="dashed", lw=2, label=label)
         low, start = np.nanmin(test.smooth), losses[0]
-        axes.set_ylim(
-            low - 0.3 * (start - low), start + 0.8 * (start - low)
-        )  # It leaves at the end.
+        fall = start - low  # Not the whole axis: the curve leaves it at the end.
+        axes.set_ylim(low - 0.3 * fall, start + 0.8 * fall)
     axes.set(xscale="log", xlim=(test.rates[0], test.rates[-1]))
     axes.set_xlabel(f"learning rate ({option})", fontsize=12)
     axes.set_ylabel("training loss, unscaled", fontsize=12)
