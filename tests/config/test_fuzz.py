@@ -198,7 +198,6 @@ def reported(run: Path, drawn: bool) -> None:
 
 
 @EACH
-@pytest.mark.slow
 def test_summaries(cases: int, run: Path) -> None:
     whole = json.loads((run / "summary.json").read_text())
     assert Summary.read(run).status == "finished"
@@ -215,7 +214,6 @@ def test_summaries(cases: int, run: Path) -> None:
 
 
 @EACH
-@pytest.mark.slow
 def test_event_files(cases: int, run: Path) -> None:
     (path,) = run.glob("events.out.*")
     whole = path.read_bytes()
