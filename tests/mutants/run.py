@@ -109,7 +109,7 @@ def _pytest(arguments: list[str], copy: Path) -> None:
 
         outcomes = Outcomes()
         code = int(pytest.main(arguments, plugins=[outcomes]))
-        code = SKIPPED if code == 0 and outcomes.seen == {"skipped"} else code
+        code = SKIPPED if code in (0, NO_TESTS) and outcomes.seen == {"skipped"} else code
     except Exception:
         traceback.print_exc(file=stderr)
     finally:
