@@ -90,7 +90,7 @@ def count_exponents(
     ]
     row = torch.stack([field.double() for field in fields])
     bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent, 0 for subnormals and zero.
-    bins = _tally(bits, 256, counts)
+    bins = tally(bits, 256, counts)
     bins[0] -= zeros
     return torch.cat([row, bins[:BINS].double()])  # The last one, 255, stands for inf and nan.
 
@@ -103,11 +103,11 @@ def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:
     if values.element_size() != 2 or values.numel() <= _PATTERNS:
         return values.abs(), None
     patterns = torch.arange(_PATTERNS, dtype=torch.int16, device=values.device)
-    counts = _tally(values.view(torch.int16) & (_PATTERNS - 1), _PATTERNS)
+    counts = tally(values.view(torch.int16) & (_PATTERNS - 1), _PATTERNS)
     return patterns.view(values.dtype), counts
 
 
-def _tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
+def tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
     """Count how often each of 0 to size - 1 is there, or sum its counts: [size] int64."""
     if numbers.device.type == "cpu" and counts is None:
         return torch.bincount(numbers, minlength=size)

@@ -18,6 +18,7 @@ from mpframe.core.objective import StepOutput
 from mpframe.core.ranges import require_whole
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.core.user_code import describe
+from mpframe.lab.exponents import tally
 from mpframe.lab.pictures import new_figure, save, short
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
@@ -88,13 +89,12 @@ class ConfusionMatrix(_Pictures):
             )
         classes = logits.shape[1]
         if number == 0 or self._counting is None:
-            self._counting = torch.zeros(classes**2 + 1, dtype=torch.float64, device=logits.device)
+            self._counting = torch.zeros(classes**2 + 1, dtype=torch.int64, device=logits.device)
         cells = (labels * classes + logits.argmax(1)).where(
             (labels >= 0) & (labels < classes),
             classes**2,  # a cell that is not shown
         )
-        ones = torch.ones_like(cells, dtype=torch.float64).flatten()
-        self._counting.scatter_add_(0, cells.flatten(), ones)
+        self._counting += tally(cells.flatten(), len(self._counting))
 
     def draw(self, trainer: Trainer, title: str, path: Path) -> bool:
         here, self._counting = self._counting, None
@@ -102,10 +102,10 @@ class ConfusionMatrix(_Pictures):
         if not cells:
             return False
         if here is None:  # Other ranks had all samples.
-            here = torch.zeros(cells, dtype=torch.float64, device=device_of(trainer.model))
+            here = torch.zeros(cells, dtype=torch.int64, device=device_of(trainer.model))
         trainer.comm.sum_([here])
         classes = round((cells - 1) ** 0.5)
-        self.counts = here[:-1].reshape(classes, classes).cpu().long()
+        self.counts = here[:-1].reshape(classes, classes).cpu()
         if trainer.comm.is_main:
             self._draw_counts(self.counts.numpy(), title, path)
         return trainer.comm.is_main

@@ -65,7 +65,7 @@ def test_it_counts_each_label_of_every_batch(
 
 
 def test_a_rank_without_samples_counts_with_the_others(tmp_path: Path) -> None:
-    theirs = torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64)
+    theirs = torch.tensor([1, 2, 3, 4, 5])
     matrix = ConfusionMatrix()
     matrix.setup(None, SimpleNamespace(usage={"class_names": ["a", "b"]}))  # type: ignore[arg-type]
     matrix.draw(trainer_of(Twins(theirs)), "", tmp_path / "a.png")

@@ -125,6 +125,7 @@ def test_a_skipped_step_has_no_norms_and_a_pattern_must_match(tmp_path: Path) ->
         ConfigError, train, tmp_path / "b", *own, "callbacks.gradient_norms.groups={a:b*}"
     )
     assert said == (
-        "callbacks.gradient_norms.groups.a=b*: no parameter has such a name; the first is "
-        "hidden1.linear.weight"
+        "callbacks.gradient_norms.groups.a=[b*]: matches no parameter; the names are "
+        "hidden1.linear.weight, hidden1.linear.bias, hidden2.linear.weight, "
+        "hidden2.linear.bias, ..."
     )

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from mpframe.core.callback import Batch
 from mpframe.core.comm import is_sharded
-from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
 from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks.step_hooks import StepHook
+from mpframe.training.optimizers.selection import refuse_idle
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
@@ -49,11 +49,7 @@ class GradientNorms(StepHook):
         super().setup(trainer, context)
         self._context, self._comm = context, trainer.comm
         for group, pattern in self._groups.items():
-            if not any(fnmatchcase(name, pattern) for name in self.names.values()):
-                raise ConfigError(
-                    f"{OPTION}.groups.{group}={pattern}: no parameter has such a name; the first "
-                    f"is {next(iter(self.names.values()))}"
-                )
+            refuse_idle(f"{OPTION}.groups.{group}", "parameter", [pattern], [*self.names.values()])
         self._group_of = {weight: self._group(name) for weight, name in self.names.items()}
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
