@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from pages import Page
 from prepared import Batches, prepared
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from mpframe import Backoff, Callback, LogMax, Trainer
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
+from mpframe.data.task import Task
 from mpframe.lab.find.batch_size import find_batch_size
 from mpframe.lab.find.lr import RangeTest, analyse, find_lr
 from mpframe.training.callbacks.ema import AverageWeights, Ema
@@ -295,3 +298,24 @@ REFUSED = {
 def test_what_cannot_be_found_is_refused(words: str, tmp_path: Path) -> None:
     said = refused(ConfigError, train, tmp_path, "trainer.find=lr", *words.split())
     assert said.startswith(REFUSED[words])
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(50):
+            yield torch.tensor([float(number)]), torch.ones(1)
+
+
+def rows() -> Task:
+    return Task(Rows(), Rows(), loss=nn.MSELoss(), batches_per_epoch=3)
+
+
+def test_a_stream_has_a_bound_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpframe.lab.find.batch_size._MOST_OF_A_STREAM", 128)
+    words = ["model=own", "model._target_=torch.nn.Linear", "+model.in_features=1", "dtype=fp32"]
+    words += ["dataset=own", f"dataset._target_={__name__}.rows", "+model.out_features=1"]
+    said = train(tmp_path, "trainer.find=batch_size", *words, "scheduler=none").reason
+    assert said == (
+        "trainer.find=batch_size: 128 samples of the stream fit, so memory does not limit "
+        "dataset.batch_size"
+    )

@@ -5,7 +5,8 @@ beside the activations. Then the size halfway to the one that failed is tried. T
 third less than the largest that fit, because other batches may need more memory.
 
 On a CPU memory seldom ends in an error, because the system ends the process. So the search ends at
-the size of the training set, and before a size that would need more memory than the machine has.
+the size of the training set, or 2^16 for a stream, and before a size that would need more memory
+than the machine has.
 """
 
 import gc
@@ -20,13 +21,15 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Batch
 from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.tree import device_of
-from mpframe.data.loading import Loader
+from mpframe.data.loading import Loader, make_loader
 from mpframe.data.task import Task
 from mpframe.lab.find.rollback import rollback
 from mpframe.tracking.environment import peak_memory
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+_MOST_OF_A_STREAM = 2**16  # samples that are tried, as it has no size
 
 
 def find_batch_size(
@@ -89,13 +92,16 @@ def find(config: Config, trainer: Trainer, task: Task, train: Loader, folder: Pa
     """Find a run's batch size, and return what to type and how sure it is."""
 
     def load(size: int) -> Batch:
-        loader = Loader(task.train, size, seed=config.run.seed, shuffle=True, collate=task.collate)
+        options = {"seed": config.run.seed, "shuffle": True, "drop_last": True}
+        each, collate = task.batches_per_epoch, task.collate
+        loader = make_loader(task.train, size, batches_per_epoch=each, collate=collate, **options)
         return next(loader.epoch(0))
 
-    most = train.size
+    most = train.size or _MOST_OF_A_STREAM
     fits, fails = find_batch_size(trainer, load, config.data.batch_size, most)
     if fails > most:
-        return f"all {most} training samples fit, so memory does not limit dataset.batch_size"
+        samples = f"all {most} training samples" if train.size else f"{most} samples of the stream"
+        return f"{samples} fit, so memory does not limit dataset.batch_size"
     size = max(1, fits * 2 // 3)
     size -= size % 8 if size >= 16 else 0  # as tensor cores prefer
     return (
