@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
 from mpframe.core.errors import ConfigError
+from mpframe.parallel.layout import AXES, Layout
 
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -27,11 +28,12 @@ class Sharding:
 
     Args:
         model: fp32, the same on all ranks. ConfigError if a weight cannot be sharded.
+        layout: of the ranks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         _refuse_indivisible(model)
-        self._model = model
+        self._model, self._layout = model, layout
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
@@ -46,7 +48,8 @@ class Sharding:
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shape = self._layout.shape(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)["shards"]
         policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
         for block in [*_blocks(model), model]:
             values = _count_summed_values([p for p in block.parameters() if not is_sharded(p)])

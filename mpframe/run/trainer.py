@@ -27,9 +27,11 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import make_loader
 from mpframe.data.task import Task
+from mpframe.parallel.layout import Layout
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
     build_callbacks,
+    build_layout,
     build_metrics,
     build_model,
     build_precision,
@@ -60,6 +62,9 @@ _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 
+WHOLE = Layout()  # All ranks divide every weight.
+
+
 def refuse_beside_sharding(config: Config, task: Task) -> None:
     """Refuse what needs whole weights on each rank."""
     for option, needed in _NEEDED.items():
@@ -88,6 +93,7 @@ def shard(
     precision: Precision,
     comm: Comm,
     device: torch.device,
+    layout: Layout = WHOLE,
 ) -> None:
     """Divide the weights among the ranks, and give the parts to the optimizers."""
     for optimizer in optimizers.values():
@@ -107,7 +113,7 @@ def shard(
     _check_range(model, formats)
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model)
+    comm.sharding = Sharding(model, layout)
     replaced = comm.sharding.divide(formats, device)
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
@@ -135,6 +141,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
+    layout = build_layout(config)
     if sharded:
         refuse_beside_sharding(config, task)
     # A model to be divided may be too large for one device: its blocks go there one by one.
@@ -152,7 +159,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     _trace(config, task, model, precision)
     if sharded:
         refuse_other_weights(comm, model.named_parameters())
-        shard(model, optimizers, precision, comm, device)
+        shard(model, optimizers, precision, comm, device, layout)
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)
