@@ -1,4 +1,5 @@
 """The grid of ranks that divide a model, its refusals, and the part of a tensor that a rank has."""
+# ruff: noqa: E501 - a table, one case a line
 
 from typing import Any
 
