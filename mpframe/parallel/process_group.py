@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mpframe.core.buffers import Buffers
@@ -28,7 +28,6 @@ from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.place import Place
-from mpframe.parallel.sync_batchnorm import synchronize
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX
@@ -182,9 +181,6 @@ class ProcessGroup(Comm):
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.max_of([0])
-
-    def synchronize_batchnorm(self, model: nn.Module) -> None:
-        synchronize(model)
 
     def begin_step(self, optimizer: Any, reduce: str) -> None:
         self._reducer = None
