@@ -27,7 +27,7 @@ from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.place import Place
+from mpframe.parallel.place import Place, address, keeps_store
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX
@@ -81,12 +81,10 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     Restarted ranks would otherwise read the addresses of those before them. Rank 0 keeps the store
     itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        *address(),
         place.size,
-        is_master=place.rank == 0 and not agent,
+        is_master=keeps_store(),
         timeout=timedelta(seconds=timeout),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -94,7 +92,7 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
 
 
 class ProcessGroup(Comm):
-    """The ranks that torchrun started.
+    """The ranks of a run.
 
     Args:
         place: of this process.
