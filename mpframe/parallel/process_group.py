@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -140,7 +141,8 @@ class ProcessGroup(Comm):
 
     def norm(self, of_part: Tensor) -> Tensor:
         square = of_part.double().square()  # In fp64 the square of fp32's maximum is finite.
-        return self._all_reduce(square).sqrt().to(of_part.dtype)
+        copies = 1 if self.sharding is None else self.sharding.replicas  # of each part
+        return (self._all_reduce(square) / copies).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         for flat, give_back in _flatten(tensors):
@@ -259,6 +261,14 @@ class ProcessGroup(Comm):
     def report_failure(self, error: str) -> None:
         with suppress(RuntimeError):  # The store may be gone.
             self._store.set(f"failed/{self.rank}", error)
+
+    def aside(self) -> Comm:
+        """Return these ranks with connections for objects that another thread may use meanwhile."""
+        comm = copy(self)
+        with self._require_answer():
+            limit = timedelta(seconds=self._timeout)
+            comm._host = dist.new_group(backend="gloo", timeout=limit)
+        return comm
 
     def leave(self) -> None:
         """Close the connections."""

@@ -50,7 +50,6 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "trainer.async_save": "false",
     "dtype.master_weights": "on",
     "dtype.products": "none",
     "numerics.every": "null",
