@@ -61,7 +61,7 @@ class Sharding:
         }
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
+        for blocks in [*_neighbours(blocks_of(model), names, layout.blocks_together), [model]]:
             weights = [p for block in blocks for p in block.parameters() if not is_sharded(p)]
             values = _count_summed_values(weights, mesh["shards"].size())
             fully_shard(blocks, **options)
@@ -151,7 +151,7 @@ def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy
         ) from None
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that the model repeats: the entries of its lists and sequences.
 
     A layer that shares a weight with another stays with the model, as one module gathers a weight.
