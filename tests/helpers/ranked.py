@@ -48,7 +48,7 @@ from mpframe.workloads.images import resnet18
 from mpframe.workloads.text.language_model import GPT
 
 CPU = torch.device("cpu")
-OF_PLAN = ("accumulate", "clip_norm", "clip_value", "reduce")
+OF_PLAN = ("accumulate", "clip_norm", "clip_value", "compile", "reduce")
 
 
 class FirstOutputs:
