@@ -48,7 +48,7 @@ from mpframe.workloads.images import resnet18
 from mpframe.workloads.text.language_model import GPT
 
 CPU = torch.device("cpu")
-OF_PLAN = ("accumulate", "clip_norm", "clip_value", "compile", "reduce")
+OF_PLAN = ("accumulate", "clip_norm", "clip_value", "reduce")
 
 
 class FirstOutputs:
@@ -137,6 +137,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
         shard(model, {"": optimizer}, precision, comm, CPU, layout)
+        if options.get("compile"):
+            comm.sharding.compile_blocks()
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
