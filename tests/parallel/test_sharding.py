@@ -216,7 +216,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
          "yet); use trainer.channels_last=false"),
         ("trainer.reduce=after_backward", "(a block's gradients are summed in its backward pass); "
          "use trainer.reduce=in_backward"),
-        ("trainer.async_save=true", "use trainer.async_save=false"),
         ("dtype.master_weights=off", f"{masters}; use dtype.master_weights=on"),
         ("dtype.master_weights=split", f"{masters}; use dtype.master_weights=on"),
         ("dtype.products=mxfp8", "use dtype.products=none"),
