@@ -62,4 +62,9 @@ class Layout:
                 f"distributed.replicas={self.replicas}: {ranks} ranks are no multiple of replicas "
                 f"x tensor ({self.tensor}); choose smaller ones"
             )
+        if shards < 2 <= self.replicas:
+            raise ConfigError(
+                f"distributed.replicas={self.replicas}: none of the {ranks} ranks is left to divide "
+                "a replica's weights; choose fewer, or trainer.parallel=ddp"
+            )
         return self.replicas, shards, self.tensor

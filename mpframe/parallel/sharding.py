@@ -76,6 +76,14 @@ class Sharding:
         self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
         return {before[name]: after[name] for name in before}
 
+    def compile_blocks(self) -> None:
+        """Compile the forward pass of each block, or of a model without blocks.
+
+        A graph of the whole model would break wherever weights are gathered.
+        """
+        for module in _blocks(self._model) or [self._model]:
+            module.forward = torch.compile(module.forward)
+
     def take_amax(self, device: torch.device) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 

@@ -6,7 +6,7 @@ divided is refused by name.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,16 @@ from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.trainer import Trainer
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
-    "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
     "dtype.master_weights": "on",
     "dtype.products": "none",
     "numerics.every": "null",
+}
+_WHY = {
+    "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",
+    "trainer.reduce": " (a block's gradients are summed in its backward pass)",
+    "dtype.master_weights": " (the parts, in fp32, are the masters)",
 }
 _WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
 
@@ -70,7 +74,7 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
-            raise _does_not_go(f"{option}={value}", f"use {option}={needed}")
+            raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
     for name, node in config.callbacks.items():
         if node and str(node.get("_target_", "")).endswith(_WITHOUT):
             raise _does_not_go(f"callbacks.{name}", f"use callbacks.{name}=null")
@@ -80,9 +84,9 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
 
 
-def _does_not_go(option: str, way_out: str) -> ConfigError:
+def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
     return ConfigError(
-        f"{option}: does not go with trainer.parallel=fsdp; {way_out}, or trainer.parallel=ddp"
+        f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
     )
 
 
@@ -161,6 +165,9 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     if sharded:
         refuse_other_weights(comm, model.named_parameters())
         shard(model, optimizers, precision, comm, device, layout)
+        if plan.compile:
+            comm.sharding.compile_blocks()
+            plan = replace(plan, compile=False)  # The rest of the model is not.
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)

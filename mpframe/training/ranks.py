@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 from mpframe.training.trainer import Trainer
 
@@ -44,20 +44,27 @@ def refuse_drift(trainer: Trainer) -> None:
         return
     differs = _first_difference(trainer.comm, trainer.weights().items())
     if differs is not None:
+        parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
         raise MpframeError(
-            f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
+            f"trainer.parallel={parallel}: after step {trainer.progress.global_step} {differs}; what "
             "writes the weights, a callback as well, must do the same on all ranks"
         )
 
 
 @torch.no_grad()
 def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
-    alike = {name: value for name, value in named if not is_sharded(value)}
-    mine = [float(value.double().sum()) for value in alike.values()]
+    """Return a clause on the first tensor that is not on a rank as on an earlier one, or None.
+
+    Parts are compared with the same ones of the first replica.
+    """
+    values = dict(named)
+    mine = [float(part_of(value).double().sum()) for value in values.values()]
     sums = comm.broadcast_object(comm.gather_object(mine))
+    period = comm.size if comm.sharding is None else comm.size // comm.sharding.replicas
     for rank, others in enumerate(sums):
-        for name, first, other in zip(alike, sums[0], others, strict=True):
+        for number, (name, other) in enumerate(zip(values, others, strict=True)):
+            earlier = rank % period if is_sharded(values[name]) else 0
+            first = sums[earlier][number]
             if first != other and not (first != first and other != other):  # nan is no difference.
-                return f"{name} is not the same on rank {rank} as on rank 0"
+                return f"{name} is not the same on rank {rank} as on rank {earlier}"
     return None

@@ -137,6 +137,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
         shard(model, {"": optimizer}, precision, comm, CPU, layout)
+        if options.get("compile"):
+            comm.sharding.compile_blocks()
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}

@@ -209,13 +209,15 @@ def composed(*words: str) -> Config:
 def test_what_needs_whole_weights_is_refused() -> None:
     task = Task(train=[], val=[], objective=lambda *_: StepOutput(Tensor()))  # type: ignore
     refuse_beside_sharding(composed(), task)
+    refuse_beside_sharding(composed("trainer.compile=true"), task)
+    masters = "(the parts, in fp32, are the masters)"
     for option, instead in (
-        ("trainer.compile=true", "use trainer.compile=false"),
-        ("trainer.channels_last=true", "use trainer.channels_last=false"),
-        ("trainer.reduce=after_backward", "use trainer.reduce=in_backward"),
-        ("trainer.async_save=true", "use trainer.async_save=false"),
-        ("dtype.master_weights=off", "use dtype.master_weights=on"),
-        ("dtype.master_weights=split", "use dtype.master_weights=on"),
+        ("trainer.channels_last=true", "(torch: FSDP does not support non-contiguous parameters "
+         "yet); use trainer.channels_last=false"),
+        ("trainer.reduce=after_backward", "(a block's gradients are summed in its backward pass); "
+         "use trainer.reduce=in_backward"),
+        ("dtype.master_weights=off", f"{masters}; use dtype.master_weights=on"),
+        ("dtype.master_weights=split", f"{masters}; use dtype.master_weights=on"),
         ("dtype.products=mxfp8", "use dtype.products=none"),
         ("numerics.every=10", "use numerics.every=null"),
         ("loss_scaling.init_scale=probe", "give it a number"),
@@ -226,7 +228,8 @@ def test_what_needs_whole_weights_is_refused() -> None:
             refuse_beside_sharding(composed(option), task)
         what = {"callbacks": "callbacks.freeze", "optimizer": "several optimizers or losses"}
         said = what.get(option.partition("=")[0], option)
-        said += f": does not go with trainer.parallel=fsdp; {instead}, or "
+        between = " " if instead.startswith("(") else "; "
+        said += f": does not go with trainer.parallel=fsdp{between}{instead}, or "
         assert str(refused.value) == said + "trainer.parallel=ddp"
 
 
