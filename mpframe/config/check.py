@@ -77,6 +77,7 @@ def check(composed: DictConfig) -> Config:
         scheduler=_optional(tree, "scheduler"),
         callbacks=_nodes_by_name(tree, "callbacks"),
         metrics=_nodes_by_name(tree, "metrics"),
+        distributed=_optional(tree, "distributed"),
         flat=flatten(tree),
     )
 

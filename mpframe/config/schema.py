@@ -348,6 +348,7 @@ OPEN = {
     "loss_scaling": OpenSection(),
     "callbacks": OpenSection(required=False, named=True),
     "metrics": OpenSection(required=False, named=True),
+    "distributed": OpenSection(required=False),
 }
 
 SECTIONS: dict[str, type] = {
@@ -414,6 +415,7 @@ class Config:
     scheduler: dict[str, Any] | None
     callbacks: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
+    distributed: dict[str, Any] | None
     flat: dict[str, Any]
 
     @property
@@ -426,7 +428,7 @@ class Config:
 # The order in `--help`: the options changed most often first, the long lists of ops last.
 _ORDER = (
     *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
-    *("objective", "metrics", "callbacks", "numerics", "ops"),
+    *("distributed", "objective", "metrics", "callbacks", "numerics", "ops"),
 )
 
 

@@ -5,11 +5,11 @@ many. The functions on parts are for sharded tensors (DTensors), of which each r
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.core.buffers import Buffers
 
@@ -134,21 +134,10 @@ class Comm:
         """Return rank 0's value."""
         return value
 
-    def broadcast_if_missing(self, value: T | None) -> T | None:
-        """Return the value, or another rank's if weights are sharded and this rank has none."""
-        if self.sharding is None or not self.any(value is None):
-            return value
-        present = [one for one in self.gather_object(value) if one is not None]
-        other: T | None = self.broadcast_object(present[0] if present else None)
-        return other if value is None else value
-
     def part(self, samples: Tensor) -> Tensor:
         """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
         count = len(samples)
         return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
-
-    def synchronize_batchnorm(self, model: nn.Module) -> None:
-        """Make BatchNorm use the statistics of all ranks, in place."""
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model that communicates says a rank is lost."""
@@ -187,14 +176,29 @@ def part_of(tensor: Any) -> Tensor:
 
 
 def part_for(place: Any, values: Tensor) -> Tensor:
-    """Return this rank's rows of `values`, which are whole or sharded like `place`.
+    """Return this rank's part of `values`, which are whole or sharded like `place`.
 
     Values of another shape, such as an optimizer's count of steps, are returned unchanged.
     """
     if is_sharded(values) or not is_sharded(place) or values.shape != place.shape:
         return part_of(values)
-    rows = rows_of_a_part(len(values), place.device_mesh.size())
-    return values[rows * place.device_mesh.get_local_rank() :][:rows]
+    return cut(values, cuts_of(place))
+
+
+def cuts_of(place: Any) -> list[tuple[int, int, int]]:
+    """Return how a DTensor is cut: dimension, number of parts, this rank's. The last axis first."""
+    axes, mesh = [*enumerate(place.placements)], place.device_mesh
+    return [
+        (p.dim, mesh.size(n), mesh.get_local_rank(n)) for n, p in axes[::-1] if hasattr(p, "dim")
+    ]
+
+
+def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Return the view of whole values that `cuts_of` leads to."""
+    for dim, parts, index in cuts:
+        size = rows_of_a_part(values.shape[dim], parts)
+        values = values[(slice(None),) * dim + (slice(size * index, size * (index + 1)),)]
+    return values
 
 
 def shard_like(place: Any, part: Tensor) -> Tensor:

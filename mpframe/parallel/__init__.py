@@ -3,6 +3,7 @@
     place           the rank of this process, as torchrun tells it
     launch          joins the ranks for one run, and prints an error once
     process_group   `Comm` (core/comm.py) for many processes, over torch.distributed
+    layout          the grid of ranks that divide a model
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
     sharding        shards a model's weights across the ranks, by torch's FSDP2
     sync_batchnorm  BatchNorm over the statistics of all ranks

@@ -7,16 +7,18 @@ fp32, and each rank keeps the sums for its part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
 from mpframe.core.errors import ConfigError
+from mpframe.parallel.layout import AXES, Layout
 
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -27,11 +29,13 @@ class Sharding:
 
     Args:
         model: fp32, the same on all ranks. ConfigError if a weight cannot be sharded.
+        layout: of the ranks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         _refuse_indivisible(model)
-        self._model = model
+        self._model, self._layout = model, layout
+        self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
@@ -46,17 +50,28 @@ class Sharding:
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
-        for block in [*_blocks(model), model]:
-            values = _count_summed_values([p for p in block.parameters() if not is_sharded(p)])
+        layout, shape = self._layout, self._layout.shape(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        names = {module: name for name, module in model.named_modules()}
+        options: dict[str, Any] = {
+            "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
+            "mp_policy": _policy(formats),
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            sharded: Any = block
-            name = names[block] or "the model"
+            "reshard_after_forward": True,
+        }
+        if layout.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
+            weights = [p for block in blocks for p in block.parameters() if not is_sharded(p)]
+            values = _count_summed_values(weights, mesh["shards"].size())
+            fully_shard(blocks, **options)
+            sharded: Any = blocks[0]
+            name = " or ".join(names[block] or "the model" for block in blocks)
             sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if not layout.reshard_after_forward:
+            model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
         return {before[name]: after[name] for name in before}
@@ -67,7 +82,7 @@ class Sharding:
         It is scaled as the loss was, and nan if one is nan.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max() if amaxes else torch.zeros((), device=device)
+        return torch.stack(amaxes).max().to(device) if amaxes else torch.zeros((), device=device)
 
     def refuse_unused(self) -> None:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""
@@ -164,9 +179,22 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _count_summed_values(parameters: Sequence[Tensor]) -> int:
+def _neighbours(
+    blocks: Sequence[nn.Module], names: Mapping[nn.Module, str], together: int
+) -> Iterator[list[nn.Module]]:
+    """Yield up to so many blocks at once that follow each other in one list of the model."""
+    for _, entries in groupby(blocks, lambda block: names[block].rpartition(".")[0]):
+        alike = list(entries)
+        yield from (alike[n : n + together] for n in range(0, len(alike), together))
+
+
+def _keep_for_backward(model: Any, inputs: Any) -> None:
+    """Keep gathered weights until the backward pass. Where none follows, they are given back."""
+    model.set_reshard_after_forward(not torch.is_grad_enabled())
+
+
+def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:
     """Return how many values the gradients have, each divided into full parts."""
-    ranks = dist.get_world_size()
     trained = (p for p in parameters if p.requires_grad and len(p))
     return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
 

@@ -31,6 +31,7 @@ from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.data.loading import Loader, make_loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
+from mpframe.parallel.layout import Layout
 from mpframe.parallel.place import place
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.evaluation import LOSS, NamedMetric
@@ -52,6 +53,18 @@ def build_model(config: Config) -> nn.Module:
             "requires_grad to some"
         )
     return model
+
+
+def build_layout(config: Config) -> Layout:
+    """Make the layout, and refuse one that nothing is divided by."""
+    node = config.distributed
+    layout = Layout() if node is None else make_a(Layout, "Layout", "distributed", node)
+    for name, value in vars(layout).items():
+        if config.trainer.parallel != "fsdp" and value != getattr(Layout(), name):
+            raise ConfigError(
+                f"distributed.{name}={value}: only works with trainer.parallel=fsdp; give both"
+            )
+    return layout
 
 
 def seed_everything(seed: int) -> None:

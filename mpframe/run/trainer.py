@@ -27,9 +27,11 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import make_loader
 from mpframe.data.task import Task
+from mpframe.parallel.layout import Layout
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
     build_callbacks,
+    build_layout,
     build_metrics,
     build_model,
     build_precision,
@@ -48,7 +50,6 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "trainer.async_save": "false",
     "dtype.master_weights": "on",
     "dtype.products": "none",
     "numerics.every": "null",
@@ -58,6 +59,9 @@ _WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
+
+
+WHOLE = Layout()  # All ranks divide every weight.
 
 
 def refuse_beside_sharding(config: Config, task: Task) -> None:
@@ -88,6 +92,7 @@ def shard(
     precision: Precision,
     comm: Comm,
     device: torch.device,
+    layout: Layout = WHOLE,
 ) -> None:
     """Divide the weights among the ranks, and give the parts to the optimizers."""
     for optimizer in optimizers.values():
@@ -107,7 +112,7 @@ def shard(
     _check_range(model, formats)
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model)
+    comm.sharding = Sharding(model, layout)
     replaced = comm.sharding.divide(formats, device)
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
@@ -135,13 +140,16 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
+    layout = build_layout(config)
     if sharded:
         refuse_beside_sharding(config, task)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model = build_model(config).to(home)
-    if config.trainer.sync_batchnorm:
-        comm.synchronize_batchnorm(model)
+    if config.trainer.sync_batchnorm and comm.size > 1:
+        from mpframe.parallel.sync_batchnorm import synchronize
+
+        synchronize(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
@@ -152,7 +160,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     _trace(config, task, model, precision)
     if sharded:
         refuse_other_weights(comm, model.named_parameters())
-        shard(model, optimizers, precision, comm, device)
+        shard(model, optimizers, precision, comm, device, layout)
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)

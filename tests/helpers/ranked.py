@@ -36,6 +36,8 @@ from mpframe.data.task import Task
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.launch import init_comm
+from mpframe.parallel.layout import Layout
+from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
@@ -115,8 +117,8 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
-    `optimizer`, `batch`, `steps`, and those of a plan.
+    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
+    `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
     options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
     net = options["name"] == "net"
@@ -124,8 +126,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("double"):
         model = model.double()
         data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
-    if options.get("sync"):
-        comm.synchronize_batchnorm(model)
+    if options.get("sync") and comm.size > 1:
+        synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
     kind: dict[str, Any] = {"mode": mode, "products": recipe}
     if split := mode == "split":
@@ -133,7 +135,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     precision = Precision(**kind)
     optimizer = options["optimizer"](model.parameters(), lr=1e-2)
     if options.get("fsdp"):
-        shard(model, {"": optimizer}, precision, comm, CPU)
+        layout = Layout(**options.get("layout", {}))
+        shard(model, {"": optimizer}, precision, comm, CPU, layout)
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}

@@ -1,0 +1,65 @@
+"""How the ranks divide a model with `trainer.parallel=fsdp`: the group `distributed`.
+
+The ranks are a grid of replicas x shards x tensor, in this order, so neighbours share the innermost
+axis. Ranks along `tensor` hold parts of each planned layer and read the same samples. Ranks along
+`shards` hold parts of every weight and gather it for its block. `replicas` hold the same parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpframe.core.errors import ConfigError
+
+AXES = ("replicas", "shards", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide a model.
+
+    Args:
+        replicas: how many groups of ranks each hold a whole model (HSDP), >= 1.
+        tensor: how many ranks divide each layer that `plan` names, >= 1.
+        plan: patterns of modules' names, and how the ranks divide them: `colwise` or `rowwise`.
+        reshard_after_forward: whether gathered weights are given back until the backward pass.
+        cpu_offload: whether parts and the optimizer's state stay on the host.
+        blocks_together: how many neighbouring blocks are gathered at once, >= 1.
+
+    Raises:
+        ConfigError: a number is not an integer >= 1, or only one of `tensor` and `plan` is given.
+    """
+
+    replicas: int = 1
+    tensor: int = 1
+    plan: Mapping[str, str] = field(default_factory=dict)
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    blocks_together: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "tensor", "blocks_together"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"distributed.{name}={number}: must be an integer >= 1")
+        if (self.tensor > 1) != bool(self.plan):
+            raise ConfigError(
+                f"distributed.tensor={self.tensor}: ranks divide the layers that distributed.plan "
+                f"names, and it names {len(self.plan)}; give both or none"
+            )
+
+    def shape(self, ranks: int) -> tuple[int, int, int]:
+        """Return the lengths of `AXES`. ConfigError if the ranks do not fill the grid."""
+        for name, number in (("replicas", self.replicas), ("tensor", self.tensor)):
+            if ranks % number:
+                fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+                raise ConfigError(
+                    f"distributed.{name}={number}: must divide the {ranks} ranks; choose "
+                    + ", ".join(fitting)
+                )
+        shards, rest = divmod(ranks, self.replicas * self.tensor)
+        if rest:
+            raise ConfigError(
+                f"distributed.replicas={self.replicas}: {ranks} ranks are no multiple of replicas "
+                f"x tensor ({self.tensor}); choose smaller ones"
+            )
+        return self.replicas, shards, self.tensor
