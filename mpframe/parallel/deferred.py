@@ -3,16 +3,17 @@
 In a `Deferred` context a large tensor that is made on the CPU has a shape and no memory (torch's
 FakeTensor), and the ops that write it are recorded. `fill` runs these ops again for the tensors of
 a block, the same kernels in the same order. So the values are, bit for bit, those of a construction
-without it.
+without it. In between a model runs on shapes, and an op that needs a value raises an error.
 
 A random op draws its numbers into scratch memory at once, so that later draws stay the same. Its
 record holds the generator's state from before. An op that cannot wait, such as `item()`, gets the
 values of its inputs for a moment.
 """
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ LARGE = 2**16
 """Values. A smaller tensor is made with its values."""
 
 # They read no values, and draw as many numbers as there are.
-_DRAWS = frozenset("uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_".split())
+_DRAW_NAMES = "uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_"
+_DRAWS = frozenset(_DRAW_NAMES.split())
 _OVERWRITES = _DRAWS | {"zero_", "fill_", "copy_"}
 
 Storages = dict[int, torch.UntypedStorage]
@@ -44,19 +46,22 @@ class _Record(NamedTuple):
     covers: set[int]
 
 
-class Deferred(TorchDispatchMode):
+class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager in which large tensors are made without values, until they are filled."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
         self._writers: defaultdict[int, list[_Record]] = defaultdict(list)
         self._aliases: list[Tensor] = []  # While they live, no other storage has the same address.
         self._number = 0
 
-    def only_shapes(self) -> AbstractContextManager[Any]:
-        """Return a context in which a model runs without values. An op that needs one raises."""
-        return self._shapes
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that `make` makes, without the values of its large tensors."""
+        with warnings.catch_warnings(), self:
+            # torch's copy.deepcopy asks for it.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return make()
 
     def lacks_values(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made here, and is not filled."""
@@ -75,33 +80,33 @@ class Deferred(TorchDispatchMode):
                     module._parameters[name] = taken[value]
 
     @torch.no_grad()
-    def fill(self, module: nn.Module) -> dict[Tensor, nn.Parameter]:
-        """Give all tensors of a module their values, on the CPU.
+    def fill(self, *modules: nn.Module) -> dict[Tensor, nn.Parameter]:
+        """Give all tensors of these modules their values, on the CPU.
 
         Returns each parameter that had none, with the one that has replaced it.
         """
-        homes = [home for part in module.modules() for home in _homes(part)]
-        storages: Storages = {}
         filled: dict[Tensor, Any] = {}
-
-        def with_values(tensor: Tensor) -> Tensor:
-            if not self.lacks_values(tensor):
-                return tensor
-            if tensor not in filled:
-                if _address(tensor) not in storages:
-                    storages.update(self._replay([tensor]))
-                values = self._with_memory(tensor, storages)
-                if isinstance(tensor, nn.Parameter):
-                    values = nn.Parameter(values, tensor.requires_grad)
-                vars(values).update(self._attributes_of(tensor))
-                filled[tensor] = values
-            return filled[tensor]
-
-        for home in homes:
-            for name, value in _of(home):
-                if any(map(self.lacks_values, _tensors(value))):
-                    home[name] = map_tensors(with_values, value)
+        fill = partial(self._fill, filled, dict[int, torch.UntypedStorage]())
+        for part in (part for module in modules for part in module.modules()):
+            for home in (part._parameters, part._buffers, vars(part)):
+                for name, value in _of(home):
+                    if any(map(self.lacks_values, _tensors(value))):
+                        home[name] = map_tensors(fill, value)
         return {old: new for old, new in filled.items() if isinstance(old, nn.Parameter)}
+
+    def _fill(self, filled: dict[Tensor, Any], storages: Storages, tensor: Tensor) -> Tensor:
+        """Return a tensor with its values, which is made once."""
+        if not self.lacks_values(tensor):
+            return tensor
+        if tensor not in filled:
+            if _address(tensor) not in storages:
+                storages.update(self._replay([tensor]))
+            values = self._with_memory(tensor, storages)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, tensor.requires_grad)
+            vars(values).update(self._attributes_of(tensor))
+            filled[tensor] = values
+        return filled[tensor]  # type: ignore[no-any-return]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,9 +128,10 @@ class Deferred(TorchDispatchMode):
             return NotImplemented
         before = [map_tensors(self._alias, list(args)), map_tensors(self._alias, kwargs)]
         covers = {_address(t) for t in written if name in _OVERWRITES and _is_whole(t)}
+        fakes, options = map_tensors(self._fake, list(args)), map_tensors(self._fake, kwargs)
         try:
             with self._shapes:
-                result = call_with(self._fake, func, args, kwargs)
+                result = func(*fakes, **options)
         except Exception:  # With values it works, or says the same.
             return NotImplemented
         results = list(tensors_in(result))
@@ -133,6 +139,8 @@ class Deferred(TorchDispatchMode):
         sizes = [t.numel() for t in made if t is not None]
         if not all(map(_can_wait, results)) or not (written or results):
             return NotImplemented
+        if sizes and any(place.alias_info for place in func._schema.returns):
+            return NotImplemented  # It is to share memory, and does not.
         if written or sizes:
             if not written and max(sizes) < LARGE:
                 return NotImplemented
@@ -148,7 +156,7 @@ class Deferred(TorchDispatchMode):
         values = {id(t): self._with_memory(t, storages) for t in inputs}
         result = call_with(lambda t: values.get(id(t), t), func, args, kwargs)
         for tensor in filter(self._is_recorded, _written(func, args, kwargs)):
-            self._keep(tensor, storages[_address(tensor)].clone())
+            self._keep(tensor, storages[_address(tensor)].clone())  # type: ignore[no-untyped-call]
         inputs_by_values = {id(values[id(t)]): t for t in inputs}
         moved = {storage._cdata for storage in storages.values()}
         for tensor in tensors_in(result):
@@ -244,7 +252,10 @@ class Deferred(TorchDispatchMode):
         storage, address = tensor.untyped_storage(), _address(tensor)
         if address in self._writers:
             if address not in storages:
-                storages[address] = torch.UntypedStorage(storage.nbytes(), device="cpu")
+                size: Any = storage.nbytes()
+                storages[address] = torch.empty(
+                    size, dtype=torch.uint8, device="cpu"
+                ).untyped_storage()
             storage = storages[address]
         elif not isinstance(tensor, FakeTensor):  # One may have got memory by `.data`.
             return tensor
@@ -268,7 +279,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _address(tensor: Tensor) -> int:
     """Return a number that a tensor and its views have in common, 0 for a sparse one."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return 0
 
@@ -286,13 +297,11 @@ def _is_whole(tensor: Tensor) -> bool:
 def _can_wait(tensor: Tensor) -> bool:
     """Return whether a place in a storage is all that there is to know of a result."""
     plain = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
-    return plain and tensor.layout is torch.strided and not (
-        tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return (
+        plain
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _homes(module: nn.Module) -> Iterator[Any]:
-    yield from (module._parameters, module._buffers, vars(module))
 
 
 def _of(home: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ Ranks stay the same as long as nothing else writes their weights. If they drift 
 fails: each trains its own model, and their average means nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ def refuse_other_start(trainer: Trainer, resume: str) -> None:
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.comm, trainer.weights().items())
+    refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
 
 
-def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_other_weights(comm: Comm, sums: Mapping[str, float]) -> None:
     """Raise UserCodeError with the first weight that differs between ranks before step 1."""
-    differs = _first_difference(comm, named)
+    differs = _first_difference(comm, sums)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -42,7 +42,7 @@ def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
-    differs = _first_difference(trainer.comm, trainer.weights().items())
+    differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
     if differs is not None:
         raise MpframeError(
             f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
@@ -51,13 +51,16 @@ def refuse_drift(trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
+def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """Return the sums of the tensors that are alike on all ranks, by name."""
+    return {n: float(t.sum(dtype=torch.float64)) for n, t in named if not is_sharded(t)}
+
+
+def _first_difference(comm: Comm, mine: Mapping[str, float]) -> str | None:
     """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
-    alike = {name: value for name, value in named if not is_sharded(value)}
-    mine = [float(value.double().sum()) for value in alike.values()]
-    sums = comm.broadcast_object(comm.gather_object(mine))
+    sums = comm.broadcast_object(comm.gather_object([*mine.values()]))
     for rank, others in enumerate(sums):
-        for name, first, other in zip(alike, sums[0], others, strict=True):
+        for name, first, other in zip(mine, sums[0], others, strict=True):
             if first != other and not (first != first and other != other):  # nan is no difference.
                 return f"{name} is not the same on rank {rank} as on rank 0"
     return None
