@@ -41,11 +41,15 @@ class Sharding:
         self._trained: list[tuple[str, nn.Parameter]] = []
 
     def divide(
-        self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
+        self,
+        formats: Mapping[nn.Parameter, torch.dtype],
+        device: torch.device,
+        fill: Callable[[Mapping[str, nn.Module]], None] = lambda blocks: None,
     ) -> dict[Tensor, Tensor]:
         """Shard the weights in place. The model goes to `device` block by block.
 
         `formats` says in which format each parameter is gathered: float32, or one half format.
+        `fill` gives blocks, which it gets by name, their values before they are divided.
         Returns the parameters as they were, each with its sharded one.
         """
         model = self._model
@@ -62,6 +66,7 @@ class Sharding:
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for blocks in [*_neighbours(blocks_of(model), names, layout.blocks_together), [model]]:
+            fill({names[block]: block for block in blocks})
             weights = [p for block in blocks for p in block.parameters() if not is_sharded(p)]
             values = _count_summed_values(weights, mesh["shards"].size())
             fully_shard(blocks, **options)

@@ -4,7 +4,7 @@ Ranks stay the same as long as nothing else writes their weights. If they drift 
 fails: each trains its own model, and their average means nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ def refuse_other_start(trainer: Trainer, resume: str) -> None:
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.comm, trainer.weights().items())
+    refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
 
 
-def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_other_weights(comm: Comm, sums: Mapping[str, tuple[float, bool]]) -> None:
     """Raise UserCodeError with the first weight that differs between ranks before step 1."""
-    differs = _first_difference(comm, named)
+    differs = _first_difference(comm, sums)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -42,7 +42,7 @@ def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
-    differs = _first_difference(trainer.comm, trainer.weights().items())
+    differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
     if differs is not None:
         parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
         raise MpframeError(
@@ -52,19 +52,25 @@ def refuse_drift(trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
+def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, bool]]:
+    """Return the sum of each tensor, or of this rank's part of it, and whether it is a part."""
+    return {
+        name: (float(part_of(value).sum(dtype=torch.float64)), is_sharded(value))
+        for name, value in named
+    }
+
+
+def _first_difference(comm: Comm, sums: Mapping[str, tuple[float, bool]]) -> str | None:
     """Return a clause on the first tensor that is not on a rank as on an earlier one, or None.
 
     Parts are compared with the same ones of the first replica.
     """
-    values = dict(named)
-    mine = [float(part_of(value).double().sum()) for value in values.values()]
-    sums = comm.broadcast_object(comm.gather_object(mine))
+    every = comm.broadcast_object(comm.gather_object([total for total, _ in sums.values()]))
     period = comm.size if comm.sharding is None else comm.size // comm.sharding.replicas
-    for rank, others in enumerate(sums):
-        for number, (name, other) in enumerate(zip(values, others, strict=True)):
-            earlier = rank % period if is_sharded(values[name]) else 0
-            first = sums[earlier][number]
+    for rank, others in enumerate(every):
+        for number, (name, (_, is_part)) in enumerate(sums.items()):
+            earlier = rank % period if is_part else 0
+            first, other = every[earlier][number], others[number]
             if first != other and not (first != first and other != other):  # nan is no difference.
                 return f"{name} is not the same on rank {rank} as on rank {earlier}"
     return None
