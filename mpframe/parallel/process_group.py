@@ -142,6 +142,8 @@ class ProcessGroup(Comm):
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         for flat, give_back in _flatten(tensors):
+            if self.rank % self.tensor:  # The first rank of each share adds it.
+                flat.zero_()
             self._all_reduce(flat)
             give_back()
 

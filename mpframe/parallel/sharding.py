@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
+from mpframe.core.comm import part_of, rows_of_a_part, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.parallel.layout import AXES, Layout
 
@@ -49,10 +49,18 @@ class Sharding:
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
         shape = self._layout.shape(dist.get_world_size())
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)["shards"]
+        grid = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        mesh, divided = grid["shards"], set[Tensor]()
+        if self._layout.tensor > 1:
+            from mpframe.parallel.tensor_parallel import parallelize
+
+            parallelize(model, grid["tensor"], self._layout.plan)
+            parts = model.named_parameters(remove_duplicate=False)
+            formats = {part: formats[before[name]] for name, part in parts}
         policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
         for block in [*_blocks(model), model]:
-            values = _count_summed_values([p for p in block.parameters() if not is_sharded(p)])
+            undivided = [p for p in block.parameters() if p not in divided]
+            values = _count_summed_values(undivided, mesh.size())
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             sharded: Any = block
@@ -60,17 +68,19 @@ class Sharding:
             sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            divided.update(block.parameters())
         after = dict(model.named_parameters(remove_duplicate=False))
         self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
         return {before[name]: after[name] for name in before}
 
-    def take_amax(self, device: torch.device) -> Tensor:
+    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is scaled as the loss was, and nan if one is nan.
+        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
+        as well if no other rank has a share of the data.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max() if amaxes else torch.zeros((), device=device)
+        return torch.stack(amaxes).max() / scale if amaxes else amax
 
     def refuse_unused(self) -> None:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""
@@ -167,11 +177,10 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _count_summed_values(parameters: Sequence[Tensor]) -> int:
+def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:
     """Return how many values the gradients have, each divided into full parts."""
-    ranks = dist.get_world_size()
-    trained = (p for p in parameters if p.requires_grad and len(p))
-    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
+    trained = [part_of(p) for p in parameters if p.requires_grad]
+    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained if len(p))
 
 
 def _refuse_indivisible(model: nn.Module) -> None:

@@ -113,7 +113,7 @@ def shard(
     _check_range(model, formats)
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model, layout)
+    comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
     replaced = comm.sharding.divide(formats, device)
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():

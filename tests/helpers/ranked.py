@@ -36,6 +36,7 @@ from mpframe.data.task import Task
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.launch import init_comm
+from mpframe.parallel.layout import Layout
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
@@ -133,7 +134,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     precision = Precision(**kind)
     optimizer = options["optimizer"](model.parameters(), lr=1e-2)
     if options.get("fsdp"):
-        shard(model, {"": optimizer}, precision, comm, CPU)
+        shard(model, {"": optimizer}, precision, comm, CPU, Layout(**options.get("layout", {})))
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
