@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.core.buffers import Buffers
 
@@ -149,21 +149,10 @@ class Comm:
         """Return rank 0's value."""
         return value
 
-    def broadcast_if_missing(self, value: T | None) -> T | None:
-        """Return the value, or another rank's if weights are sharded and this rank has none."""
-        if self.sharding is None or not self.any(value is None):
-            return value
-        present = [one for one in self.gather_object(value) if one is not None]
-        other: T | None = self.broadcast_object(present[0] if present else None)
-        return other if value is None else value
-
     def part(self, samples: Tensor) -> Tensor:
         """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
         count, rank, size = len(samples), self.data_rank, self.data_size
         return samples[count * rank // size : count * (rank + 1) // size]
-
-    def synchronize_batchnorm(self, model: nn.Module) -> None:
-        """Make BatchNorm use the statistics of all ranks, in place."""
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model that communicates says a rank is lost."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -20,15 +21,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.place import Place
-from mpframe.parallel.sync_batchnorm import synchronize
+from mpframe.parallel.place import Place, address, keeps_store
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX
@@ -82,12 +82,10 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     Restarted ranks would otherwise read the addresses of those before them. Rank 0 keeps the store
     itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        *address(),
         place.size,
-        is_master=place.rank == 0 and not agent,
+        is_master=keeps_store(),
         timeout=timedelta(seconds=timeout),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -95,7 +93,7 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
 
 
 class ProcessGroup(Comm):
-    """The ranks that torchrun started.
+    """The ranks of a run.
 
     Args:
         place: of this process.
@@ -185,9 +183,6 @@ class ProcessGroup(Comm):
         """Wait until every rank is here."""
         self.max_of([0])
 
-    def synchronize_batchnorm(self, model: nn.Module) -> None:
-        synchronize(model)
-
     def begin_step(self, optimizer: Any, reduce: str) -> None:
         self._reducer = None
         if reduce == "in_backward" and self.sharding is None:
@@ -262,6 +257,14 @@ class ProcessGroup(Comm):
     def report_failure(self, error: str) -> None:
         with suppress(RuntimeError):  # The store may be gone.
             self._store.set(f"failed/{self.rank}", error)
+
+    def aside(self) -> Comm:
+        """Return these ranks with connections for objects that another thread may use meanwhile."""
+        comm = copy(self)
+        with self._require_answer():
+            limit = timedelta(seconds=self._timeout)
+            comm._host = dist.new_group(backend="gloo", timeout=limit)
+        return comm
 
     def leave(self) -> None:
         """Close the connections."""

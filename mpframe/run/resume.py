@@ -21,6 +21,7 @@ from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import Callbacks
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parse_stored
@@ -149,7 +150,7 @@ class Resume:
         return self._load(newest(path), trainer, renew)
 
     def _load_newest_good(self, trainer: Trainer, renew: Renew) -> str:
-        found = all_in(self.folder)
+        found = trainer.comm.broadcast_object(all_in(self.folder))
         for path in reversed(found):
             try:
                 return self._load(path, trainer, renew)
@@ -165,7 +166,7 @@ class Resume:
         return new_identity()
 
     def _load(self, path: Path, trainer: Trainer, renew: Renew) -> str:
-        snapshot = checkpoint.read(path)
+        snapshot = checkpoint.read(path, trainer.comm)
         renew(trainer)
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
@@ -220,9 +221,10 @@ def _warn_of_lost_rows(snapshot: Snapshot, path: Path) -> None:
 def _apply(
     snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
 ) -> None:
-    """Load a state, all of it or none."""
-    state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-    before = Snapshot(0, state).to_cpu().state
+    """Load a state, on all ranks all of it or none. A rank keeps a copy of its parts till then."""
+    before = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
+    before = Snapshot(0, before).to_cpu().state  # The averages are a copy already.
+    said = None
     try:
         refuse_other_parts(*options)
         _load(snapshot, trainer)
@@ -230,10 +232,13 @@ def _apply(
     except RunInterrupted:
         raise
     except Exception as error:  # A state of the wrong structure may raise anything below torch.
+        known = isinstance(error, MpframeError)
+        said = str(error) if known else f"of something else ({error!r:.200})"
+    errors = trainer.comm.broadcast_object(trainer.comm.gather_object(said))
+    if any(errors):
         trainer.load_state_dict(before["trainer"])
         checkpoint.restore_rng(before["rng"])
-        said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
-        raise CheckpointError(f"{path}: {said}") from None
+        raise CheckpointError(f"{path}: {next(filter(None, errors))}")
 
 
 def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -267,7 +272,7 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     from mpframe.checkpoint.init_from import fit_weights, rename_weights  # seldom needed
 
     source, left_out = str(options.init_from), options.init_from_except
-    saved, precision, left = _read(Path(source))
+    saved, precision, left = _read(Path(source), trainer.comm)
     weights = trainer.weights()
     saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
     taken = fit_weights(saved, weights, left_out, source)
@@ -285,12 +290,12 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     return precision
 
 
-def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
+def _read(path: Path, comm: Comm) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
     """Return weights by name, the precision of their run, and the names of other entries."""
     from mpframe.checkpoint.init_from import is_foreign, read_foreign
 
     if is_foreign(path):
         foreign = read_foreign(path)
         return foreign.tensors, None, foreign.left
-    state = checkpoint.load(path)
+    state = checkpoint.load(path, comm)
     return weights_of(state, "trained", path), read_precision(state, path), ()

@@ -42,7 +42,7 @@ from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.parallel.launch import init_comm, refuse_misfit
-from mpframe.parallel.place import place
+from mpframe.parallel.place import place, separate
 from mpframe.run.callbacks import RunCallbacks, callbacks_of
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
@@ -84,6 +84,7 @@ class Run:
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
+        separate(config.trainer.parallel)
         self.config = _of_this_rank(config)
         self.scaling = scaling_name(config)  # Refused before the folder is taken.
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]

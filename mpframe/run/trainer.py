@@ -50,7 +50,6 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "trainer.async_save": "false",
     "dtype.master_weights": "on",
     "dtype.products": "none",
     "numerics.every": "null",
@@ -147,8 +146,10 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model = build_model(config).to(home)
-    if config.trainer.sync_batchnorm:
-        comm.synchronize_batchnorm(model)
+    if config.trainer.sync_batchnorm and comm.size > 1:
+        from mpframe.parallel.sync_batchnorm import synchronize
+
+        synchronize(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)

@@ -211,7 +211,7 @@ class Evaluator:
     ) -> Tensor:
         """Return this rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
-        batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
+        batch = _batch_of_any(trainer.comm, batch)
         computed = [] if batch is None else self._compute(trainer, batch)
         if missing or not computed:
             metrics.update(None)
@@ -227,6 +227,15 @@ class Evaluator:
         batch, model = trainer.on_device(batch), trainer.compiled_model
         with trainer.precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]
+
+
+def _batch_of_any(comm: Comm, batch: Batch | None) -> Batch | None:
+    """Return the batch, or another rank's if this rank has none and gathers sharded weights."""
+    if comm.sharding is None or not comm.any(batch is None):
+        return batch
+    present = [one for one in comm.gather_object(batch) if one is not None]
+    other: Batch | None = comm.broadcast_object(present[0] if present else None)
+    return other if batch is None else batch
 
 
 _TIMES_THE_CHANGE = 8.0

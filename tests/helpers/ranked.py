@@ -37,6 +37,7 @@ from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
+from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
@@ -125,8 +126,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("double"):
         model = model.double()
         data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
-    if options.get("sync"):
-        comm.synchronize_batchnorm(model)
+    if options.get("sync") and comm.size > 1:
+        synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
     kind: dict[str, Any] = {"mode": mode, "products": recipe}
     if split := mode == "split":

@@ -29,6 +29,7 @@ from mpframe.parallel import launch, process_group
 from mpframe.parallel.launch import refuse_misfit
 from mpframe.parallel.place import Place, place
 from mpframe.run.parts import resolve_device
+from mpframe.training import evaluation
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer
 
@@ -64,7 +65,7 @@ def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
     """The third of four ranks whose weights are divided; the second has no batch."""
     third = SimpleNamespace(sharding=object(), any=lambda _: True, broadcast_object=lambda it: it)
     third.gather_object = lambda value: ["first", None, value, "fourth"]
-    take: Any = process_group.ProcessGroup.broadcast_if_missing
+    take: Any = evaluation._batch_of_any
     assert [take(third, own) for own in ("third", None)] == ["third", "first"]
 
 

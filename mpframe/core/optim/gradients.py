@@ -182,13 +182,13 @@ class Accumulator:
     """Sums of the gradients of one step's micro-batches, in fp32."""
 
     filled = False  # whether anything was added
+    _unit: Tensor  # n_1, which all weights are relative to
 
     def __init__(self) -> None:
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
         self._counts: list[Tensor] = []  # 0-d float64, 0 for a dropped micro-batch
-        self._unit = torch.ones(())  # n_1, which all weights are relative to
 
     def add(self, gradients: Gradients) -> None:
         """Add and consume a micro-batch. It counts 0 if its amax is not finite."""
