@@ -6,7 +6,7 @@ axis. Ranks along `tensor` hold parts of each planned layer and read the same sa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mpframe.core.errors import ConfigError
@@ -33,7 +33,7 @@ class Layout:
 
     replicas: int = 1
     tensor: int = 1
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] | None = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     blocks_together: int = 1
@@ -46,7 +46,7 @@ class Layout:
         if (self.tensor > 1) != bool(self.plan):
             raise ConfigError(
                 f"distributed.tensor={self.tensor}: ranks divide the layers that distributed.plan "
-                f"names, and it names {len(self.plan)}; give both or none"
+                f"names, and it names {len(self.plan or ())}; give both or none"
             )
 
     def shape(self, ranks: int) -> tuple[int, int, int]:

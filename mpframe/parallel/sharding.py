@@ -51,7 +51,7 @@ class Sharding:
         shape = self._layout.shape(dist.get_world_size())
         grid = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         mesh, divided = grid["shards"], set[Tensor]()
-        if self._layout.tensor > 1:
+        if self._layout.plan:
             from mpframe.parallel.tensor_parallel import parallelize
 
             parallelize(model, grid["tensor"], self._layout.plan)
