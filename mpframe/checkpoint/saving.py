@@ -103,14 +103,17 @@ def prepare_together(
 def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
 
+    def write_parts() -> Entry | None:  # A replica has none.
+        return _write_file(new / name, lambda file: torch.save(parts, file)) if parts else None
+
     def finish(files: Files) -> None:
         _write(new, rest, files)
         _sync_records(run, rest)
         put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
-    entries = _on_all(comm, final, lambda: _write_file(new / name, lambda f: torch.save(parts, f)))
-    files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
+    entries = _on_all(comm, final, write_parts)
+    files = {parts_of(rank): entry for rank, entry in enumerate(entries) if entry is not None}
     _on_rank_0(comm, final, lambda: finish(files))
 
 

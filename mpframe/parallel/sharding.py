@@ -7,13 +7,14 @@ fp32, and each rank keeps the sums for its part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from mpframe.core.comm import part_of, rows_of_a_part, weigh_
 from mpframe.core.errors import ConfigError
@@ -34,6 +35,7 @@ class Sharding:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         _refuse_indivisible(model)
         self._model, self._layout = model, layout
+        self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
@@ -48,30 +50,46 @@ class Sharding:
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
-        shape = self._layout.shape(dist.get_world_size())
-        grid = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        mesh, divided = grid["shards"], set[Tensor]()
-        if self._layout.plan:
-            from mpframe.parallel.tensor_parallel import parallelize
-
-            parallelize(model, grid["tensor"], self._layout.plan)
-            parts = model.named_parameters(remove_duplicate=False)
-            formats = {part: formats[before[name]] for name, part in parts}
-        policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
-        for block in [*_blocks(model), model]:
-            undivided = [p for p in block.parameters() if p not in divided]
-            values = _count_summed_values(undivided, mesh.size())
+        layout, shape = self._layout, self._layout.shape(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        formats = self._parallelize(mesh["tensor"], formats)
+        names, divided = {module: name for name, module in model.named_modules()}, set[Tensor]()
+        options: dict[str, Any] = {
+            "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
+            "mp_policy": _policy(formats),
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            sharded: Any = block
-            name = names[block] or "the model"
+            "reshard_after_forward": True,
+        }
+        if layout.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
+            weights = [p for block in blocks for p in block.parameters() if p not in divided]
+            values = _count_summed_values(weights, mesh["shards"].size())
+            fully_shard(blocks, **options)
+            sharded: Any = blocks[0]
+            name = " or ".join(names[block] or "the model" for block in blocks)
             sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            divided.update(block.parameters())
+            divided.update(p for block in blocks for p in block.parameters())
+        if not layout.reshard_after_forward:
+            model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
         return {before[name]: after[name] for name in before}
+
+    def _parallelize(
+        self, mesh: DeviceMesh, formats: Mapping[nn.Parameter, torch.dtype]
+    ) -> Mapping[nn.Parameter, torch.dtype]:
+        """Divide the layers of the plan, and return the formats of their new parameters."""
+        if not self._layout.plan:
+            return formats
+        from mpframe.parallel.tensor_parallel import parallelize
+
+        before = dict(self._model.named_parameters(remove_duplicate=False))
+        parallelize(self._model, mesh, self._layout.plan)
+        after = self._model.named_parameters(remove_duplicate=False)
+        return {weight: formats[before[name]] for name, weight in after}
 
     def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
@@ -80,7 +98,7 @@ class Sharding:
         as well if no other rank has a share of the data.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max() / scale if amaxes else amax
+        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
 
     def refuse_unused(self) -> None:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""
@@ -175,6 +193,20 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield from _entries(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _neighbours(
+    blocks: Sequence[nn.Module], names: Mapping[nn.Module, str], together: int
+) -> Iterator[list[nn.Module]]:
+    """Yield up to so many blocks at once that follow each other in one list of the model."""
+    for _, entries in groupby(blocks, lambda block: names[block].rpartition(".")[0]):
+        alike = list(entries)
+        yield from (alike[n : n + together] for n in range(0, len(alike), together))
+
+
+def _keep_for_backward(model: Any, inputs: Any) -> None:
+    """Keep gathered weights until the backward pass. Where none follows, they are given back."""
+    model.set_reshard_after_forward(not torch.is_grad_enabled())
 
 
 def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:

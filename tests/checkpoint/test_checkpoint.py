@@ -38,7 +38,11 @@ LONG = torch.arange(2.0**16)
 def part(rows: Any, start: int = 0, of: int | None = None) -> Any:
     """Rows of a tensor as a rank's file has them."""
     of = (5 if rows.dim() == 2 else len(rows)) if of is None else of
-    return (of, *rows.shape[1:]), (start, *[0] * (rows.dim() - 1)), rows.clone() if rows.dim() == 2 else rows
+    return (
+        (of, *rows.shape[1:]),
+        (start, *[0] * (rows.dim() - 1)),
+        rows.clone() if rows.dim() == 2 else rows,
+    )
 
 
 HOSTILE: dict[str, list[Any]] = {

@@ -117,8 +117,8 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
-    `optimizer`, `batch`, `steps`, and those of a plan.
+    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
+    `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
     options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
     net = options["name"] == "net"
@@ -135,7 +135,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     precision = Precision(**kind)
     optimizer = options["optimizer"](model.parameters(), lr=1e-2)
     if options.get("fsdp"):
-        shard(model, {"": optimizer}, precision, comm, CPU, Layout(**options.get("layout", {})))
+        layout = Layout(**options.get("layout", {}))
+        shard(model, {"": optimizer}, precision, comm, CPU, layout)
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
