@@ -76,7 +76,8 @@ class StreamLoader(Loader, Callback):
             if comm.tensor > 1:
                 raise ConfigError(
                     f"distributed.tensor={comm.tensor}: {type(stream).__name__} makes the batches "
-                    "of each rank, and ranks that divide layers read the same ones; give its dataset"
+                    "of each rank, and ranks that divide layers read the same ones; give the "
+                    "samples instead"
                 )
         self._workers, ranks = workers, (comm.data_rank, comm.data_size)
         self._shares = Shares(

@@ -64,4 +64,10 @@ class Layout:
                 f"distributed.replicas={self.replicas}: {ranks} ranks are no multiple of replicas "
                 f"x tensor ({self.tensor}); choose smaller ones"
             )
+        if shards == 1 < self.replicas:  # FSDP would not let us weigh them.
+            raise ConfigError(
+                f"distributed.replicas={self.replicas}: of {ranks} ranks each replica would have "
+                f"{self.tensor}, and none to share its weights with; choose fewer replicas"
+                + (", or trainer.parallel=ddp" if self.tensor == 1 else "")
+            )
         return self.replicas, shards, self.tensor

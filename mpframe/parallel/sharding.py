@@ -6,6 +6,7 @@ it, and again in the backward pass. Then the gradients of the block are summed o
 fp32, and each rank keeps the sums for its part.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from mpframe.core.comm import part_of, rows_of_a_part, weigh_
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, first_line
 from mpframe.parallel.layout import AXES, Layout
 
+_SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -112,6 +114,13 @@ class Sharding:
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
+            ) from error
+        if self._layout.plan and isinstance(error, RuntimeError) and _SHAPES.search(str(error)):
+            raise ConfigError(
+                "distributed.plan: the model does not take the parts of its layers "
+                f"({first_line(error)}); distributed.tensor={self._layout.tensor} must divide what "
+                "it makes of their features, as heads, and between colwise and rowwise it sees a "
+                "part of them"
             ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:

@@ -108,6 +108,12 @@ def shard(
             "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
             "gathered in the format of their weights; use the default lists"
         )
+    if layout.tensor > 1 and precision.policy.recipes:
+        raise ConfigError(
+            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
+            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
+            "strategy registered); use dtype.products=none, or distributed.tensor=1"
+        )
     formats = formats_of(model, precision.policy, precision.uses(model))
     _check_range(model, formats)
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.

@@ -5,11 +5,12 @@ fails: each trains its own model, and their average means nothing.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.comm import Comm, cuts_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 from mpframe.training.trainer import Trainer
 
@@ -52,12 +53,15 @@ def refuse_drift(trainer: Trainer) -> None:
 
 @torch.no_grad()
 def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
-    alike = {name: value for name, value in named if not is_sharded(value)}
-    mine = [float(value.double().sum()) for value in alike.values()]
-    sums = comm.broadcast_object(comm.gather_object(mine))
-    for rank, others in enumerate(sums):
-        for name, first, other in zip(alike, sums[0], others, strict=True):
+    """Return a clause on the first tensor, or part, that differs between ranks that hold it."""
+    mine = {
+        (name, *(cuts_of(value) if is_sharded(value) else ())): float(part_of(value).double().sum())
+        for name, value in named
+    }
+    firsts: dict[Any, tuple[int, float]] = {}
+    for rank, sums in enumerate(comm.broadcast_object(comm.gather_object(mine))):
+        for part, other in sums.items():
+            holder, first = firsts.setdefault(part, (rank, other))
             if first != other and not (first != first and other != other):  # nan is no difference.
-                return f"{name} is not the same on rank {rank} as on rank 0"
+                return f"{part[0]} is not the same on rank {rank} as on rank {holder}"
     return None
