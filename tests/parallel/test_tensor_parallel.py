@@ -7,25 +7,20 @@ and once after it, each by 2^-12 (float16) or 2^-9 (bfloat16) of the value, in a
 """
 # ruff: noqa: E501 - a table, one case a line
 
-import os
-from itertools import pairwise
-from pathlib import Path
+import warnings
 from typing import Any
 
 import pytest
 import ranked
 import torch
-from in_process import differing, train
+from in_process import differing
 from ranked import CPU, on_ranks, parts, setup, trained
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 
-from mpframe import Precision, checkpoint
-from mpframe.core.callback import Callback
-from mpframe.core.comm import SINGLE_PROCESS, Comm, copies_of, is_sharded
+from mpframe import Precision
+from mpframe.core.comm import SINGLE_PROCESS, Comm, copies_of, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import supervised
 from mpframe.data.streaming import StreamLoader
@@ -108,7 +103,7 @@ def overflow_in_a_part(trainer: Trainer, batches: Any) -> None:
 
 def test_an_overflow_in_a_part_skips_on_all(two: Ranks) -> None:
     first, second = two(on_ranks, "mixed", divided("net", "mixed", faults={1: overflow_in_a_part}))
-    assert [step["skipped"] for step in first["results"]] == [0, 1, 0]
+    assert [step["skipped"] for step in first["results"]] == [0, 1, 0, 0]
     assert first["results"] == second["results"]
     before, after, last = (state["weights"] for state in first["states"][1:4])
     assert not differing(before, after)
@@ -127,9 +122,9 @@ def held() -> list[Any]:
         shares = [comm.data_rank, comm.data_size, *comm.part(torch.arange(4)).tolist()]
         with pytest.raises(ConfigError) as refused:
             StreamLoader(DataLoader([1, 2], batch_size=8), 8, comm=comm)
-        assert places["head.weight"] is places["token_embed.weight"] if "head.weight" in places else True
+        assert trainer.model.head.weight is trainer.model.token_embed.weight
         if rank == 1:  # As by a callback, or a kernel that adds in any order.
-            places["norm.weight"].to_local().add_(1)
+            part_of(places["norm.weight"]).add_(1)
         with pytest.raises(MpframeError) as drifted:
             refuse_drift(trainer)
         return [copies, sums.tolist(), list(heads.shape), shares, len(comm.gather_shares(rank)),
@@ -163,11 +158,12 @@ def bent(comm: Comm, plan: dict[str, Any]) -> list[Any]:
         shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
     _, masters = precision.prepare(model, optimizer)
     trainer = Trainer(model, masters, supervised(nn.MSELoss()), precision, comm=comm)
-    result = trainer.train_step((torch.ones(4, 8), torch.ones(4, 2)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*returned a view")
+        result = trainer.train_step((torch.ones(4, 8), torch.ones(4, 2)))
     return [float(result.loss), float(result.grad_norm)]
 
 
-@pytest.mark.filterwarnings("error:.*returned a view")
 def test_in_place_ops_after_a_divided_layer_keep_its_gradients(two: Ranks) -> None:
     plan = {"layers.0": "colwise", "layers.2": "rowwise"}
     one = bent(SINGLE_PROCESS, {})
@@ -176,7 +172,7 @@ def test_in_place_ops_after_a_divided_layer_keep_its_gradients(two: Ranks) -> No
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: nn.Linear(8, 4), {"h*ad": "colwise"}, ".h*ad: matches no module; the names are , ..."),
+    (lambda: nn.Sequential(nn.Linear(8, 4)), {"h*ad": "colwise"}, ".h*ad: matches no module; the names are 0, ..."),
     (lambda: parts("gpt")[0], {"norm": "column"}, ".norm=column: norm is a LayerNorm: allowed are colwise, colwise_gathered, rowwise, sequence, and a _target_ of a ParallelStyle"),
     (lambda: parts("gpt")[0], {"norm": "colwise"}, ".norm=colwise: norm is a LayerNorm: ColwiseParallel currently only support nn.Linear and nn.Embedding!"),
     (lambda: nn.Sequential(nn.Linear(8, 5)), {"0": "colwise"}, ".0=colwise: 0.weight [5, 8] has 5 features to divide, no multiple of distributed.tensor=2"),
@@ -212,7 +208,7 @@ def test_a_plan_that_does_not_fit_is_refused(two: Ranks) -> None:
 
 def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
     model = nn.Sequential(nn.Linear(8, 4))
-    recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3"}})
+    recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3fn"}})
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(ConfigError, match=r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator"):
         shard(model, {"": optimizer}, Precision("mixed", products=recipe), SINGLE_PROCESS, CPU, Layout(tensor=2, plan={"0": "colwise"}))
