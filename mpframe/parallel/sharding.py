@@ -6,6 +6,7 @@ it, and again in the backward pass. Then the gradients of the block are summed o
 fp32, and each rank keeps the sums for its part.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
-from mpframe.core.errors import ConfigError
+from mpframe.core.comm import part_of, rows_of_a_part, weigh_
+from mpframe.core.errors import ConfigError, first_line
 from mpframe.parallel.layout import AXES, Layout
 
+_SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -56,7 +58,7 @@ class Sharding:
         before = dict(model.named_parameters(remove_duplicate=False))
         layout, shape = self._layout, self._layout.shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        names = {module: name for name, module in model.named_modules()}
+        names, divided = {module: name for name, module in model.named_modules()}, set[Tensor]()
         options: dict[str, Any] = {
             "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
             "mp_policy": _policy(formats),
@@ -66,8 +68,10 @@ class Sharding:
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for blocks in [*_neighbours(blocks_of(model), names, layout.blocks_together), [model]]:
-            fill({names[block]: block for block in blocks})
-            weights = [p for block in blocks for p in block.parameters() if not is_sharded(p)]
+            within = {names[block]: block for block in blocks}
+            fill(within)
+            self._parallelize(mesh["tensor"], within, formats)
+            weights = [p for block in blocks for p in block.parameters() if p not in divided]
             values = _count_summed_values(weights, mesh["shards"].size())
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
@@ -75,6 +79,7 @@ class Sharding:
             sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            divided.update(p for block in blocks for p in block.parameters())
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -86,16 +91,28 @@ class Sharding:
 
         A graph of the whole model would break wherever weights are gathered.
         """
-        for module in _blocks(self._model) or [self._model]:
+        for module in blocks_of(self._model) or [self._model]:
             module.forward = torch.compile(module.forward)
 
-    def take_amax(self, device: torch.device) -> Tensor:
+    def _parallelize(self, mesh: DeviceMesh, within: Mapping[str, nn.Module], formats: Any) -> None:
+        """Divide the layers of the plan within blocks. Their parameters keep their formats."""
+        if self._layout.plan:
+            from mpframe.parallel.tensor_parallel import parallelize
+
+            before = dict(self._model.named_parameters(remove_duplicate=False))
+            parallelize(self._model, mesh, self._layout.plan, within)
+            for name, weight in self._model.named_parameters(remove_duplicate=False):
+                if weight is not before[name]:
+                    formats[weight] = formats[before[name]]
+
+    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is scaled as the loss was, and nan if one is nan.
+        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
+        as well if no other rank has a share of the data.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max().to(device) if amaxes else torch.zeros((), device=device)
+        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
 
     def refuse_unused(self) -> None:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""
@@ -109,6 +126,13 @@ class Sharding:
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
+            ) from error
+        if self._layout.plan and isinstance(error, RuntimeError) and _SHAPES.search(str(error)):
+            raise ConfigError(
+                "distributed.plan: the model does not take the parts of its layers "
+                f"({first_line(error)}); distributed.tensor={self._layout.tensor} must divide what "
+                "it makes of their features, as heads, and between colwise and rowwise it sees a "
+                "part of them"
             ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
@@ -208,8 +232,8 @@ def _keep_for_backward(model: Any, inputs: Any) -> None:
 
 def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:
     """Return how many values the gradients have, each divided into full parts."""
-    trained = (p for p in parameters if p.requires_grad and len(p))
-    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
+    trained = [part_of(p) for p in parameters if p.requires_grad]
+    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained if len(p))
 
 
 def _refuse_indivisible(model: nn.Module) -> None:

@@ -256,10 +256,10 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     load_state(trainer, snapshot.state["trainer"])
-    if trainer.comm.is_main:
+    if trainer.comm.data_rank == 0:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    state = of_rank(snapshot.state, trainer.comm.rank)
+    state = of_rank(snapshot.state, trainer.comm.data_rank)
     if state is None:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})

@@ -49,6 +49,7 @@ from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
+    build_layout,
     build_loaders,
     build_task,
     resolve_device,
@@ -168,6 +169,9 @@ class Run:
         config = self.config
         seed_everything(config.run.seed)
         task = build_task(config)
+        if self.comm.size > 1:
+            layout = build_layout(config)
+            self.comm.tensor = layout.shape(self.comm.size)[-1]
         loaders = build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
@@ -186,8 +190,8 @@ class Run:
             self._find(trainer, task, train)
         if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
-        if self.comm.rank:  # Ranks with the same dropout would see less of it.
-            seed_everything(config.run.seed + self.comm.rank)
+        if self.comm.data_rank:  # Ranks with the same dropout would see less of it.
+            seed_everything(config.run.seed + self.comm.data_rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redact(usage_of(task, trainer, self.hydra), self.secrets)

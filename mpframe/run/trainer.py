@@ -119,12 +119,18 @@ def shard(
             "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
             "gathered in the format of their weights; use the default lists"
         )
+    if layout.tensor > 1 and precision.policy.recipes:
+        raise ConfigError(
+            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
+            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
+            "strategy registered); use dtype.products=none, or distributed.tensor=1"
+        )
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
-    sums: dict[str, tuple[float, bool]] = {}
+    sums: dict[tuple[Any, ...], float] = {}
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model, layout)
+    comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
     replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
     refuse_other_weights(comm, sums)
     precision.use_shards(model, replaced)
@@ -136,7 +142,7 @@ def shard(
 def _fill(
     deferred: Any,
     formats: Any,
-    sums: dict[str, tuple[float, bool]],
+    sums: dict[tuple[Any, ...], float],
     blocks: Mapping[str, nn.Module],
 ) -> None:
     """Give blocks, by name, their values, if they have none. Check them, and add up each weight."""

@@ -120,7 +120,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
     `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
-    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
+    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, "half": "float16", **options}
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
@@ -129,7 +129,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("sync") and comm.size > 1:
         synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
-    kind: dict[str, Any] = {"mode": mode, "products": recipe}
+    kind: dict[str, Any] = {"mode": mode, "products": recipe, "half": options["half"]}
     if split := mode == "split":
         kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
     precision = Precision(**kind)
