@@ -81,6 +81,10 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state)
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
+    first = comm.rank * comm.sharding.replicas < comm.size  # The other replicas hold the same.
+
+    def write_parts() -> Entry | None:
+        return _write_file(new / name, lambda file: torch.save(parts, file)) if first else None
 
     def finish(files: Files) -> None:
         _write(new, replace(snapshot, state=state), files)
@@ -88,8 +92,8 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
         put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
-    entries = _on_all(comm, final, lambda: _write_file(new / name, lambda f: torch.save(parts, f)))
-    files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
+    entries = _on_all(comm, final, write_parts)
+    files = {parts_of(rank): entry for rank, entry in enumerate(entries) if entry is not None}
     _on_rank_0(comm, final, lambda: finish(files))
     return final
 

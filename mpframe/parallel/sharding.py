@@ -7,17 +7,19 @@ fp32, and each rank keeps the sums for its part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
+from mpframe.core.comm import is_sharded, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.parallel.layout import AXES, Layout
+from mpframe.parallel.unused import Usage
 
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -34,9 +36,10 @@ class Sharding:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         _refuse_indivisible(model)
         self._model, self._layout = model, layout
+        self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
-        self._trained: list[tuple[str, nn.Parameter]] = []
+        self.usage: Any = None  # the Usage of a divided model
 
     def divide(
         self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
@@ -48,20 +51,29 @@ class Sharding:
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
-        shape = self._layout.shape(dist.get_world_size())
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)["shards"]
-        policy, names = _policy(formats), {module: name for name, module in model.named_modules()}
-        for block in [*_blocks(model), model]:
-            values = _count_summed_values([p for p in block.parameters() if not is_sharded(p)])
+        layout, shape = self._layout, self._layout.shape(dist.get_world_size())
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        names = {module: name for name, module in model.named_modules()}
+        options: dict[str, Any] = {
+            "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
+            "mp_policy": _policy(formats),
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            sharded: Any = block
-            name = names[block] or "the model"
-            sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
+            "reshard_after_forward": True,
+        }
+        if layout.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
+            fully_shard(blocks, **options)
+            sharded: Any = blocks[0]
+            sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.15
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if not layout.reshard_after_forward:
+            model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
+        self.usage = Usage(model, _blocks(model))
         return {before[name]: after[name] for name in before}
 
     def take_amax(self, device: torch.device) -> Tensor:
@@ -70,13 +82,7 @@ class Sharding:
         It is scaled as the loss was, and nan if one is nan.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max() if amaxes else torch.zeros((), device=device)
-
-    def refuse_unused(self) -> None:
-        """Raise ConfigError, after the backward pass, if it did not use all weights."""
-        for name, weight in self._trained:
-            if weight.grad is None:
-                raise _make_unused_error(name)
+        return torch.stack(amaxes).max().to(device) if amaxes else torch.zeros((), device=device)
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
@@ -96,13 +102,10 @@ class Sharding:
 
 
 class _Sum:
-    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums.
+    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums."""
 
-    The sums of a block that was used in part would not fit the other ranks': that is refused.
-    """
-
-    def __init__(self, name: str, values: int, measure: Callable[[Tensor], None]) -> None:
-        self._name, self._values, self._measure = name, values, measure
+    def __init__(self, measure: Callable[[Tensor], None]) -> None:
+        self._measure = measure
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -115,8 +118,6 @@ class _Sum:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if input_tensor.numel() != self._values:
-            raise _make_unused_error(f"a weight of {self._name}")
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
@@ -167,11 +168,18 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _count_summed_values(parameters: Sequence[Tensor]) -> int:
-    """Return how many values the gradients have, each divided into full parts."""
-    ranks = dist.get_world_size()
-    trained = (p for p in parameters if p.requires_grad and len(p))
-    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
+def _neighbours(
+    blocks: Sequence[nn.Module], names: Mapping[nn.Module, str], together: int
+) -> Iterator[list[nn.Module]]:
+    """Yield up to so many blocks at once that follow each other in one list of the model."""
+    for _, entries in groupby(blocks, lambda block: names[block].rpartition(".")[0]):
+        alike = list(entries)
+        yield from (alike[n : n + together] for n in range(0, len(alike), together))
+
+
+def _keep_for_backward(model: Any, inputs: Any) -> None:
+    """Keep gathered weights until the backward pass. Where none follows, they are given back."""
+    model.set_reshard_after_forward(not torch.is_grad_enabled())
 
 
 def _refuse_indivisible(model: nn.Module) -> None:
@@ -187,9 +195,3 @@ def _refuse_indivisible(model: nn.Module) -> None:
                 f"trainer.parallel=fsdp: the gradient of {name} is sparse, and ranks sum dense "
                 "ones; make the layer with sparse=False"
             )
-
-
-def _make_unused_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.parallel=fsdp: {what} was not used in this step; {_WAY_OUT}, or freeze it"
-    )

@@ -36,6 +36,7 @@ from mpframe.data.task import Task
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.launch import init_comm
+from mpframe.parallel.layout import Layout
 from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
@@ -84,6 +85,38 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
+class Skipping(nn.Module):
+    """Blocks that a rank's samples may pass by, the first and the last among them; experts.
+
+    The fourth block is never used, nor is the last expert of the fifth one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Experts() for _ in range(6))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.inner(inputs)
+        for turn, block in enumerate(self.blocks):
+            if turn != 3 and (not self.training or inputs[0, turn] > 0):
+                hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+class Experts(nn.Module):
+    """Its first or second expert computes, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = int(inputs[0, 0] > 0) + 2 * int(inputs[0, 1] > 0.3)
+        return inputs + 0 if chosen > 1 else self.experts[chosen](inputs).relu()
+
+
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
@@ -108,16 +141,16 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
         model[2].weight = model[0].weight
     else:
-        model = Net(norm, whole)
-    classes = 4 if name == "net" else 5
+        model = Skipping() if name == "skipping" else Net(norm, whole)
+    classes = 4 if name in ("net", "skipping") else 5
     return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), loss
 
 
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, `recipe`,
-    `optimizer`, `batch`, `steps`, and those of a plan.
+    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
+    `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
     options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
     net = options["name"] == "net"
@@ -134,7 +167,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     precision = Precision(**kind)
     optimizer = options["optimizer"](model.parameters(), lr=1e-2)
     if options.get("fsdp"):
-        shard(model, {"": optimizer}, precision, comm, CPU)
+        layout = Layout(**options.get("layout", {}))
+        shard(model, {"": optimizer}, precision, comm, CPU, layout)
     _, masters = precision.prepare(model, optimizer)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
