@@ -62,7 +62,8 @@ class Sharding:
         }
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
+        entries = _blocks(model)
+        for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
             sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
@@ -73,7 +74,7 @@ class Sharding:
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self.usage = Usage(model, _blocks(model))
+        self.usage = Usage(model, entries)
         return {before[name]: after[name] for name in before}
 
     def take_amax(self, device: torch.device) -> Tensor:

@@ -55,7 +55,7 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "dtype.products": "none",
     "numerics.every": "null",
 }
-_WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
+_WITHOUT = ("LARC", "Penalty")  # callbacks
 
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"

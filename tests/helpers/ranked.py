@@ -149,7 +149,7 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
+    `options`: the model's name, its `norm` and `whole`; `before` each step; `sync`, `double`, `fsdp`, its `layout`,
     `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
     options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
@@ -204,6 +204,8 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
         fault = options.get("faults", {}).get(len(results))
         if fault is not None and comm.rank == 1:
             fault(trainer, batches)
+        if before := options.get("before"):
+            before(trainer, len(results))
         result: Any = step(*batches)
         told = ("grad_norm", "loss", "scale", "skipped")
         results.append({key: float(getattr(result, key)) for key in told})

@@ -1,11 +1,15 @@
 """Ranks that divide the weights, and do not all use the same ones, or step whole matrices."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from ranked import assert_same_but, on_ranks
 from ranks import Ranks
+
+from mpframe.training.callbacks.freeze import set_requires_grad
+from mpframe.training.trainer import Trainer
 
 
 def assert_as_ddp(ranks: Ranks, mode: str, options: dict[str, Any], *but: str) -> Any:
@@ -30,3 +34,19 @@ def test_a_layer_that_some_ranks_do_not_use_counts_as_zero_there(
     never = "never" if name == "net" else "blocks.3"
     assert kept >= {key for key in before if never in key}
     assert 0 < len(kept) < len(before)
+
+
+def freeze_for_a_step(trainer: Trainer, step: int) -> None:
+    frozen = [own for name, own in trainer.model.named_parameters() if name.startswith(("1.", "4"))]
+    if step < 4:
+        set_requires_grad(trainer.optimizer, frozen, requires_grad=step not in (0, 2))
+
+
+def test_layers_are_frozen_and_trained_again(two: Ranks) -> None:
+    """From the start, and later, when they have a state: a block, and one with others after it."""
+    options = {"name": "tied", "steps": 5, "before": freeze_for_a_step}
+    found = assert_as_ddp(two, "mixed", options)
+    for name in ("1.weight", "4.bias"):
+        values = [state["weights"][name] for state in found["states"]]
+        moved = [not torch.equal(own, other) for own, other in pairwise(values)]
+        assert moved[:5] == [False, True, False, True, True], name
