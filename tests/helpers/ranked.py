@@ -41,6 +41,7 @@ from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
@@ -165,11 +166,13 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if split := mode == "split":
         kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
     precision = Precision(**kind)
-    optimizer = options["optimizer"](model.parameters(), lr=1e-2)
+    optimizers = {"": options["optimizer"]} if "optimizers" not in options else options["optimizers"]
+    optimizers = {n: kind(_of_part(n, model), lr=1e-2) for n, kind in optimizers.items()}
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
-        shard(model, {"": optimizer}, precision, comm, CPU, layout)
-    _, masters = precision.prepare(model, optimizer)
+        shard(model, optimizers, precision, comm, CPU, layout)
+    made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
+    masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
     trainer = Trainer(
@@ -185,6 +188,11 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     train = Loader(data, batch, shuffle=True, drop_last=True, comm=comm)
     part = (len(data) - 1) // 8 * 4  # Of the last batch, a single sample, only rank 0 has any.
     return trainer, train, Loader(Subset(data, range(2 * part + 1)), part, shuffle=False, comm=comm)
+
+
+def _of_part(name: str, model: nn.Module) -> list[nn.Parameter]:
+    """All weights, or the matrices, or the rest."""
+    return [own for own in model.parameters() if not name or (own.dim() == 2) == (name == "matrices")]
 
 
 def whole_of(tensor: Any) -> Any:

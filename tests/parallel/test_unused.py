@@ -1,14 +1,18 @@
 """Ranks that divide the weights, and do not all use the same ones, or step whole matrices."""
 
+import copy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from ranked import assert_same_but, on_ranks
+from ranked import assert_same_but, on_ranks, whole_of
 from ranks import Ranks
+from torch.optim import SGD, Adafactor, AdamW, Muon
 
+from mpframe.core.tree import map_tensors
 from mpframe.training.callbacks.freeze import set_requires_grad
+from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.trainer import Trainer
 
 
@@ -50,3 +54,48 @@ def test_layers_are_frozen_and_trained_again(two: Ranks) -> None:
         values = [state["weights"][name] for state in found["states"]]
         moved = [not torch.equal(own, other) for own, other in pairwise(values)]
         assert moved[:5] == [False, True, False, True, True], name
+
+
+def reload(trainer: Trainer, step: int) -> None:
+    """Go on from the whole state, as one process would have saved it."""
+    if step == 2:
+        state = map_tensors(whole_of, trainer.optimizer.state_dict())
+        trainer.optimizer.load_state_dict(copy.deepcopy(state))
+
+
+@pytest.mark.parametrize("kinds", [{"": Adafactor}, {"matrices": Muon, "rest": AdamW}])
+def test_a_matrix_is_whole_for_its_step(two: Ranks, kinds: Any) -> None:
+    """Also one of a single row, of which the second rank has none, and one of five rows."""
+    options = {"name": "mlp", "steps": 4, "optimizers": kinds, "before": reload}
+    found = assert_as_ddp(two, "amp", options)
+    assert len(found["states"][-1]["optimizer"].get("state", ())) in (0, 8)
+
+
+def penalise(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        Penalty(lambda weight: weight.amax(0).sum(), 0.5, ["*bias"]).setup(trainer, Any)
+
+
+def scale_gradients(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        LARC(eta=0.01, mode="scale", without=["4.*"]).setup(trainer, Any)
+
+
+def test_a_penalty_sees_whole_weights(two: Ranks) -> None:
+    assert_as_ddp(two, "mixed", {"name": "mlp", "steps": 3, "before": penalise})
+
+
+def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
+    """Norms of n values, in fp32 in two orders, differ by less than n 2^-24 of themselves.
+
+    So a step of plain SGD, eta * lr * |w| long, does as well: n <= 128, |w| < 8, 3 steps.
+    """
+    given = {"name": "mlp", "steps": 3, "before": scale_gradients, "optimizer": SGD}
+    given |= {"clip_norm": None}
+    whole, divided = (two(on_ranks, "amp", {**given, "fsdp": fsdp})[0] for fsdp in (0, 1))
+    first = whole["states"][0]["weights"]
+    last, other = whole["states"][-1]["weights"], divided["states"][-1]["weights"]
+    for name, weight in last.items():
+        assert torch.allclose(weight, other[name], rtol=0, atol=3 * 1e-4 * 8 * 2**-17), name
+    moved = (last["0.weight"] - first["0.weight"]).norm() / first["0.weight"].norm()
+    assert moved == pytest.approx(3e-4, rel=0.5)
