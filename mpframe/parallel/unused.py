@@ -37,6 +37,7 @@ class Usage:
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
         self._seen: set[Tensor] = set()  # gathered weights
+        self._met: set[nn.Module] = set()
         self._used: set[str] = set()
         self._next: int | None = None  # the block whose turn it is in the model's forward pass
         self._tie: Tensor | None = None  # leads to blocks that were passed by
@@ -136,15 +137,13 @@ class Usage:
 
     def _watch(self, module: nn.Module, args: Any) -> None:
         """Notice the gathered weights that get a gradient."""
-        new = False
-        prefix = self._names[module]
-        for name, weight in module.named_parameters(prefix):
+        for name, weight in module.named_parameters(self._names[module]):
             if weight.requires_grad and weight not in self._seen and not is_sharded(weight):
                 weight.register_post_accumulate_grad_hook(partial(self._use, name))
                 self._seen.add(weight)
-                new = True
-        for tell in self.on_gathered if new else ():
+        for tell in self.on_gathered if module not in self._met else ():
             tell()
+        self._met.add(module)
 
     def _use(self, name: str, weight: Tensor) -> None:
         if weight.grad is None:  # The backward pass came by a tie.

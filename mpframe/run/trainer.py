@@ -52,7 +52,6 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.reduce": "in_backward",
     "trainer.async_save": "false",
     "dtype.master_weights": "on",
-    "dtype.products": "none",
     "numerics.every": "null",
 }
 # They treat each value by itself, so a rank can step only its part.
@@ -107,6 +106,8 @@ def shard(
     comm.sharding = Sharding(model, layout)
     replaced = comm.sharding.divide(formats, device)
     precision.use_shards(model, replaced)
+    for handler in precision.op_handlers:  # It knows a weight by its name, gathered ones as well.
+        comm.sharding.usage.on_gathered.append(partial(handler.attach, model))
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["params"] = [replaced[parameter] for parameter in group["params"]]

@@ -99,3 +99,19 @@ def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
         assert torch.allclose(weight, other[name], rtol=0, atol=3 * 1e-4 * 8 * 2**-17), name
     moved = (last["0.weight"] - first["0.weight"]).norm() / first["0.weight"].norm()
     assert moved == pytest.approx(3e-4, rel=0.5)
+
+
+OF_NOW = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {"w": {"per": "block", "block": 4, "scale": "e8m0"}},
+    "dx": {"dy": {"rounding": "stochastic"}},
+}
+DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
+
+
+@pytest.mark.parametrize("recipe", [OF_NOW, DELAYED])
+def test_products_below_16_bits(two: Ranks, recipe: Any) -> None:
+    """Blocks of the whole weight have their scales, and its amax history has its name."""
+    found = assert_as_ddp(two, "mixed", {"name": "gpt", "steps": 3, "recipe": recipe})
+    amax = found["states"][-1]["products"]["amax"]
+    assert any(name.endswith("qkv.weight w") for name in amax) == (recipe is DELAYED)
