@@ -40,6 +40,7 @@ class Sharding:
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
         self.usage: Any = None  # the Usage of a divided model
+        self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
     def divide(
         self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
@@ -75,6 +76,7 @@ class Sharding:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
         self.usage = Usage(model, entries)
+        self.formats = {after[name]: formats[before[name]] for name in before}  # type: ignore[index]
         return {before[name]: after[name] for name in before}
 
     def take_amax(self, device: torch.device) -> Tensor:

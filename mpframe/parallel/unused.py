@@ -6,12 +6,14 @@ zeros to the sums, by torch's `set_reduce_scatter_unused_params`. This works for
 the order in which the model lists them.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
@@ -26,13 +28,11 @@ class Usage:
         blocks: the modules that are gathered one by one, in the model's order.
 
     Attributes:
-        watchers: called with the name of a gathered weight and the weight, when a backward pass has
-            left this rank's gradient there, before the ranks sum it.
         on_gathered: called once a block's weights, gathered for the first time, are in the model.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.watchers: list[Callable[[str, Tensor], None]] = []
+        self._watchers: OrderedDict[int, Callable[[str, Tensor], None]] = OrderedDict()
         self.on_gathered: list[Callable[[], None]] = []
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
@@ -53,6 +53,12 @@ class Usage:
             block.register_forward_hook(self._leave, prepend=True)
         for module in (*blocks, model):
             module.register_forward_pre_hook(self._watch)
+
+    def watch(self, see: Callable[[str, Tensor], None]) -> RemovableHandle:
+        """Call `see` with a gathered weight and its name whenever it has this rank's gradient."""
+        handle = RemovableHandle(self._watchers)
+        self._watchers[handle.id] = see
+        return handle
 
     def agree(self, comm: Comm) -> None:
         """Compare the ranks' forward passes. ConfigError: their backward passes would not fit."""
@@ -149,7 +155,7 @@ class Usage:
         if weight.grad is None:  # The backward pass came by a tie.
             return
         self._used.add(name)
-        for watch in self.watchers:
+        for watch in self._watchers.values():
             watch(name, weight)
 
 

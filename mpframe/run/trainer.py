@@ -52,7 +52,6 @@ _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.reduce": "in_backward",
     "trainer.async_save": "false",
     "dtype.master_weights": "on",
-    "numerics.every": "null",
 }
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
