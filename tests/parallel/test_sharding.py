@@ -203,6 +203,7 @@ def composed(*words: str) -> Config:
 def test_what_needs_whole_weights_is_refused() -> None:
     task = Task(train=[], val=[], objective=lambda *_: StepOutput(Tensor()))  # type: ignore
     refuse_beside_sharding(composed(), task)
+    refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"), task)
     for option, instead in (
         ("trainer.compile=true", "use trainer.compile=false"),
         ("trainer.channels_last=true", "use trainer.channels_last=false"),
@@ -210,10 +211,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
         ("trainer.async_save=true", "use trainer.async_save=false"),
         ("dtype.master_weights=off", "use dtype.master_weights=on"),
         ("dtype.master_weights=split", "use dtype.master_weights=on"),
-        ("dtype.products=mxfp8", "use dtype.products=none"),
-        ("numerics.every=10", "use numerics.every=null"),
         ("loss_scaling.init_scale=probe", "give it a number"),
-        ("optimizer=muon_adamw", "use one of each"),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse_beside_sharding(composed(option), task)
