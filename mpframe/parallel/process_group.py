@@ -202,9 +202,10 @@ class ProcessGroup(Comm):
             return
         if self.sharding is not None:
             self.sharding.weight = self.weight(known)
+            self.sharding.usage.agree(self)
         super().backward(loss, scale, count, inputs)
         if self.sharding is not None:
-            self.sharding.refuse_unused()
+            self.sharding.usage.drop_unused(self)
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
         if self._reducer is not None:

@@ -71,8 +71,12 @@ def assert_steps_of_one(ranks: Ranks, name: str, mode: str) -> None:
             for key, weight in rank["states"][-1]["ema" if part == "ema" else part].items():
                 close = STEPS * LR * CLIP * off
                 assert torch.allclose(weight, then[part][key], rtol=0, atol=close), key
-    moved = one["states"][-1]["weights"]["blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"]
-    first = one["states"][0]["weights"]["blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"]
+    moved = one["states"][-1]["weights"][
+        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
+    ]
+    first = one["states"][0]["weights"][
+        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
+    ]
     assert (moved - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
 
 
@@ -115,7 +119,10 @@ def held() -> list[Any]:
     with init_comm(None, lambda: CPU, 120) as comm:
         trainer, train, _ = setup("mixed", comm, divided("gpt", "mixed", batch=8))
         places = {name: weight for name, weight in trainer.model.named_parameters()}
-        copies = [copies_of(places[name]) for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.down.bias", "norm.weight")]
+        copies = [
+            copies_of(places[name])
+            for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.down.bias", "norm.weight")
+        ]
         sums, rank = torch.ones(3), comm.rank
         comm.sum_([sums])
         heads = places["blocks.0.attention.qkv.weight"].to_local()
@@ -210,5 +217,15 @@ def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
     model = nn.Sequential(nn.Linear(8, 4))
     recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3fn"}})
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with pytest.raises(ConfigError, match=r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator"):
-        shard(model, {"": optimizer}, Precision("mixed", products=recipe), SINGLE_PROCESS, CPU, Layout(tensor=2, plan={"0": "colwise"}))
+    with pytest.raises(
+        ConfigError,
+        match=r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator",
+    ):
+        shard(
+            model,
+            {"": optimizer},
+            Precision("mixed", products=recipe),
+            SINGLE_PROCESS,
+            CPU,
+            Layout(tensor=2, plan={"0": "colwise"}),
+        )
