@@ -213,7 +213,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
         ("trainer.compile=true", "use trainer.compile=false"),
         ("trainer.channels_last=true", "use trainer.channels_last=false"),
         ("trainer.reduce=after_backward", "use trainer.reduce=in_backward"),
-        ("trainer.async_save=true", "use trainer.async_save=false"),
         ("dtype.master_weights=off", "use dtype.master_weights=on"),
         ("dtype.master_weights=split", "use dtype.master_weights=on"),
         ("dtype.products=mxfp8", "use dtype.products=none"),
