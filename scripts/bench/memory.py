@@ -97,7 +97,7 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
         Phases.mark("start")
         return load(*arguments)
 
-    load, Resume.into = Resume.into, into  # type: ignore[method-assign]
+    load, Resume.into = Resume.into, into  # type: ignore[method-assign, assignment]
     composed = without_hydra(compose_named(list(options))[1])
     config = check_config(composed)
     Path(folder).mkdir(exist_ok=True)
