@@ -56,8 +56,6 @@ class Unfit(Callback):
     def __init__(self, rank: int, step: int) -> None:
         self._at, self._step = (rank, step), 0
 
-    def setup(self, trainer: Trainer, context: Any) -> None: ...
-
     def on_step_end(self, trainer: Trainer) -> None:
         self._step = trainer.progress.global_step
 

@@ -52,13 +52,8 @@ def test_pieces_are_the_tensor_and_a_slice_reads_only_itself(monkeypatch: Patch)
     monkeypatch.setattr(Pieces, "whole", lambda own: made.append(own.numel()) or whole(own))
     assert torch.equal(five() * 2, FIVE * 2)
     assert made == [10]
-    for index in (
-        slice(2, 4),
-        slice(None, -4),
-        slice(4, 9),
-        slice(5, 9),
-        (slice(None), slice(1, 2)),
-    ):
+    rows = [slice(*ends) for ends in ((2, 4), (-4,), (4, 9), (5, 9), (4, 2))]
+    for index in (*rows, (slice(None), slice(1, 2))):
         made.clear()
         cut = five()[index]
         assert (type(cut), cut.shape, made) == (Pieces, FIVE[index].shape, [])
@@ -158,11 +153,10 @@ def read_again(folder: Path, options: list[str]) -> dict[str, Any]:
 
     def kept(trainer: Any, *_: Any) -> None:
         state = trainer.state_dict()
-        values = [*state["optimizer"]["state"].values(), state["weights"], state["ema"]]
-        sharded = [v for one in values for v in one.values() if is_sharded(v)]
-        restored["read"] = sum(made)
-        restored["whole"] = sum(value.numel() for value in sharded)
-        restored["held"] = sum(part_of(v).untyped_storage().nbytes() for v in sharded) / 4
+        named = [*state["optimizer"]["state"].values(), state["weights"], state["ema"]]
+        values = [value for one in named for value in one.values() if is_sharded(value)]
+        held = sum(part_of(value).untyped_storage().nbytes() for value in values) / 4
+        restored.update(read=sum(made), held=held, whole=sum(v.numel() for v in values))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Pieces, "whole", counted)
@@ -180,8 +174,8 @@ def test_a_resumed_rank_reads_and_holds_its_parts(
         two(ranked.run, tmp_path / "run", *FSDP[:-1], "trainer.parallel=ddp")
     else:
         shutil.copytree(whole, tmp_path / "run")
-    state = checkpoint.load(whole)["trainer"]
-    largest = max(weight.numel() for weight in state["weights"].values())
+    weights = checkpoint.load(whole)["trainer"]["weights"]
+    largest = max(weight.numel() for weight in weights.values())
     for found in two(read_again, tmp_path / "resumed", [*FSDP, "trainer.checkpoint_every=null"]):
         assert found["largest"] == largest / 2, found
         assert found["read"] == found["held"] == found["whole"] / 2
@@ -195,8 +189,7 @@ def test_damage_that_one_rank_finds_is_said_on_all(two: Ranks, whole: Path, tmp_
     for number, name in enumerate(files):
         content = (newest / name).read_bytes()
         (newest / name).write_bytes(content[:-9] + bytes(9))
-        resumed = [*FSDP, "trainer.max_steps=9"]
-        ends = two(ranked.run, tmp_path / f"{number}", *resumed, f"resume={newest}")
+        ends = two(ranked.run, tmp_path / f"{number}", *FSDP, f"resume={newest}")
         said = f"rank {number % 2}: {newest / name}: damaged, its digest differs; use an older one"
         assert ends == [("CheckpointError", said)] * 2
         if number + 1 < len(files):
