@@ -1,11 +1,12 @@
-"""The memory of each rank that divides a GPT of 312 MB: at a start, a step, a save and a resume.
+"""The memory of each rank that divides a GPT of 312 MB: at a start, a resume, a step and a save.
 
 Usage, in scripts/: python -m bench.memory [OPTION=VALUE ...], which prints a table. The options are
 those of a run, as `trainer.async_save=true`. The largest rank of each number of ranks is shown, in
-MB above what the process takes with everything imported, the median of three.
+MB above what the process takes with everything imported, the median of three resumed runs.
 
 Two peaks: all that is resident (the kernel's own count), and of that what is private, which is
 sampled every 2 ms. The rest are pages of mapped files, which the kernel drops when memory is short.
+The C library is told to give freed memory back at once, as it would count otherwise.
 """
 
 import json
@@ -21,13 +22,15 @@ from typing import Any
 from bench.child import run_python
 from mpframe.core.callback import Callback
 
-RANKS, REPEATS = (1, 2, 4), 3
-PHASES = ("start", "step", "save", "resume")
+RANKS, REPEATS = (2, 4), 3
+PHASES = ("start", "resume", "step", "save")
+Peaks = tuple[float, float]  # MB: resident, and of it private
 _SAMPLE = 0.002  # seconds
 _OPTIONS = [
     "experiment=gpt", "model.width=768", "model.depth=11", "dataset.context=16",
     "dataset.batch_size=4", "dataset.workers=0", "dataset.eval_windows=4", "device=cpu",
     "trainer.keep_best=0", "trainer.eval_every=null", "trainer.checkpoint_every=null",
+    "trainer.parallel=fsdp", "resume=auto",
     "callbacks.progress_bar=null", "+callbacks.phases._target_=bench.memory.Phases",
 ]  # fmt: skip
 
@@ -36,21 +39,23 @@ class Peak:
     """The largest memory since the last `take`, in MB: resident, and of it private."""
 
     def __init__(self) -> None:
-        self._private = 0
+        self._private, self._lock = 0, threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
         self.take()
 
-    def take(self) -> tuple[float, float]:
+    def take(self) -> Peaks:
         """Return the peaks, and begin again."""
-        found = _status("VmHWM"), max(self._private, _status("RssAnon"))
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again.
-        self._private = 0
+        with self._lock:
+            found = _status("VmHWM"), max(self._private, _status("RssAnon"))
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again.
+            self._private = 0
         return found[0] / 1024, found[1] / 1024
 
     def _watch(self) -> None:
         pause = threading.Event()
         while not pause.wait(_SAMPLE):
-            self._private = max(self._private, _status("RssAnon"))
+            with self._lock:
+                self._private = max(self._private, _status("RssAnon"))
 
 
 def _status(name: str) -> int:
@@ -63,7 +68,7 @@ class Phases(Callback):
     """Takes the peak at the end of each phase of a run."""
 
     peak: Peak
-    found: dict[str, tuple[float, float]]
+    found: dict[str, Peaks]
 
     @classmethod
     def mark(cls, phase: str) -> None:
@@ -89,11 +94,11 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
     from mpframe.run.resume import Resume
     from mpframe.run.run import Run
 
-    def into(resume: Resume, *arguments: Any) -> str:
+    def into(*arguments: Any) -> str:
         Phases.mark("start")
-        return load(resume, *arguments)
+        return load(*arguments)
 
-    load, Resume.into = Resume.into, into  # type: ignore[method-assign]
+    load, Resume.into = Resume.into, into  # type: ignore[method-assign, assignment]
     composed = without_hydra(compose_named(list(options))[1])
     config = check_config(composed)
     Path(folder).mkdir(exist_ok=True)
@@ -105,34 +110,33 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
     Path(name).write_text(json.dumps(found))
 
 
-def measure(ranks: int, options: Sequence[str], folder: Path) -> dict[str, tuple[float, float]]:
-    """Return the peaks of the rank with the largest, by phase."""
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    found: dict[str, tuple[float, float]] = {}
-    for steps in (1, 2):
-        words = [*_OPTIONS, *options, f"trainer.max_steps={steps}", "resume=auto"]
-        words += ["trainer.parallel=fsdp"] if ranks > 1 else []
+def measure(ranks: int, options: Sequence[str], folder: Path) -> dict[str, list[Peaks]]:
+    """Return the peaks of the largest rank by phase, of a new run and of REPEATS resumed ones."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    found: dict[str, list[Peaks]] = {}
+    for steps in range(1, REPEATS + 2):
+        words = [*_OPTIONS, *options, f"trainer.max_steps={steps}"]
         run_python([*start, "-m", "bench.memory", f"--in={folder}/run", *words], folder, "memory")
-        for path in folder.glob("run.*.json"):
-            for phase, peaks in json.loads(path.read_text()).items():
-                then = found.get(phase, (0.0, 0.0))
-                found[phase] = (max(then[0], peaks[0]), max(then[1], peaks[1]))
+        of_ranks = [json.loads(path.read_text()) for path in folder.glob("run.*.json")]
+        for phase in of_ranks[0]:
+            every = [one[phase] for one in of_ranks]
+            found.setdefault(phase, []).append((max(r for r, _ in every), max(p for _, p in every)))
     return found
 
 
 def main(options: Sequence[str]) -> None:
     """Print the table."""
-    print(f"| MB: resident (private), n = {REPEATS} | {' | '.join(PHASES)} |\n|---|---|---|---|---|")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # bytes
+    print(f"| MB: resident (private), n = {REPEATS} | {' | '.join(PHASES)} |")
+    print("|---" * (len(PHASES) + 1) + "|")
     for ranks in RANKS:
-        every = []
-        for _ in range(REPEATS):
-            with tempfile.TemporaryDirectory() as folder:
-                every.append(measure(ranks, options, Path(folder)))
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(ranks, options, Path(folder))
         cells = []
         for phase in PHASES:
-            both = [statistics.median(one[phase][n] for one in every) for n in (0, 1)]
-            cells.append(f"{both[0]:.0f} ({both[1]:.0f})")
-        print(f"| {ranks} rank{'s' * (ranks > 1)} | {' | '.join(cells)} |", flush=True)
+            both = zip(*found[phase][-REPEATS:], strict=True)
+            cells.append("{:.0f} ({:.0f})".format(*map(statistics.median, both)))
+        print(f"| {ranks} ranks | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

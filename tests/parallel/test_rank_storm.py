@@ -49,7 +49,8 @@ class Storm:
         curves, summary = folder / "metrics.csv", folder / "summary.json"
         with Ranks(size) as own:
             victim = self.random.choice(own.processes)
-            own.begin(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
+            behind = f"trainer.async_save={self.random.random() < 0.5}"
+            own.begin(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}", behind)
             wait_until(lambda: curves.exists() and curves.stat().st_mtime_ns > began, victim, SLOW)
             time.sleep(self.random.uniform(0, 0.7 * self._seconds))
             if self.random.random() < 0.4:
