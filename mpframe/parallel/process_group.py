@@ -281,19 +281,22 @@ class ProcessGroup(Comm):
 
     def _why_lost(self, error: RuntimeError) -> str:
         """Return the last words of the rank that ended, or which ranks do not answer."""
-        why = answer_within(2 * _LISTEN, partial(self._ask_why, error))
+        why = answer_within(5 * _LISTEN, partial(self._ask_why, error))
         return why or self._gave_no_answer("0")
 
     def _ask_why(self, error: RuntimeError) -> str:
         store, others = self._store, [r for r in range(self.size) if r != self.rank]
         with suppress(RuntimeError, AttributeError):  # The store is gone, or was never there.
             store.set(f"alive/{self.rank}", "")
-            for _ in range(20):
+            for moment in range(1, 81):
                 for rank in others:
                     if store.check([f"failed/{rank}"]):
                         return f"rank {rank}: {store.get(f'failed/{rank}').decode()}"
                 time.sleep(_LISTEN / 20)
-            gone = [str(rank) for rank in others if not store.check([f"alive/{rank}"])]
+                gone = [str(rank) for rank in others if not store.check([f"alive/{rank}"])]
+                # If several are silent, one of them may only be slow to notice.
+                if moment >= 20 and len(gone) < 2:
+                    break
             if gone:
                 return self._gave_no_answer(", ".join(gone))
         return f"rank {self.rank}: lost the other ranks ({str(error).splitlines()[0]:.200})"

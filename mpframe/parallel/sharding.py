@@ -52,6 +52,7 @@ class Sharding:
         before = dict(model.named_parameters(remove_duplicate=False))
         layout, shape = self._layout, self._layout.shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        _limit_waits(mesh, device)
         names = {module: name for name, module in model.named_modules()}
         options: dict[str, Any] = {
             "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
@@ -139,6 +140,16 @@ class _Sum:
             raise _make_unused_error(f"a weight of {self._name}")
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def _limit_waits(mesh: Any, device: torch.device) -> None:
+    """Give the groups of a mesh the timeout of all ranks. torch gives them half an hour."""
+    world: Any = dist.group.WORLD
+    limit = world._get_backend(device).options._timeout
+    # It has a public name since torch 2.15.
+    set_timeout: Any = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    for group in mesh.get_all_groups():
+        set_timeout(limit, group)
 
 
 def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy:
