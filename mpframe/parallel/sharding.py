@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError, first_line
+from mpframe.core.tree import map_tensors
 from mpframe.parallel.layout import AXES, Layout
 from mpframe.parallel.unused import Usage
 
@@ -82,6 +83,8 @@ class Sharding:
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if layout.cpu_offload:
+            model.register_forward_hook(_to_host)
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -136,8 +139,9 @@ class Sharding:
         low, high = torch.aminmax(gradients)
         amax = torch.maximum(-low, high)
         if self.weight is not None:
-            amax = torch.where(self.weight > 0, amax, 0.0)
-            weigh_([gradients], self.weight)
+            weight = self.weight.to(gradients.device)
+            amax = torch.where(weight > 0, amax, 0.0)
+            weigh_([gradients], weight)
         self._amaxes.append(amax)
 
 
@@ -225,6 +229,11 @@ def _neighbours(
     for _, entries in groupby(blocks, lambda block: names[block].rpartition(".")[0]):
         alike = list(entries)
         yield from (alike[n : n + together] for n in range(0, len(alike), together))
+
+
+def _to_host(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Bring outputs to the parts: loss, scaler and optimizer run on the host as well."""
+    return map_tensors(lambda tensor: tensor.cpu(), outputs)
 
 
 def _keep_for_backward(model: Any, inputs: Any) -> None:

@@ -207,6 +207,8 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         if plan.compile:
             comm.sharding.compile_blocks()
             plan = replace(plan, compile=False)  # The rest of the model is not.
+        if layout.cpu_offload:  # Only the model itself runs on the device.
+            device = home
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)
