@@ -306,9 +306,11 @@ class ProcessGroup(Comm):
         return f"rank {self.rank}: lost the other ranks ({str(error).splitlines()[0]:.200})"
 
     def _gave_no_answer(self, ranks: str) -> str:
+        # A rank that waits for this one in another group of ranks is silent as well.
+        others = " or waits for a silent one" if "," in ranks else ""
         return (
             f"rank {ranks}: was killed, or gave no answer for {self._timeout:g} s "
-            "(trainer.timeout); continue with resume=auto"
+            f"(trainer.timeout){others}; continue with resume=auto"
         )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError, first_line
+from mpframe.core.tree import map_tensors
 from mpframe.parallel.layout import AXES, Layout
 from mpframe.parallel.unused import Usage
 
@@ -60,6 +61,7 @@ class Sharding:
         before = dict(model.named_parameters(remove_duplicate=False))
         layout, shape = self._layout, self._layout.shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        _limit_waits(mesh, device)
         names = {module: name for name, module in model.named_modules()}
         options: dict[str, Any] = {
             "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
@@ -81,6 +83,8 @@ class Sharding:
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if layout.cpu_offload:
+            model.register_forward_hook(_to_host)
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -135,8 +139,9 @@ class Sharding:
         low, high = torch.aminmax(gradients)
         amax = torch.maximum(-low, high)
         if self.weight is not None:
-            amax = torch.where(self.weight > 0, amax, 0.0)
-            weigh_([gradients], self.weight)
+            weight = self.weight.to(gradients.device)
+            amax = torch.where(weight > 0, amax, 0.0)
+            weigh_([gradients], weight)
         self._amaxes.append(amax)
 
 
@@ -159,6 +164,16 @@ class _Sum:
     ) -> Any:
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def _limit_waits(mesh: Any, device: torch.device) -> None:
+    """Give the groups of a mesh the timeout of all ranks. torch gives them half an hour."""
+    world: Any = dist.group.WORLD
+    limit = world._get_backend(device).options._timeout
+    # It has a public name since torch 2.15.
+    set_timeout: Any = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    for group in mesh.get_all_groups():
+        set_timeout(limit, group)
 
 
 def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy:
@@ -214,6 +229,11 @@ def _neighbours(
     for _, entries in groupby(blocks, lambda block: names[block].rpartition(".")[0]):
         alike = list(entries)
         yield from (alike[n : n + together] for n in range(0, len(alike), together))
+
+
+def _to_host(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Bring outputs to the parts: loss, scaler and optimizer run on the host as well."""
+    return map_tensors(lambda tensor: tensor.cpu(), outputs)
 
 
 def _keep_for_backward(model: Any, inputs: Any) -> None:

@@ -204,9 +204,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     if sharded:
         shard(model, optimizers, precision, comm, device, layout, deferred)
-        if plan.compile:
-            comm.sharding.compile_blocks()
-            plan = replace(plan, compile=False)  # The rest of the model is not.
+        device, plan = _after_sharding(comm, plan, layout, device)
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)
@@ -225,6 +223,15 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         evaluator=Evaluator(metrics, config.trainer.monitor),
         comm=comm,
     )
+
+
+def _after_sharding(
+    comm: Comm, plan: Plan, layout: Layout, device: torch.device
+) -> tuple[torch.device, Plan]:
+    """Compile a model's blocks. Return the device of loss and optimizer, and the rest of a plan."""
+    if plan.compile:
+        comm.sharding.compile_blocks()
+    return torch.device("cpu") if layout.cpu_offload else device, replace(plan, compile=False)
 
 
 def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:

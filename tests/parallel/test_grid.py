@@ -12,10 +12,12 @@ from in_process import differing, train
 from ranked import NET, OWN, assert_same_but, bad_input, on_ranks
 from ranks import Ranks
 from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from mpframe import checkpoint
 from mpframe.core.comm import is_sharded
+from mpframe.parallel import sharding
 from mpframe.run.resume import compare
 from mpframe.tracking.summary import Status
 from mpframe.training.trainer import Trainer
@@ -111,6 +113,15 @@ def test_gathering_otherwise_changes_no_number(two: Ranks, mode: str) -> None:
         other = of(two, mode, "gpt", layout=layout)
         assert [own.pop("calls")["gathered in steps"] for own in other] == [2 * often] * 2
         assert differing(plain, other) == [], layout
+
+
+def test_outputs_of_a_model_whose_parts_are_on_the_host_come_there() -> None:
+    """Of a GPU that torch only pretends to have."""
+    with FakeTensorMode():
+        outputs = {"logits": torch.empty(2, device="cuda"), "kept": (torch.empty(3), 1)}
+        moved = sharding._to_host(torch.nn.Identity(), None, outputs)
+    assert moved["logits"].device == torch.device("cpu")
+    assert moved["kept"][0] is outputs["kept"][0]
 
 
 @pytest.mark.slow

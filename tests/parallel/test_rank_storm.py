@@ -6,6 +6,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -27,7 +28,12 @@ OPTIONS = [
     "trainer.max_steps=14", "trainer.log_every=1", "resume=auto",
 ]  # fmt: skip
 SLOW = 300  # seconds, on a machine that is busy
-KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")]
+HOW = {"hsdp": ["trainer.parallel=fsdp", "distributed.replicas=2"]}  # others by their name
+
+
+def how(parallel: str) -> list[str]:
+    return HOW.get(parallel, [f"trainer.parallel={parallel}"])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ class Storm:
         with Ranks(size) as own:
             victim = self.random.choice(own.processes)
             behind = f"trainer.async_save={self.random.random() < 0.5}"
-            own.begin(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}", behind)
+            own.begin(ranked.run, folder, *OPTIONS, *how(parallel), behind)
             wait_until(lambda: curves.exists() and curves.stat().st_mtime_ns > began, victim, SLOW)
             time.sleep(self.random.uniform(0, 0.7 * self._seconds))
             if self.random.random() < 0.4:
@@ -65,12 +71,12 @@ class Storm:
             checkpoint.read(folder)
 
     def pass_over(self, folder: Path, runs: Sequence[tuple[int, str]]) -> None:
-        """Strike each of these, by its ranks and `trainer.parallel`; the last comes to the end."""
+        """Strike each of these, by its ranks and kind; the last comes to the end."""
         *struck, (size, parallel) = runs
         for each in struck:
             self.strike(folder, *each)
         with Ranks(size) as own:
-            ends = own(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
+            ends = own(ranked.run, folder, *OPTIONS, *how(parallel))
         assert {getattr(end, "status", end) for end in ends} == {Status.FINISHED}
         assert checkpoint.read(folder).global_step == 14
 
@@ -78,6 +84,41 @@ class Storm:
 @pytest.mark.slow
 def test_a_short_storm_over_four_and_two_ranks(whole: Path, tmp_path: Path) -> None:
     Storm(whole, seed=1).pass_over(tmp_path / "run", [(4, "fsdp"), (2, "ddp"), (1, "none")])
+
+
+@pytest.mark.slow
+def test_a_short_storm_over_two_by_two_ranks(whole: Path, tmp_path: Path) -> None:
+    Storm(whole, seed=3).pass_over(tmp_path / "run", [(4, "hsdp"), (2, "fsdp"), (4, "hsdp")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "limit"), [("SIGKILL", 300), ("SIGSTOP", 5)])
+@pytest.mark.parametrize("gone", [[2, 3], [1]], ids=["a machine", "a rank"])
+def test_ranks_that_disappear_at_once_are_named(
+    tmp_path: Path, name: str, limit: int, gone: list[int]
+) -> None:
+    """Two of two by two, as if their machine or its network were gone, or one beside its shards.
+
+    The last one to end has heard from all others that are there. Before, one may still wait for
+    this rank in a group of its own, and is silent as well.
+    """
+    options = [*OWN[:-1], "trainer.max_steps=400", "trainer.log_every=1", *HOW["hsdp"]]
+    curves = tmp_path / "run" / "metrics.csv"
+    with Ranks(4) as own:
+        own.begin(ranked.run, tmp_path / "run", *options, f"trainer.timeout={limit}")
+        wait_until(curves.exists, own.processes[0], SLOW)
+        for rank in gone:
+            os.kill(own.processes[rank].pid or 0, signal.Signals[name])
+        ends = [own.results_of(rank, within=60) for rank in range(4) if rank not in gone]
+    lines = [line.partition(": was killed, or gave no answer for ")[::2] for _, line in ends]
+    assert {kind for kind, _ in ends} == {"LostRankError"}, ends
+    silent = [{int(rank) for rank in re.findall(r"\d+", ranks)} for ranks, _ in lines]
+    assert {*gone} in silent, ends
+    for rank, named in zip((r for r in range(4) if r not in gone), silent, strict=True):
+        assert {*gone} <= named <= {*range(4)} - {rank}, ends
+    for named, (_, rest) in zip(silent, lines, strict=True):
+        waits = " or waits for a silent one" if len(named) > 1 else ""
+        assert rest == f"{limit} s (trainer.timeout){waits}; continue with resume=auto"
 
 
 @pytest.mark.storm
