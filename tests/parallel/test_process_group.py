@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
-from checkout import ROOT
 from fixtures import Patch
 from ranked import assert_same, in_group, on_ranks, setup, trained
 from ranks import Ranks
@@ -23,7 +21,8 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.tree import HALF, tensors_in
+from mpframe.core.tree import tensors_in
+from mpframe.lab.plan import Traffic, Way, Weight, payload, sent
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import launch, process_group
 from mpframe.parallel.launch import refuse_misfit
@@ -128,8 +127,9 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
-    options = {"name": "mlp", "fsdp": True, "clip_norm": None}
-    if parallel != "fsdp":
+    layout = {"replicas": 2} if parallel == "hsdp" else {}
+    options = {"name": "mlp", "fsdp": True, "clip_norm": None, "layout": layout}
+    if parallel not in ("fsdp", "hsdp"):
         options = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
     trainer, train, _ = setup(mode, comm, options)
     stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
@@ -138,24 +138,35 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
         trainer.train_step(batch)
     with Counted() as counter:
         trainer.train_step(last)
-    weights = [Weight(tuple(p.shape), p.dtype in HALF) for p in stored.parameters()]
+    weights = [Weight(tuple(p.shape), p.itemsize) for p in stored.parameters()]
     return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
 
 
-@pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_the_model_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
-    mode = "fp32" if (number, parallel) == ("two", "after_backward") else "mixed"
+def by_kind(traffic: Traffic) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for (kind, _), size in traffic.items():
+        total[kind] += size
+    return total
+
+
+@pytest.mark.parametrize(
+    ("number", "parallel"),
+    [("two", "in_backward"), ("two", "after_backward"), ("two", "fsdp"),
+     *(pytest.param("four", way, marks=pytest.mark.slow) for way in ("fsdp", "hsdp"))],
+)  # fmt: skip
+def test_the_plan_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
+    mode = "fp32" if parallel == "after_backward" else "mixed"
     results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
+    ways = {"fsdp": Way("fsdp", shards=len(results)), "hsdp": Way("hsdp", 2, len(results) // 2)}
+    way, early = ways.get(parallel, Way("ddp", len(results))), parallel == "in_backward"
     for handed, weights, buffers in results:
-        assert handed == payload(weights, parallel, len(results), buffers, scaled=mode != "fp32")
+        plan = payload(weights, way, buffers=buffers, scaled=mode != "fp32", early=early)
+        assert handed == by_kind(plan)
 
 
-def test_a_ring_sends_twice_what_is_summed_and_the_page_has_the_tables() -> None:
-    handed = {"all_reduce": 100, "all_gather": 40, "reduce_scatter": 40, "broadcast": 8}
-    assert (sent(handed, 1), sent(handed, 4)) == (0, 2 * 75 + 30 + 30 + 8)
-    assert held("mixed", "after_backward", 1) == 16
-    assert tables() in (ROOT / "docs" / "distributed.md").read_text()
+def test_a_ring_sends_twice_what_is_summed() -> None:
+    handed = {("all_reduce", 4): 100, ("all_gather", 4): 40, ("reduce_scatter", 4): 40}
+    assert sent({**handed, ("broadcast", 4): 8, ("all_reduce", 1): 99}) == 2 * 75 + 30 + 30 + 8
 
 
 def pretend(monkeypatch: Patch, **variables: str) -> None:
