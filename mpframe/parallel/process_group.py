@@ -141,11 +141,12 @@ class ProcessGroup(Comm):
 
     def norm(self, of_part: Tensor) -> Tensor:
         square = of_part.double().square()  # In fp64 the square of fp32's maximum is finite.
-        copies = 1 if self.sharding is None else self.sharding.replicas  # of each part
-        return (self._all_reduce(square) / copies).sqrt().to(of_part.dtype)
+        return self._all_reduce(square).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         for flat, give_back in _flatten(tensors):
+            if self.rank % self.tensor:  # The first rank of each share adds it.
+                flat.zero_()
             self._all_reduce(flat)
             give_back()
 
@@ -201,9 +202,10 @@ class ProcessGroup(Comm):
             return
         if self.sharding is not None:
             self.sharding.weight = self.weight(known)
+            self.sharding.usage.agree(self)
         super().backward(loss, scale, count, inputs)
         if self.sharding is not None:
-            self.sharding.refuse_unused()
+            self.sharding.usage.drop_unused(self)
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
         if self._reducer is not None:

@@ -34,6 +34,10 @@ Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
 _ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
+# When ranks gather weights, and where they keep their parts.
+_ELSEWHERE |= {
+    f"distributed.{n}" for n in ("reshard_after_forward", "cpu_offload", "blocks_together")
+}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _STATES = ("optimizer", "scheduler")
 _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
@@ -252,10 +256,10 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     load_state(trainer, snapshot.state["trainer"])
-    if trainer.comm.is_main:
+    if trainer.comm.data_rank == 0:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    state = of_rank(snapshot.state, trainer.comm.rank)
+    state = of_rank(snapshot.state, trainer.comm.data_rank)
     if state is None:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})
