@@ -4,13 +4,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
-from ranked import assert_same, in_group, on_ranks, setup, trained
+from fixtures import Patch, refused
+from ranked import assert_same, in_group, on_ranks, setup, trained, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,7 +22,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.tree import tensors_in
+from mpframe.core.tree import map_tensors, tensors_in
 from mpframe.lab.plan import Traffic, Way, Weight, payload, sent
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import launch, process_group
@@ -86,6 +87,38 @@ def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, n
         assert torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9)
     for own, other in zip(first["results"], alone["results"], strict=True):
         assert own == pytest.approx(other, rel=1e-9)
+
+
+def steps_of(comm: Comm, batch: int, ranks: int, options: dict[str, Any]) -> Any:
+    """Weights and losses after two steps; one process accumulates the parts of so many ranks."""
+    options = {"name": "gpt", "optimizer": torch.optim.SGD, "batch": batch, **options}
+    trainer, train, _ = setup("fp32", comm, options)
+    losses = []
+    for whole in [*train.epoch(0)][:2]:
+        bounds = (
+            [batch * rank // ranks for rank in range(ranks + 1)] if comm.size == 1 else [0, None]
+        )
+        parts = [map_tensors(lambda t, at=at: t[slice(*at)], whole) for at in pairwise(bounds)]
+        losses.append(float(trainer.train_step(*parts).loss))
+    return [whole_of(p.detach()).clone() for p in trainer.model.parameters()], losses
+
+
+@pytest.mark.parametrize(
+    ("number", "batch", "options"),
+    [("two", 5, {"double": True}), ("two", 3, {"fsdp": True}),
+     pytest.param("four", 7, {"double": True}, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_batches_need_not_divide(
+    request: Any, number: str, batch: int, options: dict[str, Any]
+) -> None:
+    """Each rank weighs as much as its part. All that differs is rounding: weights are fp32."""
+    others = request.getfixturevalue(number)(in_group, steps_of, batch, 0, options)
+    one = {**options, "fsdp": False}
+    weights, losses = steps_of(SINGLE_PROCESS, batch, len(others), one)
+    for found, told in others:
+        assert told == pytest.approx(losses, rel=1e-6)
+        for ours, theirs in zip(found, weights, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -183,11 +216,6 @@ def second(monkeypatch: Patch) -> None:
     pretend(monkeypatch, RANK="1", WORLD_SIZE="3", **here)
 
 
-def test_a_process_of_its_own_is_alone(monkeypatch: Patch) -> None:
-    pretend(monkeypatch, RANK="1", WORLD_SIZE="3")  # Some clusters set it for their own ends.
-    assert place() == Place(0, 1, 0)
-
-
 @pytest.mark.usefixtures("second")
 def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
     assert place() == Place(1, 3, 1)
@@ -218,8 +246,11 @@ def test_what_several_ranks_do_not_do_together() -> None:
 
 @pytest.mark.usefixtures("second")
 def test_a_sweep_does_not_go_with_torchrun() -> None:
-    with pytest.raises(ConfigError, match=r"^-m: torchrun has started 3 processes for one run"):
-        of_this_rank(["-m", "seed=1,2"])
+    assert refused(ConfigError, of_this_rank, ["-m", "seed=1,2"]) == (
+        "-m: torchrun has started 3 processes for one run; start one torchrun for each job of the "
+        "sweep, or start one process, and let Slurm start those of each job: -m ... "
+        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=3"
+    )
     assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
 
 
@@ -233,29 +264,6 @@ def test_rank_0_that_meets_an_error_late_does_not_repeat_it(monkeypatch: Patch) 
         monkeypatch.setenv("RANK", rank)
         lines.append(launch.line_of(ConfigError(text)))
     assert lines == ["rank 1: late", None, "early", None]
-
-
-def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: Patch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    pretend(monkeypatch, SLURM_NTASKS="2", SLURM_PROCID="0")
-    refuse_misfit(None)  # In a batch script, whose one process may train.
-    pretend(monkeypatch, SLURM_STEP_NUM_TASKS="2")
-    refuse_misfit("none")
-    with pytest.raises(ConfigError) as refused:
-        refuse_misfit(None)
-    assert str(refused.value) == (
-        "srun has started 2 processes, and each would train by itself; let it start one torchrun "
-        "on each machine: srun --ntasks-per-node 1 torchrun --nproc-per-node 2 scripts/train.py "
-        "...; or, for separate runs, set trainer.parallel=none"
-    )
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises(ConfigError, match="srun has started 2 processes"):
-        refuse_misfit("ddp")
-    own = {"LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    pretend(monkeypatch, RANK="1", WORLD_SIZE="2", **own)
-    refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
