@@ -49,8 +49,8 @@ class Loader:
     Attributes:
         waited: seconds that the caller has waited for batches so far, over all epochs.
 
-    ConfigError: an argument is out of range, or a batch has fewer samples than ranks. DataError: the
-    dataset is empty, not map-style, or has a `fetch_batch` beside a `collate`.
+    ConfigError: an argument is out of range, or more ranks than samples share a batch. DataError:
+    the dataset is empty, not map-style, or has a `fetch_batch` beside a `collate`.
     """
 
     def __init__(

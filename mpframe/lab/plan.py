@@ -92,8 +92,10 @@ def payload(
     if way.name == "ddp":  # Which weights were used goes as int64.
         found["all_reduce", way.ranks] += sum(4 * w.part() + 8 for w in weights if w.trained)
         return +found
-    gathered, summed = map(sum, zip(*_by_block(weights, way.shards).values(), strict=True))
-    found["all_reduce", way.ranks] += 8  # The square of the norm, in float64.
+    blocks = _by_block(weights, way.shards)
+    gathered, summed = map(sum, zip(*blocks.values(), strict=True))
+    # The square of the norm in float64; as int64 which weights were used, and of which blocks.
+    found["all_reduce", way.ranks] += 8 * (1 + len(weights) + 2 * len({*blocks} - {0}) + 2)
     found["all_gather", way.shards] = 2 * gathered
     found["reduce_scatter", way.shards] = summed
     found["all_reduce", way.replicas] += summed // way.shards if way.replicas > 1 else 0

@@ -99,7 +99,7 @@ def test_layers_that_ranks_divide_keep_and_sum_their_parts() -> None:
     assert alone - saved == 4 * 3 * 8 // 2  # What is between both layers.
     assert summed == 4 * 3 * (4 + 6)
     handed = payload([Weight((4, 2))], Way("tp", tensor=2), activations=summed)
-    assert handed["all_reduce", 2] == summed + 3 * 4 + 4 * 8
+    assert handed["all_reduce", 2] == summed + 3 * 4 + 8 * (3 + 1 + 1 + 2)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,10 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
         trainer.train_step(batch)
     with Counted() as counter:
         trainer.train_step(last)
-    weights = [Weight(tuple(p.shape), p.itemsize) for p in stored.parameters()]
+    weights = [  # Each layer of the divided model is a block, and has a bias.
+        Weight(tuple(p.shape), p.itemsize, block=number // 2 + 1)
+        for number, p in enumerate(stored.parameters())
+    ]
     return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
 
 
