@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from fixtures import Shown
 from ranked import in_group, parts, setup
 from torch import Tensor, nn
@@ -194,3 +195,13 @@ def test_numbers_are_checked(words: list[str], said: str, capsys: Shown) -> None
     with pytest.raises(SystemExit):
         command.main(words)
     assert said in re.sub(r"^mpframe: ", "", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(capsys: Shown) -> None:
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    ((words, table),) = re.findall(
+        r"^mpframe plan (.+)\n```\n\n```text\n((?:.+\n)+)```", page, re.M
+    )
+    command.main(words.split())
+    assert capsys.readouterr().out == table
