@@ -200,8 +200,7 @@ def test_numbers_are_checked(words: list[str], said: str, capsys: Shown) -> None
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(capsys: Shown) -> None:
     page = (ROOT / "docs" / "distributed.md").read_text()
-    ((words, table),) = re.findall(
-        r"^mpframe plan (.+)\n```\n\n```text\n((?:.+\n)+)```", page, re.M
-    )
+    shown = r"^mpframe plan (.+)\n```\n\n```text\n((?:.+\n)+)```"
+    ((words, table),) = re.findall(shown, page, re.M)
     command.main(words.split())
     assert capsys.readouterr().out == table
