@@ -106,7 +106,7 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
         raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
 
 
-MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
+MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups", "distributed.plan")
 """Options that are mappings without an entry at first."""
 _PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
 _LONGEST = 2**15  # characters: Hydra's parser needs quadratic time, five seconds for such a list

@@ -49,7 +49,7 @@ class Loader:
     Attributes:
         waited: seconds that the caller has waited for batches so far, over all epochs.
 
-    ConfigError: an argument is out of range, or the ranks cannot share a batch evenly. DataError:
+    ConfigError: an argument is out of range, or more ranks than samples share a batch. DataError:
     the dataset is empty, not map-style, or has a `fetch_batch` beside a `collate`.
     """
 
@@ -148,13 +148,13 @@ class Loader:
 
 
 def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> None:
-    """Check the batch size, which all ranks share evenly, and the number of workers."""
+    """Check the batch size, of which each rank needs a sample, and the number of workers."""
     require_whole(option, batch_size, least=1)
     require_whole("dataset.workers", workers, least=0)
-    if rest := batch_size % (shares := comm.data_size):
+    if batch_size < (ranks := comm.data_size):
         raise ConfigError(
-            f"{option}={batch_size}: {shares} ranks share each batch; use a multiple of "
-            f"{shares}, as {batch_size - rest + shares}"
+            f"{option}={batch_size}: {ranks} ranks share each batch, and each needs a sample; use "
+            f"{ranks} or more"
         )
 
 

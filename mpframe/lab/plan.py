@@ -12,11 +12,9 @@ the least if only ranks add, for n ranks and S bytes:
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -33,24 +31,19 @@ _PRIMES = (2, 3, 5, 7, 11, 13)  # The sizes of a stand-in tell its dimensions ap
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, or this rank's part of it if a plan divides its layer."""
+    """A parameter, or a rank's part of it if a plan divides its layer."""
 
     shape: Sequence[int]  # its sizes
     stored: int = 4  # bytes of a value as one process stores it
     trained: bool = True
-    state: int = 0  # bytes of the optimizer's state that has the weight's shape, of the whole
-    whole_state: int = 0  # bytes of other state, which each rank holds
+    state: int = 0  # bytes of the optimizer's state for each value
+    whole_state: int = 0  # bytes of its other state, which each rank holds
     block: int = 0  # which weights are gathered together; 0: the rest of the model
 
-    @property
-    def count(self) -> int:
-        """How many values it has."""
-        return math.prod(self.shape)
-
-    def part(self, shards: int) -> int:
-        """How many values each of the ranks that divide its rows holds, with padding."""
-        rows = self.shape[0] if self.shape else 1
-        return rows_of_a_part(rows, shards) * (self.count // rows if rows else 0)
+    def part(self, shards: int = 1) -> int:
+        """Return how many values each rank holds, with padding, if so many divide its rows."""
+        rows, *others = (*self.shape, 1) if self.shape else (1, 1)
+        return rows_of_a_part(rows, shards) * math.prod(others)
 
 
 class Way(NamedTuple):
@@ -77,7 +70,7 @@ def payload(
     *,
     buffers: int = 0,
     scaled: bool = True,
-    reduce: str = "in_backward",
+    early: bool = True,
     activations: int = 0,
 ) -> Traffic:
     """Return what a rank hands to each kind of collective in a step of one micro-batch.
@@ -87,24 +80,25 @@ def payload(
         way: of >= 2 ranks.
         buffers: bytes of the model's buffers.
         scaled: whether the loss is, so that the largest gradient of each rank is told.
-        reduce: `trainer.reduce`, for ddp.
+        early: whether ddp averages gradients in the backward pass.
         activations: bytes of which the ranks along `tensor` sum their parts.
     """
-    ddp, ranks = way.name == "ddp", way.ranks
-    trained = [weight for weight in weights if weight.trained]
-    told = scaled or not ddp or reduce == "after_backward"
-    counts = 8 if ddp and reduce == "in_backward" else 3 * 8  # in float64
-    found = Counter({("all_reduce", ranks): counts + _AGREED - (0 if told else 4)})
-    found["broadcast", ranks] += buffers
-    if ddp:  # Which weights were used goes as int64.
-        found["all_reduce", ranks] += sum(4 * weight.count + 8 for weight in trained)
+    early = early and way.name == "ddp"
+    counts = 8 if early else 3 * 8  # in float64
+    found = Counter(
+        {("all_reduce", way.ranks): counts + _AGREED - (4 if early and not scaled else 0)}
+    )
+    found["broadcast", way.ranks] += buffers
+    if way.name == "ddp":  # Which weights were used goes as int64.
+        found["all_reduce", way.ranks] += sum(4 * w.part() + 8 for w in weights if w.trained)
         return +found
-    found["all_reduce", ranks] += 8  # The square of the norm, in float64.
-    shards = way.shards
-    found["all_gather", shards] = 2 * sum(w.stored * shards * w.part(shards) for w in weights)
-    sums = 4 * sum(weight.part(shards) for weight in trained)
-    found["reduce_scatter", shards] = shards * sums
-    found["all_reduce", way.replicas] += sums if way.replicas > 1 else 0
+    blocks = _by_block(weights, way.shards)
+    gathered, summed = map(sum, zip(*blocks.values(), strict=True))
+    # The square of the norm in float64; as int64 which weights were used, and of which blocks.
+    found["all_reduce", way.ranks] += 8 * (1 + len(weights) + 2 * len({*blocks} - {0}) + 2)
+    found["all_gather", way.shards] = 2 * gathered
+    found["reduce_scatter", way.shards] = summed
+    found["all_reduce", way.replicas] += summed // way.shards if way.replicas > 1 else 0
     found["all_reduce", way.tensor] += activations
     return +found
 
@@ -121,140 +115,82 @@ def sent(handed: Traffic) -> float:
 def longest_message(weights: Sequence[Weight], way: Way) -> int:
     """Return the bytes of the largest tensor that one collective of a step is called with."""
     if way.name != "ddp":
-        blocks = _by_block(weights).values()
-        gathers = (sum(w.stored * w.part(way.shards) for w in block) for block in blocks)
-        sums = (sum(4 * w.part(way.shards) for w in block if w.trained) for block in blocks)
-        return way.shards * max([*gathers, *sums], default=0)
+        return max(max(sizes) for sizes in _by_block(weights, way.shards).values())
     longest, bucket = 0, Counter[int]()
     for weight in reversed(weights):  # Buckets hold one format each, and are sent in fp32.
-        bucket[weight.stored] += weight.count if weight.trained else 0
+        bucket[weight.stored] += weight.part() if weight.trained else 0
         longest = max(longest, 4 * bucket[weight.stored])
         if bucket[weight.stored] * weight.stored >= _BUCKET:
             bucket[weight.stored] = 0
     return longest
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a rank holds at the end of a step, without activations."""
+def held(
+    weights: Sequence[Weight], way: Way, *, master: int = 4, average: int = 0
+) -> dict[str, int]:
+    """Return the bytes that a rank holds at the end of a step, without activations.
 
-    weights: int
-    masters: int
-    state: int  # the optimizer's, and averages of weights
-    gradients: int
-    gathered: int = 0  # fsdp: the rest of the model, a block and the next, a block's gradients
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.masters + self.state + self.gradients + self.gathered
-
-
-def held(weights: Sequence[Weight], way: Way, *, master: int = 4, average: int = 0) -> Held:
-    """Return what a rank holds. `master`, `average`: bytes of a half weight's master, of an EMA."""
-    trained, shards = [weight for weight in weights if weight.trained], way.shards
-    whole = sum(weight.whole_state for weight in trained)
-    if way.name != "ddp":  # The part of a rank is its master.
-        state = sum(w.state // max(w.count, 1) * w.part(shards) for w in trained)
-        state += average * sum(w.part(shards) for w in trained) + whole
-        sums = 4 * sum(w.part(shards) for w in trained)
-        parts = 4 * sum(w.part(shards) for w in weights)
-        return Held(parts, 0, state, sums, _gathered(weights, shards))
-    state = sum(weight.state + average * weight.count for weight in trained) + whole
-    masters = master * sum(weight.count for weight in weights if weight.stored < 4)
-    gradients = sum(w.count * _bytes_of_gradient(w, way.ranks) for w in trained)
-    return Held(sum(w.stored * w.count for w in weights), masters, state, gradients)
+    `gathered` is the rest of the model, a block, the next one, and the block's gradients. `master`
+    and `average` are the bytes of a half weight's master, and of a weight's moving average.
+    """
+    ddp, parts = way.name == "ddp", [(weight, weight.part(way.shards)) for weight in weights]
+    trained = [(weight, part) for weight, part in parts if weight.trained]
+    half = 4 if way.ranks > 1 else 0  # Beside a half gradient ranks have the fp32 mean.
+    gradients = (part * (w.stored + (w.stored < 4) * half if ddp else 4) for w, part in trained)
+    return {
+        "weights": sum(part * (weight.stored if ddp else 4) for weight, part in parts),
+        "masters": sum(part * master for w, part in parts if ddp and w.stored < 4),
+        "state": sum(part * (w.state + average) + w.whole_state for w, part in trained),
+        "gradients": sum(gradients),
+        "gathered": 0 if ddp else _count_gathered(_by_block(weights, way.shards)),
+    }
 
 
-def _bytes_of_gradient(weight: Weight, ranks: int) -> int:
-    """One process has it in the format of the weight, and ranks have an fp32 mean beside that."""
-    return weight.stored + (4 if weight.stored < 4 and ranks > 1 else 0)
+def _count_gathered(blocks: dict[int, tuple[int, int]]) -> int:
+    rest, _ = blocks.pop(0, (0, 0))
+    gathered = sorted(size for size, _ in blocks.values())
+    return rest + sum(gathered[-2:]) + max((size for _, size in blocks.values()), default=0)
 
 
-def _gathered(weights: Sequence[Weight], shards: int) -> int:
-    blocks = _by_block(weights)
-    rest = sum(w.stored * shards * w.part(shards) for w in blocks.pop(0, []))
-    sizes = [[shards * w.part(shards) for w in block] for block in blocks.values()]
-    stored = [[w.stored for w in block] for block in blocks.values()]
-    gathers = sorted(sum(map(math.prod, zip(*both))) for both in zip(sizes, stored, strict=True))
-    return rest + sum(gathers[-2:]) + 4 * max(map(sum, sizes), default=0)
-
-
-def _by_block(weights: Iterable[Weight]) -> dict[int, list[Weight]]:
-    blocks: dict[int, list[Weight]] = {}
+def _by_block(weights: Iterable[Weight], shards: int) -> dict[int, tuple[int, int]]:
+    """Return the bytes of each block when it is gathered, and of its fp32 gradients."""
+    found: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for weight in weights:
-        blocks.setdefault(weight.block, []).append(weight)
-    return blocks
+        (gathered, summed), size = found[weight.block], shards * weight.part(shards)
+        found[weight.block] = gathered + weight.stored * size, summed + 4 * weight.trained * size
+    return found
 
 
 def state_bytes(optimizers: Iterable[Optimizer]) -> dict[Tensor, tuple[int, int]]:
     """Step each optimizer once on tiny stand-ins, which replace its parameters.
 
-    Returns by parameter: the bytes of its state that has its shape, and of the rest.
+    Returns by parameter: the bytes of its state for each value, and the bytes of other state.
     """
     found = {}
     for optimizer in optimizers:
-        stand_ins = {}
+        stand_ins: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
-            small = {p: _stand_in(p) for p in group["params"]}
+            small = {parameter: _stand_in(parameter) for parameter in group["params"]}
             group["params"] = list(small.values())
             stand_ins |= small
         optimizer.step()
-        for parameter, small in stand_ins.items():
-            tensors = [*tensors_in(optimizer.state[small])]
-            alike = [t for t in tensors if t.shape == small.shape]
-            other = [t for t in tensors if t.shape != small.shape]
-            sizes = [sum(_scaled(t, small, parameter) for t in kind) for kind in (alike, other)]
-            found[parameter] = (sizes[0], sizes[1])
+        for parameter, small_one in stand_ins.items():
+            states = [*tensors_in(optimizer.state[small_one])]
+            alike = sum(s.itemsize for s in states if s.shape == small_one.shape)
+            sizes = dict(zip(small_one.shape, parameter.shape, strict=True))
+            other = sum(
+                state.itemsize * math.prod(sizes.get(n, n) for n in state.shape)
+                for state in states
+                if state.shape != small_one.shape
+            )
+            found[parameter] = alike, other
     return found
 
 
-def _stand_in(parameter: Tensor) -> nn.Parameter:
-    sizes = [min(size, prime) for size, prime in zip(parameter.shape, _PRIMES, strict=False)]
-    made = nn.Parameter(torch.ones(sizes))
-    made.grad = torch.ones_like(made)
+def _stand_in(parameter: Tensor) -> Tensor:
+    made = torch.ones([min(*pair) for pair in zip(parameter.shape, _PRIMES, strict=False)])
+    made.requires_grad_().grad = torch.ones_like(made)
     return made
-
-
-def _scaled(state: Tensor, small: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of a state of `small` for the parameter, dimension by dimension."""
-    if state.shape == small.shape:
-        return state.itemsize * parameter.numel()
-    sizes = dict(zip(small.shape, parameter.shape, strict=True))
-    return state.itemsize * math.prod(sizes.get(size, size) for size in state.shape if size > 1)
-
-
-Saved = dict[int, int]
-"""Bytes of memory that autograd keeps for a backward pass, by address."""
-
-
-@contextmanager
-def watch_saved(model: nn.Module) -> Iterator[Saved]:
-    """Context manager that collects the memory which autograd saves, without the model's own."""
-    saved: Saved = {}
-    alive: list[Tensor] = []  # So that no address is used twice.
-    known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    def pack(tensor: Tensor) -> Tensor:
-        alive.append(tensor)
-        if _address(tensor) not in known:
-            saved[_address(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-class Activations(NamedTuple):
-    """Bytes that a forward pass saves."""
-
-    saved: int
-    largest: int  # in one of the watched blocks
-    summed: int  # bytes of activations that ranks along `tensor` sum, forwards and backwards
 
 
 def measure(
@@ -263,42 +199,52 @@ def measure(
     blocks: Iterable[nn.Module] = (),
     planned: Mapping[nn.Module, str] | None = None,
     tensor: int = 1,
-) -> Activations:
-    """Run a forward pass, and return what it saves on each of `tensor` ranks.
+) -> tuple[int, int, int]:
+    """Run a forward pass, and return the bytes that autograd saves beside the model.
 
-    `planned` has the style of each layer that these ranks divide. Outputs of colwise layers and
-    inputs of rowwise ones are divided, and the other sides are summed.
+    Args:
+        model: in training mode, perhaps of fake tensors.
+        forward: runs it.
+        blocks: of the model, of which the largest share is the second result.
+        planned: the style of each layer that `tensor` ranks divide. Outputs of colwise layers and
+            inputs of rowwise ones are divided. The bytes of the other sides, which these ranks
+            sum, are the third result.
     """
-    sizes, begun, divided, summed = [0], [0], set[int](), [0]
-    handles = []
-    with watch_saved(model) as saved:
+    saved, alive, styles = dict[int, int](), list[Tensor](), planned or {}
+    known = {_address(own) for own in (*model.parameters(), *model.buffers())}
+    begun, largest, summed, divided = 0, 0, 0, set[int]()
 
-        def enter(module: Any, inputs: Any) -> None:
-            begun[0] = sum(saved.values())
+    def pack(value: Tensor) -> Tensor:
+        alive.append(value)  # So that no address is used twice.
+        if _address(value) not in known:
+            saved[_address(value)] = value.untyped_storage().nbytes()
+        return value
 
-        def leave(module: Any, inputs: Any, output: Any) -> None:
-            sizes.append(sum(saved.values()) - begun[0])
+    def enter(module: Any, inputs: Any) -> None:
+        nonlocal begun
+        begun = sum(saved.values())
 
-        def note(module: Any, inputs: Any, output: Any) -> None:
-            style = (planned or {})[module]
-            parts, whole = (
-                (output, inputs[0]) if style.startswith("colwise") else (inputs[0], output)
-            )
-            if style in ("colwise", "rowwise"):
-                divided.add(_address(parts))
-            summed[0] += whole.nbytes if style != "sequence" else 0
+    def leave(module: Any, inputs: Any, output: Any) -> None:
+        nonlocal largest
+        largest = max(largest, sum(saved.values()) - begun)
 
-        for block in blocks:
-            handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-        handles += [module.register_forward_hook(note) for module in planned or {}]
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        nonlocal summed
+        colwise = styles[module].startswith("colwise")
+        part, whole = (output, inputs[0]) if colwise else (inputs[0], output)
+        summed += whole.nbytes
+        divided.update({_address(part)} if styles[module] in ("colwise", "rowwise") else ())
+
+    handles = [block.register_forward_pre_hook(enter) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    handles += [module.register_forward_hook(note) for module in styles]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         forward()
     for handle in handles:
         handle.remove()
-    parts_of = (size // tensor if at in divided else size for at, size in saved.items())
-    return Activations(sum(parts_of), max(sizes), summed[0])
+    total = sum(size // tensor if at in divided else size for at, size in saved.items())
+    return total, largest, summed
 
 
-def style_of(name: str, plan: Mapping[str, str]) -> str:
-    """Return the style of the last pattern of `distributed.plan` that fits a module's name."""
-    fitting = [str(style) for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-    return fitting[-1] if fitting else ""
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -53,7 +53,7 @@ def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
     assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 4, 4]
     own.data.eval_batch_size = 3
     assert [loader.batch_size for loader in build_loaders(own, task)] == [4, 3, 3]
-    for name, size in {"eval_batch_size": 3, "batch_size": 5}.items():
+    for name, size in {"eval_batch_size": 1, "batch_size": 1}.items():
         setattr(own.data, name, size)
         with pytest.raises(ConfigError, match=rf"^dataset.{name}={size}: 2 ranks share each batch"):
             build_loaders(own, task, two)

@@ -4,15 +4,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
-from checkout import ROOT
-from fixtures import Patch
-from ranked import assert_same, in_group, on_ranks, setup, trained
+from fixtures import Patch, refused
+from ranked import assert_same, in_group, on_ranks, setup, trained, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -23,7 +22,8 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.tree import HALF, tensors_in
+from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.lab.plan import Traffic, Way, Weight, payload, sent
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import launch, process_group
 from mpframe.parallel.launch import refuse_misfit
@@ -89,6 +89,38 @@ def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, n
         assert own == pytest.approx(other, rel=1e-9)
 
 
+def steps_of(comm: Comm, batch: int, ranks: int, options: dict[str, Any]) -> Any:
+    """Weights and losses after two steps; one process accumulates the parts of so many ranks."""
+    options = {"name": "gpt", "optimizer": torch.optim.SGD, "batch": batch, **options}
+    trainer, train, _ = setup("fp32", comm, options)
+    losses = []
+    for whole in [*train.epoch(0)][:2]:
+        bounds = (
+            [batch * rank // ranks for rank in range(ranks + 1)] if comm.size == 1 else [0, None]
+        )
+        parts = [map_tensors(lambda t, at=at: t[slice(*at)], whole) for at in pairwise(bounds)]
+        losses.append(float(trainer.train_step(*parts).loss))
+    return [whole_of(p.detach()).clone() for p in trainer.model.parameters()], losses
+
+
+@pytest.mark.parametrize(
+    ("number", "batch", "options"),
+    [("two", 5, {"double": True}), ("two", 3, {"fsdp": True}),
+     pytest.param("four", 7, {"double": True}, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_batches_need_not_divide(
+    request: Any, number: str, batch: int, options: dict[str, Any]
+) -> None:
+    """Each rank weighs as much as its part. All that differs is rounding: weights are fp32."""
+    others = request.getfixturevalue(number)(in_group, steps_of, batch, 0, options)
+    one = {**options, "fsdp": False}
+    weights, losses = steps_of(SINGLE_PROCESS, batch, len(others), one)
+    for found, told in others:
+        assert told == pytest.approx(losses, rel=1e-6)
+        for ours, theirs in zip(found, weights, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the first step."""
     trainer, train, _ = setup(mode, comm, options)
@@ -130,8 +162,9 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
-    options = {"name": "mlp", "fsdp": True, "clip_norm": None}
-    if parallel != "fsdp":
+    layout = {"replicas": 2} if parallel == "hsdp" else {}
+    options = {"name": "mlp", "fsdp": True, "clip_norm": None, "layout": layout}
+    if parallel not in ("fsdp", "hsdp"):
         options = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
     trainer, train, _ = setup(mode, comm, options)
     stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
@@ -140,24 +173,38 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
         trainer.train_step(batch)
     with Counted() as counter:
         trainer.train_step(last)
-    weights = [Weight(tuple(p.shape), p.dtype in HALF) for p in stored.parameters()]
+    weights = [  # Each layer of the divided model is a block, and has a bias.
+        Weight(tuple(p.shape), p.itemsize, block=number // 2 + 1)
+        for number, p in enumerate(stored.parameters())
+    ]
     return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
 
 
-@pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_the_model_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
-    mode = "fp32" if (number, parallel) == ("two", "after_backward") else "mixed"
+def by_kind(traffic: Traffic) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for (kind, _), size in traffic.items():
+        total[kind] += size
+    return total
+
+
+@pytest.mark.parametrize(
+    ("number", "parallel"),
+    [("two", "in_backward"), ("two", "after_backward"), ("two", "fsdp"),
+     *(pytest.param("four", way, marks=pytest.mark.slow) for way in ("fsdp", "hsdp"))],
+)  # fmt: skip
+def test_the_plan_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
+    mode = "fp32" if parallel == "after_backward" else "mixed"
     results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
+    ways = {"fsdp": Way("fsdp", shards=len(results)), "hsdp": Way("hsdp", 2, len(results) // 2)}
+    way, early = ways.get(parallel, Way("ddp", len(results))), parallel == "in_backward"
     for handed, weights, buffers in results:
-        assert handed == payload(weights, parallel, len(results), buffers, scaled=mode != "fp32")
+        plan = payload(weights, way, buffers=buffers, scaled=mode != "fp32", early=early)
+        assert handed == by_kind(plan)
 
 
-def test_a_ring_sends_twice_what_is_summed_and_the_page_has_the_tables() -> None:
-    handed = {"all_reduce": 100, "all_gather": 40, "reduce_scatter": 40, "broadcast": 8}
-    assert (sent(handed, 1), sent(handed, 4)) == (0, 2 * 75 + 30 + 30 + 8)
-    assert held("mixed", "after_backward", 1) == 16
-    assert tables() in (ROOT / "docs" / "distributed.md").read_text()
+def test_a_ring_sends_twice_what_is_summed() -> None:
+    handed = {("all_reduce", 4): 100, ("all_gather", 4): 40, ("reduce_scatter", 4): 40}
+    assert sent({**handed, ("broadcast", 4): 8, ("all_reduce", 1): 99}) == 2 * 75 + 30 + 30 + 8
 
 
 def pretend(monkeypatch: Patch, **variables: str) -> None:
@@ -170,11 +217,6 @@ def second(monkeypatch: Patch) -> None:
     """This process is the second of three, and of two on its machine."""
     here = {"LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
     pretend(monkeypatch, RANK="1", WORLD_SIZE="3", **here)
-
-
-def test_a_process_of_its_own_is_alone(monkeypatch: Patch) -> None:
-    pretend(monkeypatch, RANK="1", WORLD_SIZE="3")  # Some clusters set it for their own ends.
-    assert place() == Place(0, 1, 0)
 
 
 @pytest.mark.usefixtures("second")
@@ -207,8 +249,11 @@ def test_what_several_ranks_do_not_do_together() -> None:
 
 @pytest.mark.usefixtures("second")
 def test_a_sweep_does_not_go_with_torchrun() -> None:
-    with pytest.raises(ConfigError, match=r"^-m: torchrun has started 3 processes for one run"):
-        of_this_rank(["-m", "seed=1,2"])
+    assert refused(ConfigError, of_this_rank, ["-m", "seed=1,2"]) == (
+        "-m: torchrun has started 3 processes for one run; start one torchrun for each job of the "
+        "sweep, or start one process, and let Slurm start those of each job: -m ... "
+        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=3"
+    )
     assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
 
 
@@ -222,29 +267,6 @@ def test_rank_0_that_meets_an_error_late_does_not_repeat_it(monkeypatch: Patch) 
         monkeypatch.setenv("RANK", rank)
         lines.append(launch.line_of(ConfigError(text)))
     assert lines == ["rank 1: late", None, "early", None]
-
-
-def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: Patch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    pretend(monkeypatch, SLURM_NTASKS="2", SLURM_PROCID="0")
-    refuse_misfit(None)  # In a batch script, whose one process may train.
-    pretend(monkeypatch, SLURM_STEP_NUM_TASKS="2")
-    refuse_misfit("none")
-    with pytest.raises(ConfigError) as refused:
-        refuse_misfit(None)
-    assert str(refused.value) == (
-        "srun has started 2 processes, and each would train by itself; let it start one torchrun "
-        "on each machine: srun --ntasks-per-node 1 torchrun --nproc-per-node 2 scripts/train.py "
-        "...; or, for separate runs, set trainer.parallel=none"
-    )
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises(ConfigError, match="srun has started 2 processes"):
-        refuse_misfit("ddp")
-    own = {"LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    pretend(monkeypatch, RANK="1", WORLD_SIZE="2", **own)
-    refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

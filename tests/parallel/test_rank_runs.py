@@ -27,7 +27,7 @@ DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
            "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
            "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
 REFUSED = {
-    "dataset.batch_size=7": "2 ranks share each batch; use a multiple of 2, as 8",
+    "dataset.batch_size=1": "2 ranks share each batch, and each needs a sample; use 2 or more",
     "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
     "trainer.parallel=ddp, or start one process",
     "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
@@ -126,6 +126,23 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
         same = bool(((weight - now[name]).abs() < 2**-23).all())
         assert same == (not name.startswith("head")), name
     assert train(tmp_path / "one", *one, "resume=auto").steps == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_three_ranks_become_two(two: Ranks, tmp_path: Path, parallel: str) -> None:
+    """As torchrun makes of them if one machine is lost. Neither number divides the batch."""
+    options = [*NET, "dataset.batch_size=16", "trainer.keep_last=9"]
+    options += [f"trainer.parallel={parallel}", "callbacks.autopsy=null"]
+    with Ranks(3) as three:
+        ends = three(ranked.run, tmp_path / "run", *options, *trouble(2, 4, "SIGTERM"))
+    assert {kind for kind, _ in ends} == {"RunInterrupted"}
+    odd = [word.replace("=16", "=15") for word in options]
+    assert [end.steps for end in two(ranked.run, tmp_path / "run", *options, "resume=auto")] == [
+        8,
+        8,
+    ]
+    assert [end.steps for end in two(ranked.run, tmp_path / "odd", *odd)] == [8, 8]
 
 
 @pytest.mark.parametrize(

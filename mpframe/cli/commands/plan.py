@@ -3,201 +3,177 @@
 Usage: mpframe plan [GROUP=CHOICE] [option=value] ... [nodes=N] [gpus=N] [memory=SIZE]
 
     mpframe plan experiment=gpt nodes=2 gpus=8 memory=80GB
-    mpframe plan experiment=gpt gpus=4 trainer.recompute=[blocks.*] out=plan.json
+    mpframe plan model=mlp gpus=4 trainer.recompute=[hidden*]
 
 Options:
     all of mpframe train
     nodes=N         machines, default: 1
-    gpus=N          ranks on each machine, default: 2
-    memory=SIZE     of each rank, as 80GB or 64GiB, to learn what fits
-    out=FILE.json   also writes the numbers there, in bytes
+    gpus=N          ranks on each machine, default: 1
+    memory=SIZE     of each rank, as 80GB, to see what fits
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
-The model is made without values, and a forward pass on a rank's part of the first batch tells the
-activations. `recomputed` is less: with `trainer.recompute`, by default of the model's blocks. Half
-ops count as native, and products below 16 bits as half.
+The model is made without values. A forward pass on a rank's part of a batch tells the activations,
+and the `recomputed` ones of `trainer.recompute`, by default of the model's blocks. Half ops count
+as native, and products below 16 bits as half.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
+from mpframe.config.command_line import check_config, compose_named
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.casting.storage import formats_of
 from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
 from mpframe.data.loading import make_loader
 from mpframe.data.task import Task
-from mpframe.files.durable import write_atomically
 from mpframe.files.text import align
 from mpframe.lab import plan
-from mpframe.lab.plan import Activations, Way, Weight
+from mpframe.lab.plan import Way, Weight
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sharding import blocks_of
 from mpframe.run.optimizer import build_optimizers
 from mpframe.run.parts import build_layout, build_model, build_precision, build_task
 from mpframe.training.memory import recompute
 
-_UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 _MODES = ("fp32", "amp", "mixed")
 _MASTERS = {"on": 4, "split": 2, "off": 0}  # bytes beside a half weight
 
 
 @command
 def main(arguments: list[str]) -> None:
-    given, words = take_own(arguments, ("nodes", "gpus", "memory", "out"))
-    nodes, gpus = (_whole(name, given.get(name, "12"[at])) for at, name in enumerate(_RANKS))
-    memory, out = _size(given.get("memory")), given.get("out")
-    if out:
-        refuse_unwritable("out", Path(out).parent)
+    given, words = take_own(arguments, ("nodes", "gpus", "memory"))
+    nodes, gpus = (_read(name, given.get(name, "1"), "") for name in ("nodes", "gpus"))
+    memory = _read("memory", given["memory"], "GB") if "memory" in given else math.inf
     config = check_config(compose_named(words)[1])
     task, layout = build_task(config), build_layout(config)
-    rows = [
-        row
-        for way in _ways(nodes, gpus, layout)
-        for mode in _MODES
-        for row in [_row(config, task, layout, way, mode)]
-    ]
+    ways = _ways(int(nodes), int(gpus), layout)
+    rows = [_row(config, task, layout, way, mode) for way in ways for mode in _MODES]
     print(_table(rows, memory))
-    if out:
-        write_atomically(Path(out), json.dumps(rows, indent=2) + "\n")
 
 
-_RANKS = ("nodes", "gpus")
+def _read(name: str, text: str, unit: str) -> float:
+    number = parse_measure(text, unit)
+    if number is None or not (unit or number.is_integer()):
+        raise ConfigError(f"{name}={text}: must be {'a number of GB, as 80GB' if unit else '>= 1'}")
+    return number
 
 
-def _whole(name: str, text: str) -> int:
-    if not text.isdigit() or text == "0":
-        raise ConfigError(f"{name}={text}: must be an integer >= 1")
-    return int(text)
-
-
-def _size(text: str | None) -> float | None:
-    sizes = [n * unit for name, unit in _UNITS.items() if (n := parse_measure(text, name))]
-    if text and not sizes:
-        raise ConfigError(f"memory={text}: must be a number with {', '.join(_UNITS)}, as 80GB")
-    return sizes[0] if sizes else None
-
-
-def _ways(nodes: int, gpus: int, layout: Layout) -> Iterator[Way]:
+def _ways(nodes: int, gpus: int, layout: Layout) -> list[Way]:
     ranks = nodes * gpus
-    yield Way("ddp", replicas=ranks)
-    if ranks > 1:
-        yield Way("fsdp", shards=ranks)
-    if nodes > 1 and gpus > 1:
-        yield Way("hsdp", nodes, gpus)
-    if layout.plan:
-        yield Way("tp", *layout.shape(ranks))
+    fitting = {
+        Way("ddp", replicas=ranks): True,
+        Way("fsdp", shards=ranks): ranks > 1,
+        Way("hsdp", nodes, gpus): nodes > 1 and gpus > 1,
+        Way("tp", *layout.shape(ranks)): bool(layout.plan),
+    }
+    return [way for way, fits in fitting.items() if fits]
 
 
 def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dict[str, Any]:
     """Return the numbers of one way in one dtype mode, in bytes, by their names."""
     dtype = replace(config.dtype, mode=mode, compute="native", products="none")
     config = replace(config, dtype=dtype)
-    planned = layout.plan if way.tensor > 1 else {}
-    model, activations, recomputed = _run(config, task, way, planned)
-    weights = _weights(config, model, way.tensor, planned)
+    names = layout.plan if way.tensor > 1 else {}
+    batch = _batch(config, task, way.ranks // way.tensor)
+    try:
+        with FakeTensorMode() as shapes:
+            model = build_model(config).train()
+            batch = map_tensors(shapes.from_tensor, batch)
+            styles = _styles(model, names)
+            activations, recomputed, summed = _run(config, task, model, batch, styles, way.tensor)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UserCodeError(f"model: cannot run without values: {first_line(error)}") from error
+    weights = _weights(config, model, styles, way.tensor)
     average = 0 if config.trainer.ema_decay is None else 4
-    masters = _MASTERS[str(config.dtype.master_weights)] if mode == "mixed" else 0
+    masters = _MASTERS[str(config.dtype.master_weights)]
     held = plan.held(weights, way, master=masters, average=average)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    traffic = plan.payload(weights, way, buffers=buffers, activations=activations.summed)
-    return {
-        "ranks": way.name, "dtype": mode, **asdict(held),
-        "activations": activations.saved, "recomputed": recomputed,
-        "total": held.total + buffers + activations.saved,
-        "least": held.total + buffers + min(activations.saved, recomputed),
-        "sent": round(plan.sent(traffic)) if way.ranks > 1 else 0,
-        "longest": plan.longest_message(weights, way) if way.ranks > 1 else 0,
-    }
+    traffic = plan.payload(weights, way, buffers=buffers, activations=summed)
+    least = sum(held.values()) + buffers
+    held |= {"activations": activations, "recomputed": recomputed, "total": least + activations}
+    sizes = {"sent": round(plan.sent(traffic)), "longest": plan.longest_message(weights, way)}
+    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least + recomputed}
 
 
 def _run(
-    config: Config, task: Task, way: Way, planned: Mapping[str, str]
-) -> tuple[nn.Module, Activations, int]:
-    """Make the model, in its formats, and measure its activations, kept and recomputed."""
-    batch, shapes = _batch(config, task, way.ranks // way.tensor), FakeTensorMode()
-    try:
-        with shapes:
-            model = build_model(config).train()
-            batch = map_tensors(shapes.from_tensor, batch)
-            precision = build_precision(config)
+    config: Config, task: Task, model: nn.Module, batch: Any, styles: Any, tensor: int
+) -> tuple[int, int, int]:
+    """Bring weights to their formats; measure activations, kept and recomputed, and sums."""
+    precision, blocks = build_precision(config), blocks_of(model)
 
-            def forward() -> None:
-                with precision.cast():
-                    for objective in task.objectives.values():
-                        objective(model, batch)
-
+    def forward() -> None:
+        with precision.cast():
             for objective in task.objectives.values():
-                precision.trace(model, partial(objective, batch=batch))
-            for weight, dtype in formats_of(model, precision.policy, precision.uses(model)).items():
-                weight.data = weight.data.to(dtype)
-            precision.attach(model)
-            names = {module: name for name, module in model.named_modules()}
-            patterns = config.trainer.recompute or [names[block] for block in blocks_of(model)]
-            styles = {m: plan.style_of(name, planned) for m, name in names.items()}
-            divided = {module: style for module, style in styles.items() if style}
-            saved = plan.measure(model, forward, blocks_of(model), divided, way.tensor)
-            recompute(model, patterns)
-            kept = plan.measure(model, forward, (), divided, way.tensor)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UserCodeError(f"model: cannot run without values: {first_line(error)}") from error
-    return model, saved, kept.saved + saved.largest
+                objective(model, batch)
+
+    for objective in task.objectives.values():
+        precision.trace(model, partial(objective, batch=batch))
+    for weight, dtype in formats_of(model, precision.policy, precision.uses(model)).items():
+        weight.data = weight.data.to(dtype)
+    precision.attach(model)
+    names = [name for name, module in model.named_modules() if module in blocks]
+    saved, largest, summed = plan.measure(model, forward, blocks, styles, tensor)
+    recompute(model, config.trainer.recompute or names)
+    kept, _, _ = plan.measure(model, forward, (), styles, tensor)
+    return saved, kept + largest, summed
 
 
 def _batch(config: Config, task: Task, readers: int) -> Any:
     """Return the largest part of the first batch that one of the ranks reads."""
-    options: dict[str, Any] = {"collate": task.collate, "batches_per_epoch": task.batches_per_epoch}
-    size = -(-config.data.batch_size // readers)
-    train = make_loader(
-        task.train, size, seed=config.run.seed, shuffle=True, drop_last=True, **options
-    )
+    size, each = -(-config.data.batch_size // readers), task.batches_per_epoch
+    options: dict[str, Any] = {"seed": config.run.seed, "shuffle": True, "drop_last": True}
+    train = make_loader(task.train, size, collate=task.collate, batches_per_epoch=each, **options)
     return next(train.epoch(0))
 
 
+def _styles(model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
+    """Return the style that `distributed.plan` gives each layer: of the last pattern that fits."""
+    fitting = {
+        module: style
+        for pattern, style in patterns.items()
+        for name, module in model.named_modules()
+        if fnmatchcase(name, pattern)
+    }
+    return {module: style for module, style in fitting.items() if style != "sequence"}
+
+
 def _weights(
-    config: Config, model: nn.Module, tensor: int, planned: Mapping[str, str]
+    config: Config, model: nn.Module, styles: Mapping[nn.Module, str], tensor: int
 ) -> list[Weight]:
     states = plan.state_bytes(build_optimizers(config, model).values())
     block_of = {p: n for n, b in enumerate(blocks_of(model), 1) for p in b.parameters()}
     shapes: dict[Tensor, list[int]] = {p: list(p.shape) for p in model.parameters()}
-    for name, module in model.named_modules():
-        style = plan.style_of(name, planned)
-        for parameter in module.parameters(recurse=False) if style not in ("", "sequence") else ():
-            axis = style.startswith("colwise") == isinstance(module, nn.Embedding)
+    for module, style in styles.items():
+        axis = style.startswith("colwise") == isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False):
             if axis < parameter.dim():  # Each rank has the whole bias of a rowwise layer.
                 shapes[parameter][axis] = parameter.shape[axis] // tensor
-    weights = []
-    for parameter, shape in shapes.items():
-        alike, other = states.get(parameter, (0, 0))
-        weight = Weight(shape, parameter.itemsize, parameter.requires_grad)
-        alike = alike * weight.count // max(parameter.numel(), 1)
-        block = block_of.get(parameter, 0)
-        weights.append(replace(weight, state=alike, whole_state=other, block=block))
-    return weights
+    return [
+        Weight(
+            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0)), block_of.get(p, 0)),
+        )
+        for p, shape in shapes.items()
+    ]
 
 
-def _table(rows: list[dict[str, Any]], memory: float | None) -> str:
+def _table(rows: list[dict[str, Any]], memory: float) -> str:
     unit, size = ("GB", 1e9) if max(row["total"] for row in rows) >= 1e9 else ("MB", 1e6)
     names = [name for name in rows[0] if name != "least"]
-    lines = [[*names, *(["fits"] if memory else [])]]
+    lines = [[*names, "fits"]]
     for row in rows:
         cells = [v if isinstance(v, str) else f"{v / size:.3g}" for v in map(row.get, names)]
-        lines.append(cells + ([_fits(row, memory)] if memory else []))
-    return f"{unit} of each rank, and a step's sent and longest message\n" + align(
-        lines, right=range(2, len(names))
-    )
-
-
-def _fits(row: dict[str, Any], memory: float) -> str:
-    if row["total"] <= memory:
-        return "yes"
-    return "recomputed" if row["least"] <= memory else "no"
+        kept, least = (row[name] / 1e9 <= memory for name in ("total", "least"))
+        lines.append([*cells, "yes" if kept else "recomputed" if least else "no"])
+    if memory == math.inf:
+        lines = [line[:-1] for line in lines]
+    head = f"{unit} that each rank holds, sends in a step, and sends at once:"
+    return f"{head}\n{align(lines, right=range(2, len(names)))}"

@@ -1,0 +1,206 @@
+"""The bytes that `mpframe plan` computes are those that processes and ranks really hold."""
+
+import gc
+import re
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from fixtures import Shown
+from ranked import in_group, parts, setup
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mpframe import Precision
+from mpframe.cli.commands import plan as command
+from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
+from mpframe.core.objective import supervised
+from mpframe.core.optim import masters
+from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.lab.plan import Way, Weight, held, longest_message, measure, payload, state_bytes
+from mpframe.parallel.data_parallel import DataParallel
+from mpframe.parallel.sharding import blocks_of
+from mpframe.training.memory import recompute
+
+RATIO = 0.05
+
+
+def in_formats(model: nn.Module, mode: str) -> Precision:
+    """In native bfloat16, because emulated products keep fp32 copies."""
+    precision = Precision(mode, "bfloat16", compute="native")
+    precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return precision
+
+
+def really_saved(model: nn.Module, precision: Precision, loss: Any, batch: Any) -> int:
+    """Of the memory that lives through a forward pass, what its graph keeps alive."""
+    before = {t.untyped_storage().data_ptr() for t in living()}
+    batch = map_tensors(Tensor.clone, batch)
+    with precision.cast():
+        output = supervised(loss)(model, batch).loss
+    kept: dict[int, int] = {}
+
+    def note(function: Any, seen: set[Any]) -> None:
+        if function is None or function in seen:
+            return
+        seen.add(function)
+        for name in dir(function):
+            if name.startswith("_saved_"):
+                for tensor in tensors_in(getattr(function, name)):
+                    storage = tensor.untyped_storage()
+                    kept[storage.data_ptr()] = storage.nbytes()
+        for following, _ in function.next_functions:
+            note(following, seen)
+
+    note(output.grad_fn, set())
+    return sum(size for at, size in kept.items() if at not in before)
+
+
+def living() -> Iterator[Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor) and type(found).__name__ != "FakeTensor":
+            yield found._local_tensor if is_sharded(found) else found
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet18"])
+@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+def test_activations_are_those_that_autograd_saves(name: str, mode: str) -> None:
+    model, data, loss = parts(name)
+    batch = tuple(t[:8].clone() for t in data.tensors)
+    real = really_saved(model.train(), in_formats(model, mode), loss, batch)
+    formats = [p.dtype for p in model.parameters()]
+    with FakeTensorMode() as shapes:
+        model = parts(name)[0].train()
+        for weight, dtype in zip(model.parameters(), formats, strict=True):
+            weight.data = weight.data.to(dtype)
+        fake, precision = map_tensors(shapes.from_tensor, batch), Precision(mode, "bfloat16")
+
+        def forward() -> None:
+            with precision.cast():
+                supervised(loss)(model, fake)
+
+        blocks = blocks_of(model)
+        saved, largest, _ = measure(model, forward, blocks)
+        recompute(model, [n for n, m in model.named_modules() if m in blocks])
+        kept, _, _ = measure(model, forward)
+    assert saved == pytest.approx(real, rel=RATIO)
+    assert kept < saved
+    assert largest < saved
+
+
+def test_layers_that_ranks_divide_keep_and_sum_their_parts() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+    styles = {model[0]: "colwise", model[2]: "rowwise"}
+    alone = measure(model, lambda: model(torch.ones(3, 4)))[0]
+    saved, _, summed = measure(model, lambda: model(torch.ones(3, 4)), (), styles, 2)
+    assert alone - saved == 4 * 3 * 8 // 2  # What is between both layers.
+    assert summed == 4 * 3 * (4 + 6)
+    handed = payload([Weight((4, 2))], Way("tp", tensor=2), activations=summed)
+    assert handed["all_reduce", 2] == summed + 3 * 4 + 8 * (3 + 1 + 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "each", "other"),
+    [(torch.optim.AdamW, 8, 4), (torch.optim.SGD, 0, 0), (torch.optim.Adafactor, 0, 4 + 4 * 40)],
+)
+def test_the_optimizer_s_state_is_counted_on_stand_ins(kind: Any, each: int, other: int) -> None:
+    """Adafactor keeps a mean for each row and for each column."""
+    weight = nn.Parameter(torch.empty(30, 10))
+    assert state_bytes([kind([weight], lr=0.1)]) == {weight: (each, other)}
+
+
+def test_buckets_and_blocks_are_the_longest_messages() -> None:
+    large, small = Weight((2**22, 4), stored=2, block=1), Weight((3, 5))
+    assert longest_message([small, small, large], Way("ddp", 2)) == 4 * 2**24
+    assert longest_message([small, small], Way("ddp", 2)) == 4 * 30
+    assert longest_message([small, small], Way("fsdp", shards=2)) == 4 * (4 + 4) * 5
+
+
+def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
+    """The bytes of a rank's tensors and DDP's buckets while the optimizer steps; those planned."""
+    options = {"name": "gpt", "fsdp": sharded, "clip_norm": None}
+    before = {t.untyped_storage()._cdata for t in living()}
+    stored = [*setup(mode, SINGLE_PROCESS, {"name": "gpt"})[0].model.parameters()]
+    shapes = [(tuple(p.shape), p.itemsize) for p in stored]
+    found: dict[int, int] = {}
+    buckets, reduce = [], DataParallel._reduce
+
+    def note(optimizer: Any, *_: Any) -> None:
+        gc.collect()
+        for tensor in [*living(), *buckets]:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before:
+                found[storage.data_ptr()] = storage.nbytes()
+
+    @wraps(reduce)
+    def watched(self: Any, bucket: Any) -> Any:
+        buckets.append(bucket.buffer())
+        return reduce(self, bucket)
+
+    del stored
+    hook = register_optimizer_step_post_hook(note)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DataParallel, "_reduce", watched)
+        # On a CPU masters remember the bits of small weights.
+        patched.setattr(masters, "_values_count", lambda weight: False)
+        trainer, train, _ = setup(mode, comm, options)
+        for batch in list(train.epoch(0))[:2]:
+            buckets.clear()
+            found.clear()
+            trainer.train_step(batch)
+    hook.remove()
+    way = Way("fsdp", shards=comm.size) if sharded else Way("ddp", comm.size)
+    weights = [Weight(shape, size, state=8) for shape, size in shapes]
+    plan = held(weights, way, average=4)
+    return sum(found.values()), sum(plan.values()) - plan["gathered"]
+
+
+@pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_ranks_hold_what_is_planned(request: Any, number: str, mode: str, sharded: bool) -> None:
+    for real, planned in request.getfixturevalue(number)(in_group, held_by, mode, sharded):
+        assert real == pytest.approx(planned, rel=RATIO)
+
+
+def test_the_command_prints_what_fits(capsys: Shown) -> None:
+    words = ["model=mlp", "model.hidden=64", "nodes=2", "gpus=2", "memory=0.00015GB"]
+    plan = [
+        "trainer.parallel=fsdp",
+        "distributed.tensor=2",
+        "distributed.plan={hidden1*: colwise, hidden2*: rowwise}",
+    ]
+    command.main([*words, *plan])
+    head, names, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("MB that each rank holds")
+    assert names.split()[-3:] == ["sent", "longest", "fits"]
+    rows = {tuple(line.split()[:2]): line.split() for line in lines}
+    assert [way for way, _ in rows][::3] == ["ddp", "fsdp", "hsdp", "tp"]
+    values = 64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10
+    assert float(rows["ddp", "fp32"][2]) == pytest.approx(4 * values / 1e6, rel=0.01)
+    assert {row[-1] for row in rows.values()} == {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["nodes=0"], "nodes=0: must be >= 1"),
+     (["gpus=1.5"], "gpus=1.5: must be >= 1"),
+     (["memory=80"], "memory=80: must be a number of GB, as 80GB")],
+)  # fmt: skip
+def test_numbers_are_checked(words: list[str], said: str, capsys: Shown) -> None:
+    with pytest.raises(SystemExit):
+        command.main(words)
+    assert said in re.sub(r"^mpframe: ", "", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(capsys: Shown) -> None:
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    shown = r"^mpframe plan (.+)\n```\n\n```text\n((?:.+\n)+)```"
+    ((words, table),) = re.findall(shown, page, re.M)
+    command.main(words.split())
+    assert capsys.readouterr().out == table

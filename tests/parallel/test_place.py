@@ -1,0 +1,177 @@
+"""Which processes are ranks of one run, by the variables that real starters set.
+
+The variables are those of Slurm 22.05, Open MPI 5.0, MPICH 5.0, Intel MPI 2021 and submitit 1.5.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from fixtures import Patch, refused
+from ranked import NET, summary_in
+
+from mpframe.cli.commands.train import of_this_rank
+from mpframe.core.errors import ConfigError
+from mpframe.parallel import launch
+from mpframe.parallel.launch import init_comm, line_of, refuse_misfit
+from mpframe.parallel.place import Place, address, missing, place, separate
+
+_KNOWN = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|TORCHELASTIC|SLURM|OMPI|PMI|MPI_|SUBMITIT")
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+TORCHRUN |= {"MASTER_ADDR": "first", "MASTER_PORT": "29400"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SRUN = {**BATCH, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+SRUN |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[003-005,9],other7"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
+SUBMITIT |= {"SUBMITIT_LOCAL_LOCALID": "1"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: Patch) -> Iterator[None]:
+    for name in [name for name in os.environ if _KNOWN.match(name)]:
+        monkeypatch.delenv(name)
+    yield
+    separate(None)
+
+
+def pretend(monkeypatch: Patch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [(TORCHRUN, Place(1, 2, 1)), (SRUN, Place(3, 4, 1)), (OPEN_MPI, Place(3, 4, 1)),
+     (HYDRA, Place(1, 2, 1)), (SUBMITIT, Place(1, 2, 1)), (BATCH, Place()),
+     ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, Place()), ({**SRUN, **TORCHRUN}, Place(1, 2, 1)),
+     ({**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}, Place(0, 4, 1)),
+     ({**SRUN, **TORCHRUN, "WORLD_SIZE": "1"}, Place())],
+)  # fmt: skip
+def test_a_starter_s_variables_give_the_place(
+    monkeypatch: Patch, variables: dict[str, str], expected: Place
+) -> None:
+    """A batch script is one process, and srun may have started one torchrun or mpirun."""
+    pretend(monkeypatch, variables)
+    assert place() == expected
+
+
+def test_a_shell_that_srun_opened_starts_single_processes(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, SRUN)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0)
+    assert place() == Place()
+
+
+def test_ranks_find_the_first_one(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, SRUN)
+    first = address()
+    assert first[0] == "gpu003"
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert address() == first
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert address()[1] != first[1]
+    assert 15000 <= first[1] < 32768
+    pretend(monkeypatch, {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert address() == ("head", 1234)
+
+
+def test_ranks_below_a_script_find_the_port_of_those_beside_it(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, HYDRA)
+    tell = "import mpframe.parallel.place as p; print(p.address())"
+    direct = [sys.executable, "-c", tell]
+    env = {"capture_output": True, "text": True, "check": True}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PMI_RANK")  # This process started the ranks.
+    ranks = [
+        subprocess.run(words, env={**os.environ, "PMI_RANK": rank}, **env).stdout  # type: ignore[call-overload]
+        for rank, words in (("0", direct), ("1", ["sh", "-c", '"$@"; :', "sh", *direct]))
+    ]
+    assert ranks[0] == ranks[1]
+    assert ranks[0].startswith("('127.0.0.1', ")
+
+
+def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, OPEN_MPI)
+    with pytest.raises(ConfigError) as error, init_comm(None, lambda: None, 1.0):  # type: ignore[arg-type,return-value]
+        pass
+    assert str(error.value) == (
+        "mpirun has started 4 processes on several machines, which do not know the first one; name "
+        "it: mpirun -x MASTER_ADDR=FIRST -n 4 python scripts/train.py ..."
+    )
+    assert line_of(error.value) is None  # Rank 0 prints it.
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert line_of(error.value) == str(error.value)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    assert address() == ("first", 29500)
+
+
+def test_separate_runs_are_asked_for(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, SRUN)
+    words = ["trainer.parallel=none", "seed=1"]
+    assert of_this_rank(words) == words
+    assert place() == Place()
+    pretend(monkeypatch, TORCHRUN)
+    assert place() == Place(1, 2, 1)  # torchrun's ranks are never separate: that is refused.
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: # RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must"),
+     ({"RANK": "0"}, "RANK=0: # WORLD_SIZE, LOCAL_RANK, "),
+     ({**TORCHRUN, "LOCAL_RANK": ""}, "RANK=1, WORLD_SIZE=2: # LOCAL_RANK must")],
+)  # fmt: skip
+def test_a_second_process_by_hand_is_told_what_lacks(
+    monkeypatch: Patch, variables: dict[str, str], said: str
+) -> None:
+    pretend(monkeypatch, {name: value for name, value in variables.items() if value})
+    text = refused(ConfigError, refuse_misfit, None)
+    assert text.startswith(said.replace("#", "says that there are other processes, and"))
+    assert text.endswith(
+        " be set as well; start them as torchrun --nproc-per-node 2 scripts/train.py ...; or, for "
+        "a run of this process only, set trainer.parallel=none"
+    )
+    refuse_misfit("none")
+
+
+def test_nothing_lacks_for_one_process_or_known_ranks(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, {"WORLD_SIZE": "1"})
+    assert missing() == []
+    pretend(monkeypatch, {**SRUN, "WORLD_SIZE": "4"})  # As scripts for torch.distributed do.
+    assert missing() == []
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_srun_starts_them(monkeypatch: Patch, tmp_path: Path) -> None:
+    """One run, and an error that both meet is printed once though rank 0 keeps the store."""
+    pretend(monkeypatch, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(os.getpid())})
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+
+    def run(*words: str) -> list[tuple[int, str]]:
+        start = [sys.executable, f"{ROOT}/scripts/train.py", *NET, *words]
+        ranks = [
+            subprocess.Popen(
+                start,
+                env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+    assert [code for code, _ in run(f"hydra.run.dir={tmp_path}/run")] == [0, 0]
+    assert summary_in(tmp_path / "run")["steps"] == 8
+    ends = run("trainer.max_stepz=1")
+    assert [code for code, _ in ends] == [1, 1]
+    lines = [text for _, text in ends if text]
+    assert lines == ["mpframe: trainer.max_stepz: no such option; nearest: trainer.max_steps\n"]
+    assert launch.START.startswith("torchrun")
