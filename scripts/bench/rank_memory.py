@@ -1,8 +1,8 @@
 """How much memory a rank takes to start, and to take two steps, beside a rank with a tiny model.
 
-Usage, in scripts/: python -m bench.rank_memory [n]. It trains a GPT with 74 million weights (295 MB)
-on the CPU with AdamW, by 2 and 4 ranks that shard it, n times (3), and prints a table as Markdown.
-The table has the largest rank's peak of resident memory (VmHWM in /proc/self/status, Linux). glibc
+Usage, in scripts/: python -m bench.rank_memory [n]. It trains a GPT with 74 million weights (295
+MB) on the CPU with AdamW, by 2 and 4 ranks that shard it, n times (3), and prints a table. The
+table has the largest rank's peak of resident memory (VmHWM in /proc/self/status, Linux). glibc
 is told to give freed memory back at once, because what it keeps for later is not needed.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import run_python
-
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
 
