@@ -118,7 +118,8 @@ def _take_out(value: Any, place: Place, parts: dict[Place, Part], take: Take) ->
 
 def _is_replica(value: Any) -> bool:
     axes, mesh = enumerate(value.placements), value.device_mesh
-    return any(p.is_replicate() and mesh.get_local_rank(n) for n, p in axes)
+    repeats = any(p.is_replicate() and mesh.get_local_rank(n) for n, p in axes)
+    return repeats or int(mesh.mesh.min()) > 0  # Rank 0 and these ranks hold the same parts.
 
 
 def _start_of(value: Any) -> Index:

@@ -96,17 +96,17 @@ OTHER_RANKS = "other_ranks"  # the entry of a state with the list of the states 
 
 
 def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of ranks 1, 2, ... of `comm` on rank 0, and an empty list elsewhere."""
+    """Return the states of data ranks 1, 2, ... on rank 0, and an empty list elsewhere."""
     if comm.size == 1:
         return []
     file = io.BytesIO()  # pickle cannot restore numpy's random state, a tensor of uint32.
     torch.save(state, file)
-    sent = comm.gather_object(file.getvalue())[1:]
+    sent = comm.gather_shares(file.getvalue())[1:]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 
 def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the state of a rank > 0, or None if the run had fewer ranks."""
+    """Return the state of a data rank > 0, or None if the run had fewer."""
     others = state.get(OTHER_RANKS, [])
     return others[rank - 1] if rank <= len(others) else None
 

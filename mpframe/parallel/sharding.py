@@ -6,6 +6,7 @@ it, and again in the backward pass. Then the gradients of the block are summed o
 fp32, and each rank keeps the sums for its part.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import is_sharded, rows_of_a_part, weigh_
-from mpframe.core.errors import ConfigError
+from mpframe.core.comm import weigh_
+from mpframe.core.errors import ConfigError, first_line
 from mpframe.parallel.layout import AXES, Layout
+from mpframe.parallel.unused import Usage
 
+_SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -38,7 +41,8 @@ class Sharding:
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
-        self._trained: list[tuple[str, nn.Parameter]] = []
+        self.usage: Any = None  # the Usage of a divided model
+        self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
     def divide(
         self,
@@ -65,35 +69,52 @@ class Sharding:
         }
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
-            fill({names[block]: block for block in blocks})
-            weights = [p for block in blocks for p in block.parameters() if not is_sharded(p)]
-            values = _count_summed_values(weights, mesh["shards"].size())
+        entries = blocks_of(model)
+        for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
+            within = {names[block]: block for block in blocks}
+            fill(within)
+            self._parallelize(mesh["tensor"], within, formats)
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
-            name = " or ".join(names[block] or "the model" for block in blocks)
-            sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
+            sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.15
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
+        self.usage = Usage(model, entries)
+        self.formats = {after[name]: formats[before[name]] for name in before}  # type: ignore[index]
         return {before[name]: after[name] for name in before}
 
-    def take_amax(self, device: torch.device) -> Tensor:
+    def compile_blocks(self) -> None:
+        """Compile the forward pass of each block, or of a model without blocks.
+
+        A graph of the whole model would break wherever weights are gathered.
+        """
+        for module in blocks_of(self._model) or [self._model]:
+            module.forward = torch.compile(module.forward)
+
+    def _parallelize(self, mesh: DeviceMesh, within: Mapping[str, nn.Module], formats: Any) -> None:
+        """Divide the layers of the plan within blocks. Their parameters keep their formats."""
+        if self._layout.plan:
+            from mpframe.parallel.tensor_parallel import parallelize
+
+            before = dict(self._model.named_parameters(remove_duplicate=False))
+            parallelize(self._model, mesh, self._layout.plan, within)
+            for name, weight in self._model.named_parameters(remove_duplicate=False):
+                if weight is not before[name]:
+                    formats[weight] = formats[before[name]]
+
+    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is scaled as the loss was, and nan if one is nan.
+        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
+        as well if no other rank has a share of the data.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max().to(device) if amaxes else torch.zeros((), device=device)
-
-    def refuse_unused(self) -> None:
-        """Raise ConfigError, after the backward pass, if it did not use all weights."""
-        for name, weight in self._trained:
-            if weight.grad is None:
-                raise _make_unused_error(name)
+        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
@@ -101,6 +122,13 @@ class Sharding:
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
+            ) from error
+        if self._layout.plan and isinstance(error, RuntimeError) and _SHAPES.search(str(error)):
+            raise ConfigError(
+                "distributed.plan: the model does not take the parts of its layers "
+                f"({first_line(error)}); distributed.tensor={self._layout.tensor} must divide what "
+                "it makes of their features, as heads, and between colwise and rowwise it sees a "
+                "part of them"
             ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
@@ -113,13 +141,10 @@ class Sharding:
 
 
 class _Sum:
-    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums.
+    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums."""
 
-    The sums of a block that was used in part would not fit the other ranks': that is refused.
-    """
-
-    def __init__(self, name: str, values: int, measure: Callable[[Tensor], None]) -> None:
-        self._name, self._values, self._measure = name, values, measure
+    def __init__(self, measure: Callable[[Tensor], None]) -> None:
+        self._measure = measure
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -132,8 +157,6 @@ class _Sum:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if input_tensor.numel() != self._values:
-            raise _make_unused_error(f"a weight of {self._name}")
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
@@ -156,7 +179,7 @@ def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy
         ) from None
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that the model repeats: the entries of its lists and sequences.
 
     A layer that shares a weight with another stays with the model, as one module gathers a weight.
@@ -198,12 +221,6 @@ def _keep_for_backward(model: Any, inputs: Any) -> None:
     model.set_reshard_after_forward(not torch.is_grad_enabled())
 
 
-def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:
-    """Return how many values the gradients have, each divided into full parts."""
-    trained = (p for p in parameters if p.requires_grad and len(p))
-    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained)
-
-
 def _refuse_indivisible(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.dtype != torch.float32 or not weight.dim():
@@ -217,9 +234,3 @@ def _refuse_indivisible(model: nn.Module) -> None:
                 f"trainer.parallel=fsdp: the gradient of {name} is sparse, and ranks sum dense "
                 "ones; make the layer with sparse=False"
             )
-
-
-def _make_unused_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.parallel=fsdp: {what} was not used in this step; {_WAY_OUT}, or freeze it"
-    )

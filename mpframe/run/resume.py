@@ -20,7 +20,6 @@ from mpframe.checkpoint.state import conversion, of_rank, read_precision, roundi
 from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.core.callback import Callbacks
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
@@ -28,12 +27,16 @@ from mpframe.files.stored_yaml import parse_stored
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Callbacks, Trainer
 
 Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
 _ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
+# When ranks gather weights, and where they keep their parts.
+_ELSEWHERE |= {
+    f"distributed.{n}" for n in ("reshard_after_forward", "cpu_offload", "blocks_together")
+}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _STATES = ("optimizer", "scheduler")
 _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
@@ -252,10 +255,10 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     load_state(trainer, snapshot.state["trainer"])
-    if trainer.comm.is_main:
+    if trainer.comm.data_rank == 0:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    state = of_rank(snapshot.state, trainer.comm.rank)
+    state = of_rank(snapshot.state, trainer.comm.data_rank)
     if state is None:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})

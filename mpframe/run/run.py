@@ -49,6 +49,7 @@ from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
+    build_layout,
     build_loaders,
     build_task,
     resolve_device,
@@ -168,6 +169,9 @@ class Run:
         config = self.config
         seed_everything(config.run.seed)
         task = build_task(config)
+        if self.comm.size > 1:
+            layout = build_layout(config)
+            self.comm.tensor = layout.shape(self.comm.size)[-1]
         loaders = build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
@@ -186,8 +190,8 @@ class Run:
             self._find(trainer, task, train)
         if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
-        if self.comm.rank:  # Ranks with the same dropout would see less of it.
-            seed_everything(config.run.seed + self.comm.rank)
+        if self.comm.data_rank:  # Ranks with the same dropout would see less of it.
+            seed_everything(config.run.seed + self.comm.data_rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redact(usage_of(task, trainer, self.hydra), self.secrets)
@@ -341,7 +345,8 @@ def _first_line(error: BaseException) -> str:
 def _of_this_rank(config: Config) -> Config:
     """Leave out the callbacks that this rank does not need."""
     left_out = set()
-    if place().size > 1 and (config.trainer.sync_batchnorm or config.trainer.parallel == "fsdp"):
+    divided = config.trainer.parallel == "fsdp"
+    if place().size > 1 and config.trainer.sync_batchnorm and not divided:
         left_out.add("autopsy")  # It replays steps on rank 0, which would wait for the others.
     if place().rank:
         watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}

@@ -6,7 +6,7 @@ divided is refused by name.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -49,15 +49,15 @@ from mpframe.training.ranks import refuse_other_weights, sums_of
 from mpframe.training.trainer import Trainer
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
-    "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
     "dtype.master_weights": "on",
-    "dtype.products": "none",
-    "numerics.every": "null",
 }
-_WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
-
+_WHY = {
+    "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",
+    "trainer.reduce": " (a block's gradients are summed in its backward pass)",
+    "dtype.master_weights": " (the parts, in fp32, are the masters)",
+}
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
@@ -72,19 +72,18 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
-            raise _does_not_go(f"{option}={value}", f"use {option}={needed}")
-    for name, node in config.callbacks.items():
-        if node and str(node.get("_target_", "")).endswith(_WITHOUT):
-            raise _does_not_go(f"callbacks.{name}", f"use callbacks.{name}=null")
-    if config.joint is not None or isinstance(task.objective, Mapping):
-        raise _does_not_go("several optimizers or losses", "use one of each")
+            raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
+    if isinstance(task.objective, Mapping):
+        raise _does_not_go("several losses", "use one")
+    if config.joint is not None and config.joint.skip != "all":
+        raise _does_not_go(f"optimizer.skip={config.joint.skip}", "use optimizer.skip=all")
     if config.loss_scaling.get("init_scale") == PROBE:
         raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
 
 
-def _does_not_go(option: str, way_out: str) -> ConfigError:
+def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
     return ConfigError(
-        f"{option}: does not go with trainer.parallel=fsdp; {way_out}, or trainer.parallel=ddp"
+        f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
     )
 
 
@@ -103,34 +102,54 @@ def shard(
     the same on all ranks.
     """
     for optimizer in optimizers.values():
-        kind = type(optimizer)
-        if kind not in _BY_VALUE:
-            raise ConfigError(
-                f"optimizer={kind.__name__}: may look at a whole weight, of which a rank has a "
-                "part with trainer.parallel=fsdp; use trainer.parallel=ddp, or one of torch.optim: "
-                + ", ".join(_NAMES.split())
-            )
+        _step_parts(optimizer)
     if precision.policy.mode == "mixed" and precision.policy.ops.empty:
         raise ConfigError(
             "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
             "gathered in the format of their weights; use the default lists"
         )
+    if layout.tensor > 1 and precision.policy.recipes:
+        raise ConfigError(
+            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
+            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
+            "strategy registered); use dtype.products=none, or distributed.tensor=1"
+        )
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
-    sums: dict[str, float] = {}
+    sums: dict[tuple[Any, ...], float] = {}
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model, layout)
+    comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
     replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
     refuse_other_weights(comm, sums)
     precision.use_shards(model, replaced)
+    for handler in precision.op_handlers:  # It knows a weight by its name, gathered ones as well.
+        comm.sharding.usage.on_gathered.append(partial(handler.attach, model))
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["params"] = [replaced[parameter] for parameter in group["params"]]
+        if hasattr(optimizer, "places"):
+            optimizer.places = [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _step_parts(optimizer: Optimizer) -> None:
+    """Have the optimizer gather weights if its steps need whole ones. ConfigError: not known."""
+    from mpframe.training.optimizers.whole_weights import gather_for_steps
+
+    kind = type(optimizer)
+    if kind not in _BY_VALUE and not gather_for_steps(optimizer):
+        raise ConfigError(
+            f"optimizer={kind.__name__}: may look at several weights or at a whole one, of which "
+            "a rank has a part with trainer.parallel=fsdp; use trainer.parallel=ddp, or one of "
+            f"torch.optim: {', '.join(_NAMES.split())}, Adafactor, Muon"
+        )
 
 
 def _fill(
-    deferred: Any, formats: Any, sums: dict[str, float], blocks: Mapping[str, nn.Module]
+    deferred: Any,
+    formats: Any,
+    sums: dict[tuple[Any, ...], float],
+    blocks: Mapping[str, nn.Module],
 ) -> None:
     """Give blocks, by name, their values, if they have none. Check them, and add up each weight."""
     filled = {} if deferred is None else deferred.fill(*blocks.values())
@@ -178,11 +197,16 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         to_device(objective, home)
     _trace(config, task, model, precision, deferred)
     optimizers = build_optimizers(config, model)
+    for optimizer in optimizers.values() if sharded else ():
+        _step_parts(optimizer)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
     schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     if sharded:
         shard(model, optimizers, precision, comm, device, layout, deferred)
+        if plan.compile:
+            comm.sharding.compile_blocks()
+            plan = replace(plan, compile=False)  # The rest of the model is not.
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)

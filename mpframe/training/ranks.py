@@ -5,11 +5,12 @@ fails: each trains its own model, and their average means nothing.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.comm import Comm, cuts_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 from mpframe.training.trainer import Trainer
 
@@ -28,7 +29,7 @@ def refuse_other_start(trainer: Trainer, resume: str) -> None:
     refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
 
 
-def refuse_other_weights(comm: Comm, sums: Mapping[str, float]) -> None:
+def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> None:
     """Raise UserCodeError with the first weight that differs between ranks before step 1."""
     differs = _first_difference(comm, sums)
     if differs is not None:
@@ -44,23 +45,30 @@ def refuse_drift(trainer: Trainer) -> None:
         return
     differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
     if differs is not None:
+        parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
         raise MpframeError(
-            f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
-            "writes the weights, a callback as well, must do the same on all ranks"
+            f"trainer.parallel={parallel}: after step {trainer.progress.global_step} {differs}; "
+            "what writes the weights, a callback as well, must do the same on all ranks"
         )
 
 
 @torch.no_grad()
-def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """Return the sums of the tensors that are alike on all ranks, by name."""
-    return {n: float(t.sum(dtype=torch.float64)) for n, t in named if not is_sharded(t)}
+def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[tuple[Any, ...], float]:
+    """Return the sum of each tensor, or of this rank's part of it, by its name and its place."""
+    return {
+        (name, *(cuts_of(value) if is_sharded(value) else ())): float(
+            part_of(value).sum(dtype=torch.float64)
+        )
+        for name, value in named
+    }
 
 
-def _first_difference(comm: Comm, mine: Mapping[str, float]) -> str | None:
-    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
-    sums = comm.broadcast_object(comm.gather_object([*mine.values()]))
-    for rank, others in enumerate(sums):
-        for name, first, other in zip(mine, sums[0], others, strict=True):
+def _first_difference(comm: Comm, mine: Mapping[tuple[Any, ...], float]) -> str | None:
+    """Return a clause on the first tensor, or part, that differs between ranks that hold it."""
+    firsts: dict[Any, tuple[int, float]] = {}
+    for rank, sums in enumerate(comm.broadcast_object(comm.gather_object(mine))):
+        for part, other in sums.items():
+            holder, first = firsts.setdefault(part, (rank, other))
             if first != other and not (first != first and other != other):  # nan is no difference.
-                return f"{name} is not the same on rank {rank} as on rank 0"
+                return f"{part[0]} is not the same on rank {rank} as on rank {holder}"
     return None

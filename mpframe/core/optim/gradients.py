@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import POSITIVE, require
-from mpframe.core.tree import HALF, not_finite
+from mpframe.core.tree import HALF, not_finite, to_fp32
 
 _FEW = 2**20  # values: 4 MB in fp32
 # values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
@@ -57,8 +57,11 @@ class Gradients:
     dropped: Tensor | None = None  # 0-d int64, micro-batches left out of a window of several
     no_new: bool = False  # The previous step has consumed the gradients, and none has come since.
 
-    def norm(self) -> Tensor:
-        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it."""
+    def norm(self, copies: Mapping[Tensor, int] | None = None) -> Tensor:
+        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it.
+
+        `copies`: how many ranks hold the part of a master, if others do: together they count once.
+        """
         if not self.values:
             return torch.zeros_like(self.amax)
         norms = list(torch._foreach_norm(self.wide)) if self.wide else []
@@ -72,7 +75,11 @@ class Gradients:
             of_wide = iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        stacked = torch.stack(norms)
+        if copies:
+            counts = [copies.get(m, 1) for m, grad in self.by_master.items() if grad.numel()]
+            stacked = stacked / stacked.new_tensor(counts).sqrt()
+        norm: Tensor = torch.linalg.vector_norm(stacked)
         return norm.float()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
@@ -212,7 +219,7 @@ class Accumulator:
             self._sum_over(comm, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        divisor = comm.size * torch.where(count > 0, count / unit, 1.0).float()
+        divisor = comm.data_size * torch.where(count > 0, count / unit, 1.0).float()
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: one of the ranks may have received damaged sums.
         mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))
@@ -242,12 +249,11 @@ class Accumulator:
         for masters in in_chunks(list(gradients.by_master)):
             fresh, added = [], defaultdict(list)
             for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
-                if gradient.is_sparse:
-                    gradient._values().masked_fill_(bad, 0.0)
-                    kept, gradient = self._sums.get(master), gradient * weight
-                    self._sums[master] = gradient if kept is None else kept + gradient
+                kept = self._sums.get(master)
+                if gradient.is_sparse or (kept is not None and kept.is_sparse):
+                    self._sums[master] = _add_sparse(kept, gradient, weight, bad)
                     continue
-                if master not in self._sums:
+                if kept is None:
                     fresh.append(self._sums.setdefault(master, torch.empty_like(gradient)))
                 added[gradient.dtype].append((self._sums[master], gradient))
             if fresh:
@@ -260,7 +266,9 @@ class Accumulator:
         used = comm.max_of([master in self._sums for master in masters])
         # In one order on all ranks.
         self._sums = {
-            master: self._sums[master] if master in self._sums else torch.zeros_like(master)
+            master: self._sums[master]
+            if master in self._sums
+            else to_fp32(torch.zeros_like(master))
             for master, anywhere in zip(masters, used, strict=True)
             if anywhere
         }
@@ -274,6 +282,16 @@ class Accumulator:
         comm.sum_(sums)
 
 
+def _add_sparse(kept: Tensor | None, gradient: Tensor, weight: Tensor, bad: Tensor) -> Tensor:
+    """Return kept + weight * gradient, of which one at least is sparse."""
+    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
+    gradient = gradient * weight
+    if kept is None:
+        return gradient
+    # torch adds a sparse tensor to a dense one, and not the other way round.
+    return gradient + kept if kept.is_sparse else kept + gradient
+
+
 def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Tensor) -> None:
     """Add weight * gradient to each sum in place, unless `bad`, in one kernel for all.
 
@@ -285,19 +303,9 @@ def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Ten
             gradient = torch.empty_like(kept).copy_(gradient)
         sums.append(kept)
         gradients.append(gradient)
-    torch._fused_sgd_(
-        sums,
-        gradients,
-        [],
-        lr=weight,
-        maximize=True,
-        found_inf=bad.float(),
-        weight_decay=0.0,
-        momentum=0.0,
-        dampening=0.0,
-        nesterov=False,
-        is_first_step=False,
-    )
+    plain: Any = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+    options: Any = {"lr": weight, "found_inf": bad.float(), "maximize": True, **plain}
+    torch._fused_sgd_(sums, gradients, [], **options, is_first_step=False)
 
 
 def in_chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
