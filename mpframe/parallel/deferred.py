@@ -269,10 +269,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return a number that a tensor and its views have in common, 0 for a sparse one."""
+    """Return a number that a tensor and its views have in common, 0 if it is sparse or lazy."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return 0
 
 
