@@ -122,9 +122,7 @@ def measure(ranks: int, options: Sequence[str], folder: Path) -> dict[str, tuple
 
 def main(options: Sequence[str]) -> None:
     """Print the table."""
-    print(
-        f"| MB: resident (private), n = {REPEATS} | {' | '.join(PHASES)} |\n|---|---|---|---|---|"
-    )
+    print(f"| MB: resident (private), n = {REPEATS} | {' | '.join(PHASES)} |\n|---|---|---|---|---|")
     for ranks in RANKS:
         every = []
         for _ in range(REPEATS):
