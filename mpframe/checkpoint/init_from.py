@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mpframe.checkpoint.state import address_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
+from mpframe.core.comm import part_for, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
@@ -161,7 +162,7 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
             f"init_from_except=[{first.split()[0].rpartition('.')[0] or first.split()[0]}.*]"
         )
     return Fitted(
-        {**model, **{name: _wide(saved[name]) for name in taken}},
+        {**model, **{name: _wide(saved[name], model[name]) for name in taken}},
         [name for name in model if name not in taken],
         [name for name in saved if name not in taken],
         Counter(saved[name].dtype for name in taken if saved[name].is_floating_point()),
@@ -177,9 +178,10 @@ def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
             )
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.float() if narrow else tensor
+def _wide(tensor: Tensor, place: Tensor) -> Tensor:
+    """Return a half tensor in fp32: of one that goes to a sharded `place` only this rank's part."""
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    return shard_like(place, part_for(place, tensor).float()) if narrow else tensor
 
 
 def _compare(

@@ -10,6 +10,7 @@ record holds the generator's state from before. An op that cannot wait, such as 
 values of its inputs for a moment.
 """
 
+import mmap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -169,12 +170,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = kwargs.get("generator") or torch.default_generator
         state = generator.get_state()
 
-        def scratch(tensor: Tensor) -> Tensor:
-            return torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-
-        call_with(scratch, func, args, kwargs)
+        call_with(lambda t: _lay_out(_allocate(t), t), func, args, kwargs)
         return generator, state
 
     def _calling(self, func: Any, arguments: Any, made: Any, drawn: Any) -> Any:
@@ -252,15 +248,11 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage, address = tensor.untyped_storage(), _address(tensor)
         if address in self._writers:
             if address not in storages:
-                size: Any = storage.nbytes()
-                storages[address] = torch.empty(
-                    size, dtype=torch.uint8, device="cpu"
-                ).untyped_storage()
+                storages[address] = _allocate(tensor)
             storage = storages[address]
         elif not isinstance(tensor, FakeTensor):  # One may have got memory by `.data`.
             return tensor
-        plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _lay_out(storage, tensor)
 
     def _attributes_of(self, tensor: Tensor) -> dict[str, Any]:
         """Return the attributes that users' code gave a tensor."""
@@ -277,11 +269,24 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return a number that a tensor and its views have in common, 0 for a sparse one."""
+    """Return a number that a tensor and its views have in common, 0 if it is sparse or lazy."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return 0
+
+
+def _allocate(tensor: Tensor) -> torch.UntypedStorage:
+    """Return memory for a tensor and its views, which goes back to the system when it is free."""
+    size = max(1, tensor.untyped_storage().nbytes())
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _lay_out(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """Return a plain tensor at the place of another one, in other memory."""
+    plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare_process(config: Config) -> None:
-    """On a CPU, keep freed memory."""
-    device = config.run.device
-    if device in ("auto", "cpu") and resolve_device(device).type == "cpu":
+    """On a CPU, keep freed memory, but not if ranks divide a model because memory is short."""
+    device, short = config.run.device, config.trainer.parallel == "fsdp"
+    if not short and device in ("auto", "cpu") and resolve_device(device).type == "cpu":
         keep_freed_memory()
 
 

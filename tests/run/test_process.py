@@ -26,11 +26,14 @@ def test_only_glibc_is_told_to_keep_memory(libc: str, answer: int, monkeypatch: 
     assert [call.args for call in library.mallopt.mock_calls] == told
 
 
-@pytest.mark.parametrize(("device", "kept"), [("cpu", 1), ("cuda:7", 0), ("nonsense", 0)])
-def test_a_run_on_cpu_keeps_freed_memory(device: str, kept: int, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [("cpu", 1), ("cuda:7", 0), ("nonsense", 0), ("cpu trainer.parallel=fsdp", 0)],
+)
+def test_a_run_on_cpu_keeps_freed_memory(options: str, kept: int, monkeypatch: Patch) -> None:
     """Nonsense is refused, with its reason, by the run."""
     monkeypatch.setattr(process, "keep_freed_memory", keep := Mock())
-    process.prepare_process(check_config(composed(f"device={device}")))
+    process.prepare_process(check_config(composed(*f"device={options}".split())))
     assert keep.call_count == kept
 
 
