@@ -93,14 +93,16 @@ class Sharding:
         after = self._model.named_parameters(remove_duplicate=False)
         return {weight: formats[before[name]] for name, weight in after}
 
-    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
+    def amax_before_sums(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
-        as well if no other rank has a share of the data.
+        It is unscaled. Only what was summed had to fit into half, so it counts, but inf if `amax`,
+        the largest of the sums, is inf or nan. It is `amax` if this rank has all shares of the
+        data, and nothing was summed.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        return torch.where(amax < torch.inf, before, torch.inf)
 
     def refuse_unused(self) -> None:
         """Raise ConfigError, after the backward pass, if it did not use all weights."""

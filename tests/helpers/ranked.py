@@ -120,7 +120,13 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
     `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
-    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, "half": "float16", **options}
+    options = {
+        "name": "net",
+        "optimizer": torch.optim.AdamW,
+        "steps": 4,
+        "half": "float16",
+        **options,
+    }
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
