@@ -213,8 +213,8 @@ def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:
 
 
 def shard_like(place: Any, part: Tensor) -> Tensor:
-    """Wrap a rank's part of `place` as a tensor sharded like it, sharing the part's memory."""
-    if not is_sharded(place) or part.shape != part_of(place).shape:
+    """Wrap a rank's part of `place`, unless marked as `whole`, as a tensor that shares its memory."""
+    if not is_sharded(place) or part.shape != part_of(place).shape or hasattr(part, "whole"):
         return part
     from torch.distributed.tensor import DTensor
 

@@ -1,6 +1,6 @@
 """How large the numbers of every layer are in one step: counts by exponent, in five kinds.
 
-    weights                as stored
+    weights                as stored, or as gathered if ranks divide them
     activations            outputs of leaf modules, as computed
     activation_gradients   dL/d(output), as the backward pass gave them, divided by the scale s
     gradients              dL/dw, also divided by s
@@ -33,6 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.comm import part_of
 from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.files.durable import AppendLog, write_atomically
@@ -43,7 +44,7 @@ from mpframe.training.trainer import Trainer
 KINDS = tuple(tags.KINDS)
 SCALED = ("activation_gradients", "gradients")
 OF_SAMPLES = ("activations", "activation_gradients", "gradients")
-"""Each rank has its part of the batch. Weights and updates are the same on all."""
+"""Each rank has its part of the batch. Weights and updates are the same on all, or divided."""
 
 Counts = npt.NDArray[np.float64]
 
@@ -93,6 +94,7 @@ class RangeProbe:
 
     def __init__(self, trainer: Trainer, half: torch.dtype) -> None:
         self._trainer, self._half = trainer, half
+        self._sharding = trainer.comm.sharding
         self._rows: dict[tuple[str, str], Tensor] = {}
         self._in_half = set[tuple[str, str]]()
         self._before: dict[Tensor, Tensor] = {}
@@ -115,9 +117,12 @@ class RangeProbe:
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
         rows = self._add_ranks(rows.view(len(KINDS), -1, WIDTH))
         in_half = self._trainer.comm.max_of([key in self._in_half for key in keys])
-        counts = [away.get(layer, empty[0]) for layer in self.layers]
+        counts = torch.stack([away.get(layer, empty[0]) for layer in self.layers])
+        if self._sharding is not None:
+            self._trainer.comm.sum_([counts])
+            counts /= self._sharding.replicas
         scale = torch.as_tensor(self._scale, dtype=torch.float64, device=device)
-        flat = torch.cat([scale.reshape(1), torch.stack(counts), rows.ravel()]).cpu().numpy()
+        flat = torch.cat([scale.reshape(1), counts, rows.ravel()]).cpu().numpy()
         layers = len(self.layers)
         return Ranges(
             step=self._trainer.progress.global_step,
@@ -129,11 +134,16 @@ class RangeProbe:
         )
 
     def _add_ranks(self, rows: Tensor) -> Tensor:
-        """Add the other ranks' samples to rows [KINDS, layers, WIDTH]."""
-        comm, kinds = self._trainer.comm, [KINDS.index(kind) for kind in OF_SAMPLES]
+        """Add the other ranks' samples, and their parts of weights, to rows [KINDS, layers, WIDTH]."""
+        comm, sharding = self._trainer.comm, self._sharding
+        kinds = [n for n, kind in enumerate(KINDS) if sharding is not None or kind in OF_SAMPLES]
         seen, amax = rows[kinds], FIELDS.index("amax")
         largest = comm.max(seen[..., amax])
         comm.sum_([seen])
+        if sharding is not None:  # Each replica has counted all parts.
+            seen[[KINDS.index(kind) for kind in KINDS if kind not in OF_SAMPLES]] /= (
+                sharding.replicas
+            )
         seen[..., amax] = largest
         rows[kinds] = seen
         return rows
@@ -154,12 +164,18 @@ class RangeProbe:
         def watch(layer: str, parameter: Tensor) -> None:
             self._count("gradients", layer, parameter.grad)
 
+        def see(name: str, gathered: Tensor) -> None:
+            watch(_layer_of(name), gathered)
+
+        if self._sharding is not None:
+            yield self._sharding.usage.watch(see)
         for layer, parameter in _parameters(self._trainer.model):
             if parameter.requires_grad:
                 master = self._trainer.optimizer.master_of(parameter)
                 self._before[parameter] = master.detach().clone()
-                hook = parameter.register_post_accumulate_grad_hook
-                yield hook(partial(watch, layer))  # type: ignore[no-untyped-call]
+                if self._sharding is None:
+                    hook = parameter.register_post_accumulate_grad_hook
+                    yield hook(partial(watch, layer))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _count(self, kind: str, layer: str, values: Tensor | None) -> None:
@@ -178,7 +194,10 @@ class RangeProbe:
         """Count weights and updates, and return how many half would round away, by layer."""
         away: dict[str, Tensor] = {}
         for layer, parameter in _parameters(self._trainer.model):
-            self._count("weights", layer, parameter)
+            stored = part_of(parameter)
+            if self._sharding is not None:
+                stored = stored.to(self._sharding.formats[parameter])
+            self._count("weights", layer, stored)
             before = self._before.get(parameter)
             if before is None:
                 continue
@@ -200,7 +219,11 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter once, with the name of the module that holds it."""
     for name, parameter in model.named_parameters():
-        yield name.rpartition(".")[0] or "model", parameter
+        yield _layer_of(name), parameter
+
+
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0] or "model"
 
 
 FOLDER = "numerics"

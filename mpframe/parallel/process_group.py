@@ -39,6 +39,7 @@ _TOGETHER_ON_CPU = 2**22
 _TOGETHER = 2**25
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
+_KEPT: dict[tuple[str, int], TCPStore] = {}
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -82,14 +83,18 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     Restarted ranks would otherwise read the addresses of those before them. Rank 0 keeps the store
     itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
-    store = TCPStore(
-        *address(),
-        place.size,
-        is_master=keeps_store(),
-        timeout=timedelta(seconds=timeout),
-    )
+    at, limit = (*address(), place.size), timedelta(seconds=timeout)
+    store = _keep_store(*at, limit) if keeps_store() else TCPStore(*at, timeout=limit)
+    store.set_timeout(limit)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"mpframe/{attempt}/{prefix}", store)
+
+
+def _keep_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
+    """Return the store of this process, which ends with it, as others may still ask it."""
+    if (host, port) not in _KEPT:
+        _KEPT[host, port] = TCPStore(host, port, size, is_master=True, timeout=limit)
+    return _KEPT[host, port]
 
 
 class ProcessGroup(Comm):
@@ -197,9 +202,10 @@ class ProcessGroup(Comm):
             return
         if self.sharding is not None:
             self.sharding.weight = self.weight(known)
+            self.sharding.usage.agree(self)
         super().backward(loss, scale, count, inputs)
         if self.sharding is not None:
-            self.sharding.refuse_unused()
+            self.sharding.usage.drop_unused(self)
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
         if self._reducer is not None:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import part_of, rows_of_a_part, weigh_
+from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError, first_line
 from mpframe.parallel.layout import AXES, Layout
+from mpframe.parallel.unused import Usage
 
 _SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
@@ -40,22 +41,26 @@ class Sharding:
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
-        self._trained: list[tuple[str, nn.Parameter]] = []
+        self.usage: Any = None  # the Usage of a divided model
+        self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
     def divide(
-        self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
+        self,
+        formats: Mapping[nn.Parameter, torch.dtype],
+        device: torch.device,
+        fill: Callable[[Mapping[str, nn.Module]], None] = lambda blocks: None,
     ) -> dict[Tensor, Tensor]:
         """Shard the weights in place. The model goes to `device` block by block.
 
         `formats` says in which format each parameter is gathered: float32, or one half format.
+        `fill` gives blocks, which it gets by name, their values before they are divided.
         Returns the parameters as they were, each with its sharded one.
         """
         model = self._model
         before = dict(model.named_parameters(remove_duplicate=False))
         layout, shape = self._layout, self._layout.shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        formats = self._parallelize(mesh["tensor"], formats)
-        names, divided = {module: name for name, module in model.named_modules()}, set[Tensor]()
+        names = {module: name for name, module in model.named_modules()}
         options: dict[str, Any] = {
             "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
             "mp_policy": _policy(formats),
@@ -64,34 +69,43 @@ class Sharding:
         }
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        for blocks in [*_neighbours(_blocks(model), names, layout.blocks_together), [model]]:
-            weights = [p for block in blocks for p in block.parameters() if p not in divided]
-            values = _count_summed_values(weights, mesh["shards"].size())
+        entries = blocks_of(model)
+        for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
+            within = {names[block]: block for block in blocks}
+            fill(within)
+            self._parallelize(mesh["tensor"], within, formats)
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
-            name = " or ".join(names[block] or "the model" for block in blocks)
-            sharded.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
+            sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.15
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            divided.update(p for block in blocks for p in block.parameters())
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self._trained = [(name, weight) for name, weight in after.items() if weight.requires_grad]
+        self.usage = Usage(model, entries)
+        self.formats = {after[name]: formats[before[name]] for name in before}  # type: ignore[index]
         return {before[name]: after[name] for name in before}
 
-    def _parallelize(
-        self, mesh: DeviceMesh, formats: Mapping[nn.Parameter, torch.dtype]
-    ) -> Mapping[nn.Parameter, torch.dtype]:
-        """Divide the layers of the plan, and return the formats of their new parameters."""
-        if not self._layout.plan:
-            return formats
-        from mpframe.parallel.tensor_parallel import parallelize
+    def compile_blocks(self) -> None:
+        """Compile the forward pass of each block, or of a model without blocks.
 
-        before = dict(self._model.named_parameters(remove_duplicate=False))
-        parallelize(self._model, mesh, self._layout.plan)
-        after = self._model.named_parameters(remove_duplicate=False)
-        return {weight: formats[before[name]] for name, weight in after}
+        A graph of the whole model would break wherever weights are gathered.
+        """
+        for module in blocks_of(self._model) or [self._model]:
+            module.forward = torch.compile(module.forward)
+
+    def _parallelize(self, mesh: DeviceMesh, within: Mapping[str, nn.Module], formats: Any) -> None:
+        """Divide the layers of the plan within blocks. Their parameters keep their formats."""
+        if self._layout.plan:
+            from mpframe.parallel.tensor_parallel import parallelize
+
+            before = dict(self._model.named_parameters(remove_duplicate=False))
+            parallelize(self._model, mesh, self._layout.plan, within)
+            for name, weight in self._model.named_parameters(remove_duplicate=False):
+                if weight is not before[name]:
+                    formats[weight] = formats[before[name]]
 
     def amax_before_sums(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
@@ -103,12 +117,6 @@ class Sharding:
         amaxes, self._amaxes = self._amaxes, []
         before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
         return torch.where(amax < torch.inf, before, torch.inf)
-
-    def refuse_unused(self) -> None:
-        """Raise ConfigError, after the backward pass, if it did not use all weights."""
-        for name, weight in self._trained:
-            if weight.grad is None:
-                raise _make_unused_error(name)
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
@@ -135,13 +143,10 @@ class Sharding:
 
 
 class _Sum:
-    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums.
+    """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums."""
 
-    The sums of a block that was used in part would not fit the other ranks': that is refused.
-    """
-
-    def __init__(self, name: str, values: int, measure: Callable[[Tensor], None]) -> None:
-        self._name, self._values, self._measure = name, values, measure
+    def __init__(self, measure: Callable[[Tensor], None]) -> None:
+        self._measure = measure
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -154,8 +159,6 @@ class _Sum:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if input_tensor.numel() != self._values:
-            raise _make_unused_error(f"a weight of {self._name}")
         self._measure(input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
@@ -178,7 +181,7 @@ def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy
         ) from None
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that the model repeats: the entries of its lists and sequences.
 
     A layer that shares a weight with another stays with the model, as one module gathers a weight.
@@ -220,12 +223,6 @@ def _keep_for_backward(model: Any, inputs: Any) -> None:
     model.set_reshard_after_forward(not torch.is_grad_enabled())
 
 
-def _count_summed_values(parameters: Sequence[Tensor], ranks: int) -> int:
-    """Return how many values the gradients have, each divided into full parts."""
-    trained = [part_of(p) for p in parameters if p.requires_grad]
-    return sum(rows_of_a_part(len(p), ranks) * ranks * p[:1].numel() for p in trained if len(p))
-
-
 def _refuse_indivisible(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.dtype != torch.float32 or not weight.dim():
@@ -239,9 +236,3 @@ def _refuse_indivisible(model: nn.Module) -> None:
                 f"trainer.parallel=fsdp: the gradient of {name} is sparse, and ranks sum dense "
                 "ones; make the layer with sparse=False"
             )
-
-
-def _make_unused_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.parallel=fsdp: {what} was not used in this step; {_WAY_OUT}, or freeze it"
-    )

@@ -5,7 +5,7 @@ of its inputs and sums the results. Between the two, each rank works with its pa
 is the same on all these ranks, as they read the same samples and draw the same random numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -34,7 +34,9 @@ STYLES: dict[str, Any] = {
 }
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> None:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], within: Collection[str] = ("",)
+) -> None:
     """Divide the layers of a plan among the ranks of a 1-d mesh, in place.
 
     Their weights become DTensors. Each rank takes its parts of the values it has.
@@ -44,6 +46,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> 
         mesh: of the ranks.
         plan: patterns of modules' names, of which the last that fits decides, and a word of
             `STYLES` or a ParallelStyle for each.
+        within: the names of the modules whose layers are divided, if they are not yet.
 
     Raises:
         ConfigError: a pattern fits no module, or its style does not fit the module.
@@ -52,6 +55,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> 
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, (pattern, style) in _choose(model, plan).items():
         option, module = f"{OPTION}.{pattern}={style}", model.get_submodule(name)
+        if not _is_within(name, within) or any(map(is_sharded, module.parameters())):
+            continue
         try:
             parallelize_module(model, mesh, {name: _make(style, module)}, src_data_rank=None)
         except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -74,6 +79,10 @@ def _choose(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[str, A
             )
         chosen |= dict.fromkeys(fitting, (pattern, style))
     return chosen
+
+
+def _is_within(name: str, owners: Collection[str]) -> bool:
+    return any(owner in ("", name) or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _make(style: Any, module: nn.Module) -> ParallelStyle:

@@ -34,6 +34,10 @@ Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
 _ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
+# When ranks gather weights, and where they keep their parts.
+_ELSEWHERE |= {
+    f"distributed.{n}" for n in ("reshard_after_forward", "cpu_offload", "blocks_together")
+}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _STATES = ("optimizer", "scheduler")
 _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.

@@ -345,7 +345,8 @@ def _first_line(error: BaseException) -> str:
 def _of_this_rank(config: Config) -> Config:
     """Leave out the callbacks that this rank does not need."""
     left_out = set()
-    if place().size > 1 and (config.trainer.sync_batchnorm or config.trainer.parallel == "fsdp"):
+    divided = config.trainer.parallel == "fsdp"
+    if place().size > 1 and config.trainer.sync_batchnorm and not divided:
         left_out.add("autopsy")  # It replays steps on rank 0, which would wait for the others.
     if place().rank:
         watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}

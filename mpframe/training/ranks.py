@@ -4,7 +4,7 @@ Ranks stay the same as long as nothing else writes their weights. If they drift 
 fails: each trains its own model, and their average means nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ def refuse_other_start(trainer: Trainer, resume: str) -> None:
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.comm, trainer.weights().items())
+    refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
 
 
-def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> None:
     """Raise UserCodeError with the first weight that differs between ranks before step 1."""
-    differs = _first_difference(comm, named)
+    differs = _first_difference(comm, sums)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -43,21 +43,28 @@ def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
-    differs = _first_difference(trainer.comm, trainer.weights().items())
+    differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
     if differs is not None:
+        parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
         raise MpframeError(
-            f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
-            "writes the weights, a callback as well, must do the same on all ranks"
+            f"trainer.parallel={parallel}: after step {trainer.progress.global_step} {differs}; "
+            "what writes the weights, a callback as well, must do the same on all ranks"
         )
 
 
 @torch.no_grad()
-def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return a clause on the first tensor, or part, that differs between ranks that hold it."""
-    mine = {
-        (name, *(cuts_of(value) if is_sharded(value) else ())): float(part_of(value).double().sum())
+def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[tuple[Any, ...], float]:
+    """Return the sum of each tensor, or of this rank's part of it, by its name and its place."""
+    return {
+        (name, *(cuts_of(value) if is_sharded(value) else ())): float(
+            part_of(value).sum(dtype=torch.float64)
+        )
         for name, value in named
     }
+
+
+def _first_difference(comm: Comm, mine: Mapping[tuple[Any, ...], float]) -> str | None:
+    """Return a clause on the first tensor, or part, that differs between ranks that hold it."""
     firsts: dict[Any, tuple[int, float]] = {}
     for rank, sums in enumerate(comm.broadcast_object(comm.gather_object(mine))):
         for part, other in sums.items():

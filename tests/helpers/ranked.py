@@ -41,6 +41,7 @@ from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.trainer import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
@@ -85,6 +86,38 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
+class Skipping(nn.Module):
+    """Blocks that a rank's samples may pass by, the first and the last among them; experts.
+
+    The fourth block is never used, nor is the last expert of the fifth one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Experts() for _ in range(6))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.inner(inputs)
+        for turn, block in enumerate(self.blocks):
+            if turn != 3 and (not self.training or inputs[0, turn] > 0):
+                hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+class Experts(nn.Module):
+    """Its first or second expert computes, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = int(inputs[0, 0] > 0) + 2 * int(inputs[0, 1] > 0.3)
+        return inputs + 0 if chosen > 1 else self.experts[chosen](inputs).relu()
+
+
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
@@ -109,15 +142,15 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
         model[2].weight = model[0].weight
     else:
-        model = Net(norm, whole)
-    classes = 4 if name == "net" else 5
+        model = Skipping() if name == "skipping" else Net(norm, whole)
+    classes = 4 if name in ("net", "skipping") else 5
     return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), loss
 
 
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `sync`, `double`, `fsdp`, its `layout`,
+    `options`: the model's name, its `norm` and `whole`; `before` each step; `sync`, `double`, `fsdp`, its `layout`,
     `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
     """
     options = {
@@ -139,11 +172,17 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if split := mode == "split":
         kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
     precision = Precision(**kind)
-    optimizer = options["optimizer"](model.parameters(), lr=1e-2)
+    optimizers = (
+        {"": options["optimizer"]} if "optimizers" not in options else options["optimizers"]
+    )
+    optimizers = {n: kind(_of_part(n, model), lr=1e-2) for n, kind in optimizers.items()}
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
-        shard(model, {"": optimizer}, precision, comm, CPU, layout)
-    _, masters = precision.prepare(model, optimizer)
+        shard(model, optimizers, precision, comm, CPU, layout)
+        if options.get("compile"):
+            comm.sharding.compile_blocks()
+    made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
+    masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
     trainer = Trainer(
@@ -159,6 +198,13 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     train = Loader(data, batch, shuffle=True, drop_last=True, comm=comm)
     part = (len(data) - 1) // 8 * 4  # Of the last batch, a single sample, only rank 0 has any.
     return trainer, train, Loader(Subset(data, range(2 * part + 1)), part, shuffle=False, comm=comm)
+
+
+def _of_part(name: str, model: nn.Module) -> list[nn.Parameter]:
+    """All weights, or the matrices, or the rest."""
+    return [
+        own for own in model.parameters() if not name or (own.dim() == 2) == (name == "matrices")
+    ]
 
 
 def whole_of(tensor: Any) -> Any:
@@ -178,6 +224,8 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
         fault = options.get("faults", {}).get(len(results))
         if fault is not None and comm.rank == 1:
             fault(trainer, batches)
+        if before := options.get("before"):
+            before(trainer, len(results))
         result: Any = step(*batches)
         told = ("grad_norm", "loss", "scale", "skipped")
         results.append({key: float(getattr(result, key)) for key in told})

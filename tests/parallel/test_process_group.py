@@ -99,13 +99,15 @@ def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"), [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"})]
-)
+    ("mode", "options"),
+    [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"}),
+     ("mixed", {"fsdp": True, "clip_norm": None})],
+)  # fmt: skip
 def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
     """Of two ranks what one process counts of their two halves, even if one alone uses a layer."""
     first, second = two(in_group, ranges, mode, options)
     assert_same(first, second)
-    alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8}
+    alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8, "fsdp": False}
     assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
 
 

@@ -16,6 +16,7 @@ from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS
+from mpframe.cli.commands.autopsy import of_evidence
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.core.errors import CheckpointError
 from mpframe.data import Loader
@@ -243,17 +244,24 @@ def test_ranks_that_begin_or_drift_apart_are_refused(two: Ranks, tmp_path: Path)
     assert not checkpoint.all_in(tmp_path / "later")
 
 
-def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_autopsy_names_the_sample_of_any_rank(
+    two: Ranks, tmp_path: Path, parallel: str
+) -> None:
+    """Ranks that divide the weights keep whole ones, for a command to examine."""
     overflow = ["callbacks.overflow._target_=ranked.Overflow", "trainer.max_consecutive_skips=2"]
     options = [*OWN, "dtype=amp", "loss_scaling=static", f"+{overflow[0]}", overflow[1]]
-    first, second = two(ranked.run, tmp_path / "run", *options)
+    first, second = two(ranked.run, tmp_path / "run", *options, f"trainer.parallel={parallel}")
     assert first == second
     assert first[0] == "DivergedError"
-    report = Path(first[1].partition("; see ")[2])
-    batch = int(report.parent.name.removeprefix("step_")) - 1
-    text = report.read_text()
+    path = Path(first[1].partition("; see ")[2])
+    folder = path if parallel == "fsdp" else path.parent
+    batch = int(folder.name.removeprefix("step_")) - 1
+    trusted = [word for word in OWN if "_target_" in word]
+    text = of_evidence(folder, trusted).markdown() if parallel == "fsdp" else path.read_text()
     assert f"epoch 0, batch {batch}, rank 1" in text
     assert ", ".join(map(str, order_of(batch)[4:])) in text
+    assert "loss_scaling.scale=1 is finite" in text
 
 
 def test_what_ranks_cannot_do_and_other_options_are_refused(two: Ranks, tmp_path: Path) -> None:

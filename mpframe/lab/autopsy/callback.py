@@ -112,10 +112,10 @@ class Autopsy(Callback):
         return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
 
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
-        """Examine the micro-batches of all ranks on rank 0."""
+        """Examine the micro-batches of all ranks on rank 0, or keep them with divided weights."""
         # The replays are loaded when a step has failed: most runs need none.
-        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
-        from mpframe.lab.autopsy.report import report_beside_evidence
+        from mpframe.lab.autopsy.evidence import Evidence, gather_weights, zero_eps_of
+        from mpframe.lab.autopsy.report import keep_evidence, report_beside_evidence
 
         assert self._step is not None  # `on_step_begin` came first.
         batches, random, epoch, batch = self._step
@@ -140,10 +140,15 @@ class Autopsy(Callback):
             updates=trainer.progress.steps,
             clips=trainer.plan.clip_norm is not None,
         )
+        divided, folder = trainer.comm.sharding is not None, self._context.folder
+        weights = gather_weights(trainer) if divided else {}
         if trainer.comm.is_main:
-            folder, config = self._context.folder, self._context.config
+            config = self._context.config
             try:
-                written = report_beside_evidence(step, trainer, folder, config)
+                if divided:  # A replay would wait for the other ranks.
+                    written = keep_evidence(step, weights, folder, config), ""
+                else:
+                    written = report_beside_evidence(step, trainer, folder, config)
             except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
                 log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
         self.written = trainer.comm.broadcast_object(written)

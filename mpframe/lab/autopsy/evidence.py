@@ -24,11 +24,13 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch
+from mpframe.core.comm import part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
 from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.optimizer_numbers import find_rounded_numbers
 from mpframe.training.optimizers.multi_optimizer import parts_of
+from mpframe.training.optimizers.whole_weights import gather
 from mpframe.training.trainer import Trainer
 
 _KEPT = (bool, int, float, str, type(None))
@@ -124,6 +126,16 @@ def zero_eps_of(trainer: Trainer) -> str:
     parts = parts_of(trainer.optimizer).values()
     numbers = (number for part in parts for number in find_rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
+
+
+def gather_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Gather divided weights on rank 0's host, one at a time."""
+    host = {}
+    for name, weight in trainer.weights().items():
+        whole = gather(weight, part_of(weight))
+        if trainer.comm.is_main:
+            host[name] = whole.cpu()
+    return host
 
 
 def folder_of(run: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS
@@ -250,6 +250,14 @@ def write_report(folder: Path, report: Report) -> Path:
     path = folder / "report.md"
     write_atomically(path, report.markdown())
     return path
+
+
+def keep_evidence(step: Evidence, weights: dict[str, Tensor], run: Path, config: str) -> Path:
+    """Save the evidence of a failed step, say how to examine it, and return its folder."""
+    folder = evidence.save(run, step, weights, config)
+    command = f"mpframe autopsy run={shlex.quote(str(run))} step={step.step}"
+    log.warning("warning: %s; one process examines it: %s", step.reason, command)
+    return folder
 
 
 def report_beside_evidence(

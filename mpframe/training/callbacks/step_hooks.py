@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.callback import Callback
+from mpframe.core.comm import SINGLE_PROCESS, Comm, part_for
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.core.step_result import StepResult
 from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.optimizers.selection import Selection, refuse_idle
+from mpframe.training.optimizers.whole_weights import gather
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
@@ -33,18 +35,28 @@ class StepHook(Callback):
         self._option, self._without = option, without
         self.names: dict[Tensor, str] = {}  # of all weights, by the tensors that are stepped
         self.left_out: set[Tensor] = set()  # tensors that it does not change
+        self.comm: Comm = SINGLE_PROCESS
+        self.places: dict[Tensor, Tensor] = {}  # the model's parameters, by stepped tensors
         self._handles: list[RemovableHandle] = []
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Change the gradients that an optimizer is about to step with."""
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None and weight not in self.left_out:
-                    self.change(weight, group["lr"])
+        chosen = [
+            (weight, group["lr"])
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None and weight not in self.left_out
+        ]
+        self.measure([weight for weight, _ in chosen])
+        for weight, lr in chosen:
+            self.change(weight, lr)
+
+    def measure(self, weights: Sequence[Any]) -> None:
+        """Measure all weights with a gradient before any is changed. Every rank calls it."""
 
     def change(self, weight: Any, lr: Tensor | float) -> None:
-        """Change one weight's gradient, without a graph."""
+        """Change one weight's gradient, without a graph. Both are parts if ranks divide weights."""
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Hook in. ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
@@ -53,11 +65,12 @@ class StepHook(Callback):
                 f"{self._option}: the optimizer makes its gradients within its step, where no hook "
                 "reaches them; choose an optimizer without a closure"
             )
-        named = dict(trainer.model.named_parameters())
+        self.comm, named = trainer.comm, dict(trainer.model.named_parameters())
         refuse_idle(f"{self._option}.without", "parameter", self._without, list(named))
         for part in parts_of(trainer.optimizer).values():  # A frozen group is in none of them.
             held = {name: p for name, p in named.items() if part.holds(p)}
             self.names |= {part.optimizer_param(p): name for name, p in held.items()}
+            self.places |= {part.optimizer_param(p): p for p in held.values()}
             self._handles.append(part.register_step_pre_hook(self))
         takes = Selection(self._without).takes
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}
@@ -85,9 +98,10 @@ class Penalty(StepHook):
 
     def change(self, weight: Any, lr: Tensor | float) -> None:
         with torch.enable_grad():
-            master = weight.detach().requires_grad_()
+            place = self.places.get(weight, weight)
+            master = gather(place, weight.detach()).requires_grad_()
             (gradient,) = torch.autograd.grad(self._penalty(master), master)
-        weight.grad = torch.add(weight.grad, gradient, alpha=self._strength)
+        weight.grad = torch.add(weight.grad, part_for(place, gradient), alpha=self._strength)
 
 
 class LARC(StepHook):
@@ -129,10 +143,17 @@ class LARC(StepHook):
         self.eta, self.mode, self.min_update, self.epsilon = eta, mode, min_update, epsilon
         self.rates: dict[Tensor, Tensor] = {}  # each weight's last, its factor included, 0-d
         self._log_every = log_every
+        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of gradients and weights, 0-d
+
+    def measure(self, weights: Sequence[Any]) -> None:
+        norms = [_norm(tensor) for weight in weights for tensor in (_values(weight.grad), weight)]
+        if norms and self.comm.sharding is not None:
+            norms = list(self.comm.norm(torch.stack(norms)).unbind())
+        self._norms = dict(zip(weights, zip(norms[::2], norms[1::2], strict=True), strict=True))
 
     def change(self, weight: Any, lr: Tensor | float) -> None:
-        values = weight.grad._values() if weight.grad.is_sparse else weight.grad
-        factor = self._factor(weight, values, lr)
+        values = _values(weight.grad)
+        factor = self._factor(*self._norms.pop(weight), lr, values.dtype)
         values.mul_(factor)
         self.rates[weight] = factor * lr
 
@@ -153,13 +174,19 @@ class LARC(StepHook):
             rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self.rates.items()}
             self._context.tracker.scalars(step, rates)
 
-    def _factor(self, weight: Tensor, gradient: Tensor, lr: Tensor | float) -> Tensor:
-        """Return the gradient's factor, 0-d, within the gradient's format."""
-        slope = _norm(gradient) + self.epsilon
+    def _factor(
+        self, slope: Tensor, size: Tensor, lr: Tensor | float, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the factor of a gradient in a format from its norm and its weight's, 0-d."""
+        slope = slope + self.epsilon
         bounded_by = lr * slope if self.mode == "clip" else slope
-        factor = torch.clamp(self.eta * _norm(weight) / bounded_by, min=self.min_update)
-        most = 1.0 if self.mode == "clip" else torch.finfo(gradient.dtype).max
+        factor = torch.clamp(self.eta * size / bounded_by, min=self.min_update)
+        most = 1.0 if self.mode == "clip" else torch.finfo(dtype).max
         return factor.clamp(max=most)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _norm(values: Tensor) -> Tensor:

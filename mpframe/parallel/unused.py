@@ -1,0 +1,182 @@
+"""Layers that a rank does not use in a step, as with stochastic depth or experts.
+
+Gathering a block's weights and summing its gradients takes all ranks. So a rank that passes a block
+by runs it with nothing: it gathers the weights in its turn, and in the backward pass again. It adds
+zeros to the sums, by torch's `set_reduce_scatter_unused_params`. This works for blocks that run in
+the order in which the model lists them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.errors import ConfigError
+from mpframe.core.tree import map_tensors, tensors_in
+
+
+class Usage:
+    """Watches which weights this rank uses, and has it take part in the blocks that it passes by.
+
+    Args:
+        model: divided, the same on all ranks.
+        blocks: the modules that are gathered one by one, in the model's order.
+
+    Attributes:
+        on_gathered: called once a block's weights, gathered for the first time, are in the model.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self._watchers: OrderedDict[int, Callable[[str, Tensor], None]] = OrderedDict()
+        self.on_gathered: list[Callable[[], None]] = []
+        self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
+        self._weights = dict(model.named_parameters())
+        self._seen: set[Tensor] = set()  # gathered weights
+        self._met: set[nn.Module] = set()
+        self._used: set[str] = set()
+        self._next: int | None = None  # the block whose turn it is in the model's forward pass
+        self._tie: Tensor | None = None  # leads to blocks that were passed by
+        self._linked = False  # whether the inputs of the last block came with a graph
+        self._links = [[0, 0] for _ in blocks]  # per block: seen without a graph, and with one
+        self._known: list[bool | None] = [None for _ in blocks]
+        self._order: list[int] = []
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, prepend=True)
+        for turn, block in enumerate(blocks):
+            enter = partial(self._enter, turn)
+            block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            block.register_forward_hook(self._leave, prepend=True)
+        for module in (*blocks, model):
+            module.register_forward_pre_hook(self._watch)
+
+    def watch(self, see: Callable[[str, Tensor], None]) -> RemovableHandle:
+        """Call `see` with a gathered weight and its name whenever it has this rank's gradient."""
+        handle = RemovableHandle(self._watchers)
+        self._watchers[handle.id] = see
+        return handle
+
+    def agree(self, comm: Comm) -> None:
+        """Compare the ranks' forward passes. ConfigError: their backward passes would not fit."""
+        ends, order = [end for link in self._links for end in link], hash(tuple(self._order)) >> 1
+        *ends, most, least = comm.max_of([*ends, order, -order])
+        links = list(zip(ends[::2], ends[1::2], strict=True))
+        self._order, self._links = [], [[0, 0] for _ in links]
+        for block, (without, linked) in zip(self._blocks, links, strict=True):
+            if without and linked:
+                raise ConfigError(
+                    f"trainer.parallel=fsdp: one rank passes {self._names[block]} by, whose inputs "
+                    "have no gradients on another; call it on all ranks, or use "
+                    "trainer.parallel=ddp"
+                )
+        if most != -least:
+            raise ConfigError(
+                "trainer.parallel=fsdp: the ranks run the model's blocks in different orders; run "
+                "them in the order in which the model lists them, or use trainer.parallel=ddp"
+            )
+        for turn, (without, linked) in enumerate(links):
+            if without or linked:
+                self._known[turn] = bool(linked)
+
+    def drop_unused(self, comm: Comm) -> None:
+        """Take away the gradients of weights that no rank has used, after a backward pass."""
+        used, self._used = self._used, set()
+        by_any = comm.max_of([name in used for name in self._weights])
+        for weight, used_by_any in zip(self._weights.values(), by_any, strict=True):
+            if not used_by_any:
+                weight.grad = None
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        if not _recomputes():
+            self._next, self._tie, self._linked = 0, None, False
+
+    def _enter(self, turn: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._next is None or _recomputes():
+            return
+        linked = any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+        while self._next < turn:
+            self._pass_by(self._next, linked)
+        self._next, self._linked = max(self._next, turn + 1), linked
+        if torch.is_grad_enabled():
+            self._links[turn][linked] = 1
+            self._order.append(turn)
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """Have the backward pass of the output reach the blocks passed by, and this block."""
+        if self._next is None or _recomputes() or not torch.is_grad_enabled():
+            return None
+        trained = [weight for weight in block.parameters() if weight.requires_grad]
+        found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+        if self._tie is None and (not trained or any(t.requires_grad for t in found)):
+            return None
+        others = [*trained, *([] if self._tie is None else [self._tie])]
+        self._tie = None if found else self._tie
+        return map_tensors(lambda t: _tie(t, others) if t.is_floating_point() else t, output)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if self._next is None or _recomputes():
+            return None
+        while self._next < len(self._blocks):
+            self._pass_by(self._next, self._linked)
+        output = self._leave(nn.Identity(), args, output)
+        self._next = None
+        return output
+
+    def _pass_by(self, turn: int, linked: bool) -> None:
+        """Gather a block, and have the backward pass gather it again and sum its gradients."""
+        block: Any = self._blocks[turn]
+        known, given = self._known[turn], vars(block).get("forward")
+        device = next(block.parameters()).device
+        nothing = torch.zeros(0, device=device, requires_grad=linked if known is None else known)
+        block.forward = lambda nothing: _tie(nothing, list(block.parameters()))
+        try:
+            self._tie = block(nothing)
+        finally:
+            if given is None:
+                del block.forward
+            else:
+                block.forward = given
+
+    def _watch(self, module: nn.Module, args: Any) -> None:
+        """Notice the gathered weights that get a gradient."""
+        for name, weight in module.named_parameters(self._names[module]):
+            if weight.requires_grad and weight not in self._seen and not is_sharded(weight):
+                weight.register_post_accumulate_grad_hook(partial(self._use, name))
+                self._seen.add(weight)
+        for tell in self.on_gathered if module not in self._met else ():
+            tell()
+        self._met.add(module)
+
+    def _use(self, name: str, weight: Tensor) -> None:
+        if weight.grad is None:  # The backward pass came by a tie.
+            return
+        self._used.add(name)
+        for watch in self._watchers.values():
+            watch(name, weight)
+
+
+class _Tie(torch.autograd.Function):
+    """A copy of a tensor whose backward pass goes on to others, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.empty = [other.new_zeros(0) if not other.numel() else None for other in others]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, *ctx.empty
+
+
+def _tie(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    tied: Tensor = _Tie.apply(value, *others)
+    return tied
+
+
+def _recomputes() -> bool:
+    """Return whether a backward pass runs, in which a checkpointed layer runs again."""
+    return torch._C._current_graph_task_id() != -1
