@@ -142,7 +142,7 @@ def held() -> list[Any]:
 def test_two_ranks_hold_parts_and_are_one_share_of_the_data(two: Ranks) -> None:
     """Of 96 x 32 values, q, k and v of 2 heads, each rank has a head. What is whole counts once."""
     said = "distributed.tensor=2: DataLoader makes the batches of each rank, and ranks that divide layers read the same ones; give the samples instead"
-    drift = "trainer.parallel=ddp: after step 0 norm.weight is not the same on rank 1 as on rank 0; what writes the weights, a callback as well, must do the same on all ranks"
+    drift = "trainer.parallel=fsdp: after step 0 norm.weight is not the same on rank 1 as on rank 0; what writes the weights, a callback as well, must do the same on all ranks"
     own = [[1, 2, 2], [1, 1, 1], [48, 32], [0, 1, 0, 1, 2, 3]]
     assert two(held) == [[*own, said, drift]] * 2
 
