@@ -87,6 +87,13 @@ def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
     )
 
 
+def _not_in_parts(option: str, layout: Layout, reason: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{option}: does not go with distributed.tensor={layout.tensor} (torch: {reason}); use "
+        f"{option.partition('=')[0]}={instead}, or distributed.tensor=1"
+    )
+
+
 def shard(
     model: nn.Module,
     optimizers: Mapping[str, Optimizer],
@@ -109,11 +116,8 @@ def shard(
             "gathered in the format of their weights; use the default lists"
         )
     if layout.tensor > 1 and precision.policy.recipes:
-        raise ConfigError(
-            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
-            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
-            "strategy registered); use dtype.products=none, or distributed.tensor=1"
-        )
+        reason = "Operator mpframe.matmul.default does not have a sharding strategy registered"
+        raise _not_in_parts(f"dtype.products={precision.policy.products}", layout, reason, "none")
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
     sums: dict[tuple[Any, ...], float] = {}
@@ -185,6 +189,10 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     layout = build_layout(config)
     if sharded:
         refuse_beside_sharding(config, task)
+        if layout.tensor > 1 and config.numerics.every is not None:
+            reason = "aten.bincount.default has no sharding strategy"
+            every = f"numerics.every={config.numerics.every}"
+            raise _not_in_parts(every, layout, reason, "null")
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)

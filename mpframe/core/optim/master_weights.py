@@ -199,9 +199,7 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        norm = gradients.norm(self._copies)
-        if self.comm.sharding is not None:  # This rank has a part of the gradients.
-            norm = self.comm.norm(norm)
+        norm = self.norm_of(gradients)
         if max_norm is not None:
             gradients.clip(norm, max_norm)
         # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
@@ -216,6 +214,11 @@ class MasterWeights(OptimizerWrapper):
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
+
+    def norm_of(self, gradients: Gradients) -> Tensor:
+        """Return the global 2-norm, 0-d fp32, of gradients of which this rank may have parts."""
+        norm = gradients.norm(self._copies)
+        return norm if self.comm.sharding is None else self.comm.norm(norm)
 
     def _run_closure(self, scaler: Any, closure: Any) -> tuple[Any, Tensor | None]:
         """Run a closure, passed as `closure` or in the scaler's place. Return scaler and loss."""
