@@ -41,6 +41,7 @@ class Sharding:
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
+        self._planned: set[str] = set()  # the layers of the plan that are divided
         self.usage: Any = None  # the Usage of a divided model
         self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
@@ -102,7 +103,7 @@ class Sharding:
             from mpframe.parallel.tensor_parallel import parallelize
 
             before = dict(self._model.named_parameters(remove_duplicate=False))
-            parallelize(self._model, mesh, self._layout.plan, within)
+            parallelize(self._model, mesh, self._layout.plan, within, self._planned)
             for name, weight in self._model.named_parameters(remove_duplicate=False):
                 if weight is not before[name]:
                     formats[weight] = formats[before[name]]
