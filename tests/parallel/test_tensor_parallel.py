@@ -236,13 +236,25 @@ def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
         )
 
 
-RUN = [*ranked.NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9", "trainer.max_steps=4"]
+RUN = [
+    *ranked.NET,
+    "model.dropout=0.2",
+    "dtype=mixed",
+    "trainer.ema_decay=0.9",
+    "trainer.max_steps=4",
+]
 FSDP = "trainer.parallel=fsdp"
-LAYERS = [FSDP, "distributed.tensor=2", "distributed.plan={hidden1.linear: colwise, hidden2.linear: rowwise}"]
+LAYERS = [
+    FSDP,
+    "distributed.tensor=2",
+    "distributed.plan={hidden1.linear: colwise, hidden2.linear: rowwise}",
+]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_2_x_2_ranks_is_that_of_any_others(two: Ranks, four: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_of_2_x_2_ranks_is_that_of_any_others(
+    two: Ranks, four: Ranks, tmp_path: Path
+) -> None:
     """One process, other grids, and the same one again read and write what was there, bit for bit.
 
     Ranks of a pair draw the same numbers for dropout, or what both hold would have drifted.
@@ -259,7 +271,9 @@ def test_a_checkpoint_of_2_x_2_ranks_is_that_of_any_others(two: Ranks, four: Ran
     assert len(names) == 4
     train(tmp_path / "1", *RUN, f"resume={tmp_path}/0")
     for number, (ranks, options) in enumerate([(two, LAYERS), (two, [FSDP]), (four, LAYERS)], 2):
-        ends = ranks(ranked.run, tmp_path / str(number), *RUN, *options, f"resume={tmp_path}/{number - 1}")
+        ends = ranks(
+            ranked.run, tmp_path / str(number), *RUN, *options, f"resume={tmp_path}/{number - 1}"
+        )
         assert {end.status for end in ends} == {Status.FINISHED}
     assert len(state("0")[1]) == 2
     for number in map(str, range(1, 5)):
@@ -270,11 +284,18 @@ def test_a_checkpoint_of_2_x_2_ranks_is_that_of_any_others(two: Ranks, four: Ran
 def test_the_presets_of_the_gpt_train_as_one_process(two: Ranks, tmp_path: Path) -> None:
     """Its layers divided, and its positions as well: in fp32 five digits of the loss stay."""
     small = "experiment=gpt +size=small model.depth=2 model.width=32 dataset.context=16 dtype=fp32"
-    options = [*small.split(), "dataset.eval_windows=8", "trainer.max_steps=2", f"dataset.root={ROOT}/README.md"]
+    options = [
+        *small.split(),
+        "dataset.eval_windows=8",
+        "trainer.max_steps=2",
+        f"dataset.root={ROOT}/README.md",
+    ]
     one = train(tmp_path / "one", *options)
     for preset in ("gpt_tensor", "gpt_sequence"):
         own = [*options, FSDP, f"distributed={preset}", "model.heads=4"]
         for end in two(ranked.run, tmp_path / preset, *own):
             assert end.val_loss == pytest.approx(one.val_loss, rel=1e-5)
     (_, said), _ = two(ranked.run, tmp_path / "no", *own, "numerics.every=1")
-    assert said.startswith("numerics.every=1: does not go with distributed.tensor=2 (torch: aten.bincount")
+    assert said.startswith(
+        "numerics.every=1: does not go with distributed.tensor=2 (torch: aten.bincount"
+    )
