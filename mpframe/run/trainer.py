@@ -66,8 +66,12 @@ _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config, task: Task) -> None:
-    """Refuse what needs whole weights on each rank."""
+def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -> None:
+    """Refuse what needs whole weights on each rank, or whole layers."""
+    every = config.numerics.every
+    if layout.tensor > 1 and every is not None:
+        reason = "aten.bincount.default has no sharding strategy"
+        raise _not_in_parts(f"numerics.every={every}", layout, reason, "null")
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
@@ -188,11 +192,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     layout = build_layout(config)
     if sharded:
-        refuse_beside_sharding(config, task)
-        if layout.tensor > 1 and config.numerics.every is not None:
-            reason = "aten.bincount.default has no sharding strategy"
-            every = f"numerics.every={config.numerics.every}"
-            raise _not_in_parts(every, layout, reason, "null")
+        refuse_beside_sharding(config, task, layout)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)
