@@ -101,7 +101,7 @@ def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     file = io.BytesIO()  # pickle cannot restore numpy's random state, a tensor of uint32.
     torch.save(state, file)
-    sent = comm.gather_shares(file.getvalue())[1:]
+    sent = comm.gather_object(file.getvalue())[comm.tensor :: comm.tensor]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 

@@ -6,7 +6,6 @@ many. The functions on parts are for sharded tensors (DTensors), of which each r
 
 import sys
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +40,7 @@ class Comm:
     Attributes:
         rank: this process's number, 0 to size - 1. Rank 0 writes the run's folder.
         size: how many processes there are.
-        tensor: how many neighbouring ranks divide layers: they read the same share of the data.
+        tensor: how many neighbouring ranks divide layers, and read the same share of the data.
         sharding: shards the model's weights across them, or None if each process has all weights.
     """
 
@@ -141,18 +140,9 @@ class Comm:
         """Return all ranks' values, in rank order, on rank 0, and an empty list on the others."""
         return [value]
 
-    def gather_shares(self, value: T) -> list[T]:
-        """Do the same with one value for each share of the data."""
-        return self.gather_object(value)[:: self.tensor]
-
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value."""
         return value
-
-    def part(self, samples: Tensor) -> Tensor:
-        """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
-        count, rank, size = len(samples), self.data_rank, self.data_size
-        return samples[count * rank // size : count * (rank + 1) // size]
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model that communicates says a rank is lost."""
@@ -209,8 +199,9 @@ def cuts_of(place: Any) -> list[tuple[int, int, int]]:
 
 
 def copies_of(place: Any) -> int:
-    """Return how many ranks hold this rank's part of a DTensor."""
-    return torch.distributed.get_world_size() // prod(parts for _, parts, _ in cuts_of(place))
+    """Return how many ranks hold the same part of a DTensor as this one."""
+    parts = torch.Size(parts for _, parts, _ in cuts_of(place)).numel()
+    return torch.distributed.get_world_size() // parts
 
 
 def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:

@@ -116,7 +116,7 @@ class Loader:
     def batch_ids(self, epoch: int, batch: int) -> Tensor:
         """Return the indices [N] int64 of this rank's part of a batch, in order."""
         first = batch * self.batch_size
-        return self._comm.part(self._order_of(epoch)[first : first + self.batch_size])
+        return share_of(self._order_of(epoch)[first : first + self.batch_size], self._comm)
 
     def require_resumable(self, option: str) -> None:
         """Refuse data in which a resumed run cannot go back, naming the option. Here none is."""
@@ -145,6 +145,12 @@ class Loader:
             order = shuffle_indices(size, self.seed, epoch) if self.shuffle else torch.arange(size)
             self._order = epoch, order
         return self._order[1]
+
+
+def share_of(batch: Tensor, comm: Comm) -> Tensor:
+    """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
+    count, rank, size = len(batch), comm.data_rank, comm.data_size
+    return batch[count * rank // size : count * (rank + 1) // size]
 
 
 def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> None:
@@ -228,7 +234,7 @@ def _requests_of(order: EpochOrder, numbers: range, comm: Comm) -> Iterator[list
     # would live until the garbage collector runs, perhaps in a new worker.
     size = order.batch_size
     for number in numbers:
-        indices = comm.part(order.indices[number * size : (number + 1) * size])
+        indices = share_of(order.indices[number * size : (number + 1) * size], comm)
         yield [order.epoch, number, *indices.tolist()]
 
 

@@ -20,7 +20,7 @@ from mpframe.core.errors import CheckpointError, ConfigError, DataError
 from mpframe.core.ranges import require_whole
 from mpframe.core.tree import tensors_in
 from mpframe.data.fetching import Collate
-from mpframe.data.loading import Loader, batch_or_raise, data_loader, require_shared
+from mpframe.data.loading import Loader, batch_or_raise, data_loader, require_shared, share_of
 from mpframe.data.shares import Place, Shares, comes_from, is_batched, is_one_shot
 from mpframe.data.workers import CurrentSamples, WorkerPool
 
@@ -107,7 +107,7 @@ class StreamLoader(Loader, Callback):
     def batch_ids(self, epoch: int, batch: int) -> Tensor:
         """Return numbers [N] int64 for this rank's samples, counted from the run's first one."""
         first = (epoch * len(self) + batch) * self.batch_size
-        return self._comm.part(torch.arange(first, first + self.batch_size))
+        return share_of(torch.arange(first, first + self.batch_size), self._comm)
 
     def close(self) -> None:
         """End the workers."""
@@ -122,7 +122,7 @@ class StreamLoader(Loader, Callback):
         if places is None and reached.batches:
             places = [tuple(place) for place in self._places]
             places[(reached.batches - 1) % len(places)] = tuple(self._before)
-        ranks = self._comm.gather_shares([reached.digest, places])
+        ranks = self._comm.gather_object([reached.digest, places])[:: self._comm.tensor]
         return {"batches": reached.batches, "made_with": self._facts(), "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

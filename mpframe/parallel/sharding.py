@@ -42,6 +42,7 @@ class Sharding:
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: list[Tensor] = []
+        self._planned: set[str] = set()  # the layers of the plan that are divided
         self.usage: Any = None  # the Usage of a divided model
         self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
@@ -106,19 +107,21 @@ class Sharding:
             from mpframe.parallel.tensor_parallel import parallelize
 
             before = dict(self._model.named_parameters(remove_duplicate=False))
-            parallelize(self._model, mesh, self._layout.plan, within)
+            parallelize(self._model, mesh, self._layout.plan, within, self._planned)
             for name, weight in self._model.named_parameters(remove_duplicate=False):
                 if weight is not before[name]:
                     formats[weight] = formats[before[name]]
 
-    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
+    def amax_before_sums(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
-        as well if no other rank has a share of the data.
+        It is unscaled. Only what was summed had to fit into half, so it counts, but inf if `amax`,
+        the largest of the sums, is inf or nan. It is `amax` if this rank has all shares of the
+        data, and nothing was summed.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        return torch.where(amax < torch.inf, before, torch.inf)
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""

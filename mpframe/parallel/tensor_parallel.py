@@ -35,7 +35,11 @@ STYLES: dict[str, Any] = {
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], within: Collection[str] = ("",)
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Any],
+    within: Collection[str],
+    done: set[str],
 ) -> None:
     """Divide the layers of a plan among the ranks of a 1-d mesh, in place.
 
@@ -46,7 +50,8 @@ def parallelize(
         mesh: of the ranks.
         plan: patterns of modules' names, of which the last that fits decides, and a word of
             `STYLES` or a ParallelStyle for each.
-        within: the names of the modules whose layers are divided, if they are not yet.
+        within: the names of the modules whose layers are divided now.
+        done: the names of layers that are divided already. It gets those of these.
 
     Raises:
         ConfigError: a pattern fits no module, or its style does not fit the module.
@@ -55,8 +60,9 @@ def parallelize(
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, (pattern, style) in _choose(model, plan).items():
         option, module = f"{OPTION}.{pattern}={style}", model.get_submodule(name)
-        if not _is_within(name, within) or any(map(is_sharded, module.parameters())):
+        if name in done or not _is_within(name, within):
             continue
+        done.add(name)
         try:
             parallelize_module(model, mesh, {name: _make(style, module)}, src_data_rank=None)
         except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
@@ -36,7 +36,7 @@ class Usage:
         self.on_gathered: list[Callable[[], None]] = []
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
-        self._seen: set[Tensor] = set()  # gathered weights
+        self._seen: set[Tensor] = {*self._weights.values()}  # and gathered ones
         self._met: set[nn.Module] = set()
         self._used: set[str] = set()
         self._next: int | None = None  # the block whose turn it is in the model's forward pass
@@ -144,7 +144,7 @@ class Usage:
     def _watch(self, module: nn.Module, args: Any) -> None:
         """Notice the gathered weights that get a gradient."""
         for name, weight in module.named_parameters(self._names[module]):
-            if weight.requires_grad and weight not in self._seen and not is_sharded(weight):
+            if weight.requires_grad and weight not in self._seen:
                 weight.register_post_accumulate_grad_hook(partial(self._use, name))
                 self._seen.add(weight)
         for tell in self.on_gathered if module not in self._met else ():

@@ -66,8 +66,12 @@ _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config, task: Task) -> None:
-    """Refuse what needs whole weights on each rank."""
+def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -> None:
+    """Refuse what needs whole weights on each rank, or whole layers."""
+    every = config.numerics.every
+    if layout.tensor > 1 and every is not None:
+        reason = "aten.bincount.default has no sharding strategy"
+        raise _not_in_parts(f"numerics.every={every}", layout, reason, "null")
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
@@ -84,6 +88,13 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
 def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
     return ConfigError(
         f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
+    )
+
+
+def _not_in_parts(option: str, layout: Layout, reason: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{option}: does not go with distributed.tensor={layout.tensor} (torch: {reason}); use "
+        f"{option.partition('=')[0]}={instead}, or distributed.tensor=1"
     )
 
 
@@ -109,11 +120,8 @@ def shard(
             "gathered in the format of their weights; use the default lists"
         )
     if layout.tensor > 1 and precision.policy.recipes:
-        raise ConfigError(
-            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
-            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
-            "strategy registered); use dtype.products=none, or distributed.tensor=1"
-        )
+        reason = "Operator mpframe.matmul.default does not have a sharding strategy registered"
+        raise _not_in_parts(f"dtype.products={precision.policy.products}", layout, reason, "none")
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
     sums: dict[tuple[Any, ...], float] = {}
@@ -184,7 +192,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     layout = build_layout(config)
     if sharded:
-        refuse_beside_sharding(config, task)
+        refuse_beside_sharding(config, task, layout)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)

@@ -58,10 +58,7 @@ class Gradients:
     no_new: bool = False  # The previous step has consumed the gradients, and none has come since.
 
     def norm(self, copies: Mapping[Tensor, int] | None = None) -> Tensor:
-        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it.
-
-        `copies`: how many ranks hold the part of a master, if others do: together they count once.
-        """
+        """Return the global 2-norm, 0-d fp32, as torch's clipping does. `copies` count as one."""
         if not self.values:
             return torch.zeros_like(self.amax)
         norms = list(torch._foreach_norm(self.wide)) if self.wide else []

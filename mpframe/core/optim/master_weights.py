@@ -140,9 +140,7 @@ class MasterWeights(OptimizerWrapper):
         amax, sharding = gradients.amax, self.comm.sharding
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
-            # Only what was summed had to fit into half, so its amax counts, if the sum is finite.
-            before = sharding.take_amax(amax, gradients.scale)
-            amax = torch.where(amax < torch.inf, before, torch.inf)
+            amax = sharding.amax_before_sums(amax, gradients.scale)
         if isinstance(count, Tensor) or not count:  # No samples: the gradients mean nothing.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
         gradients.count = count
@@ -202,9 +200,7 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        norm = gradients.norm(self._copies)
-        if self.comm.sharding is not None:  # This rank has a part of the gradients.
-            norm = self.comm.norm(norm)
+        norm = self.norm_of(gradients)
         if max_norm is not None:
             gradients.clip(norm, max_norm)
         # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
@@ -219,6 +215,11 @@ class MasterWeights(OptimizerWrapper):
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
         used = torch.ones_like(norm) if scaling is None else scaling.scale
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
+
+    def norm_of(self, gradients: Gradients) -> Tensor:
+        """Return the global 2-norm, 0-d fp32, of gradients of which this rank may have parts."""
+        norm = gradients.norm(self._copies)
+        return norm if self.comm.sharding is None else self.comm.norm(norm)
 
     def _closure_needed(self) -> ConfigError:
         return ConfigError(

@@ -56,8 +56,7 @@ class OptimizerWrapper(Optimizer):
         self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
         self._masters: dict[Tensor, Master] = {}  # by half parameter
-        self._sharded = False  # whether any parameter is, found out once and not in each step
-        self._copies: dict[Tensor, int] = {}  # of parts that several ranks hold
+        self._copies: dict[Tensor, int] = {}  # how many ranks hold it, by sharded part
         self._device = torch.device("cpu")  # of all parameters
         self._share_with_wrapped()
         self._register_groups()
@@ -174,7 +173,7 @@ class OptimizerWrapper(Optimizer):
                 # torch adds a sparse gradient to a dense one, and not the other way round.
                 gradient = wide + of_master if of_master.is_sparse else of_master + wide
             if gradient is not None:
-                popped[master] = part_of(gradient) if self._sharded else gradient
+                popped[master] = part_of(gradient) if self._copies else gradient
                 parameter.grad = master.grad = None
         return popped
 
@@ -190,10 +189,9 @@ class OptimizerWrapper(Optimizer):
         """Return the tensor to step for a parameter. A new master takes over its state."""
         if parameter.dtype not in HALF or self._kind is None:
             clear_master(parameter)
-            part, sharded = part_of(parameter), is_sharded(parameter)
-            self._sharded |= sharded
-            if sharded and (copies := copies_of(parameter)) > 1:
-                self._copies[part] = copies
+            part = part_of(parameter)
+            if is_sharded(parameter):
+                self._copies[part] = copies_of(parameter)
             return part
         master = self._masters[parameter] = master_for(parameter, self._kind)
         sync_from_weights([(parameter, master)])

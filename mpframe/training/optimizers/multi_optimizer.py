@@ -129,10 +129,7 @@ class MultiOptimizer:
         grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
         if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
-        norms = {name: gradients.norm() for name, gradients in grads.items()}
-        for name, part in self.parts.items():
-            if part.comm.sharding is not None:  # This rank has a part of the gradients.
-                norms[name] = part.comm.norm(norms[name])
+        norms = {name: part.norm_of(grads[name]) for name, part in self.parts.items()}
         skips = self._skips(grads, norms if max_norm is not None else {})
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
