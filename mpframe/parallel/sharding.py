@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from mpframe.core.comm import is_sharded, weigh_
+from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.parallel.layout import AXES, Layout
 from mpframe.parallel.unused import Usage
@@ -76,7 +76,7 @@ class Sharding:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
         self.usage = Usage(model, entries)
-        self.formats = {after[name]: formats[before[name]] for name in before}  # type: ignore[index]
+        self.formats = {after[name]: formats[before[name]] for name in before}
         return {before[name]: after[name] for name in before}
 
     def take_amax(self, device: torch.device) -> Tensor:

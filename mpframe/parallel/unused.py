@@ -145,7 +145,8 @@ class Usage:
         """Notice the gathered weights that get a gradient."""
         for name, weight in module.named_parameters(self._names[module]):
             if weight.requires_grad and weight not in self._seen and not is_sharded(weight):
-                weight.register_post_accumulate_grad_hook(partial(self._use, name))
+                hook = weight.register_post_accumulate_grad_hook
+                hook(partial(self._use, name))  # type: ignore[no-untyped-call]
                 self._seen.add(weight)
         for tell in self.on_gathered if module not in self._met else ():
             tell()
@@ -168,7 +169,7 @@ class _Tie(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, *ctx.empty
 
 

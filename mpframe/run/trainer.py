@@ -158,8 +158,8 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 
         synchronize(model)
     optimizers = build_optimizers(config, model)
-    for optimizer in optimizers.values() if sharded else ():
-        _step_parts(optimizer)
+    for one in optimizers.values() if sharded else ():
+        _step_parts(one)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
     schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
