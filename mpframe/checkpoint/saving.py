@@ -3,15 +3,20 @@
 It is written under a hidden name, synced to the disk, and renamed. After a kill, a full disk or a
 power cut at any moment the older checkpoints are complete, and the new one is complete or absent.
 torch.load does not notice a flipped bit, so each file is compared with the manifest first.
+
+Ranks that save or read together work side by side, and wait for the slowest as long as it answers.
 """
 
 import contextlib
+import logging
 import pickle
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,12 +36,14 @@ from mpframe.checkpoint.folder import (
     refuse_mixed,
     step_of,
 )
-from mpframe.checkpoint.state import Snapshot, put_together, split_off_parts
+from mpframe.checkpoint.state import Snapshot
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
-from mpframe.core.comm import Comm
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
 from mpframe.files.plain_file import read_regular
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
@@ -44,6 +51,8 @@ Files = Mapping[str, Any]  # entries by name
 _LARGEST_CONFIG = 2**20  # bytes
 _CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strings, lists and dicts"
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_PULSE = 0.2  # seconds between two answers of a rank that works on files
+_LONG = 60.0  # seconds after which the log names the ranks that the others wait for
 
 
 def save(folder: Path, snapshot: Snapshot) -> Path:
@@ -72,62 +81,117 @@ def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
     return final
 
 
-def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
-    """Save a checkpoint of ranks that each hold and write parts of the state.
+def prepare_together(
+    folder: Path, snapshot: Snapshot, comm: Comm, copied: bool
+) -> Callable[[], None]:
+    """Return a function that saves a checkpoint of ranks that each hold parts of the state.
 
-    All ranks of `comm` call this and must see rank 0's folder. Rank 0 also saves its state without
-    sharded tensors. CheckpointError, on all ranks: one of them could not write.
+    All ranks of `comm` call this and the function, and must see rank 0's folder. Each writes its
+    parts, and rank 0 also its state without sharded tensors. CheckpointError, on all ranks: one of
+    them could not write.
+
+    copied: copy the state to the host first, so that training may continue meanwhile.
     """
-    final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
-    state, parts = split_off_parts(snapshot.state)
-    new, name = hidden_path(final, "new"), parts_of(comm.rank)
-    first = comm.rank * comm.sharding.replicas < comm.size  # The other replicas hold the same.
+    from mpframe.checkpoint.parts import split_off_parts  # seldom needed
 
-    def write_parts() -> Entry | None:
-        return _write_file(new / name, lambda file: torch.save(parts, file)) if first else None
+    final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
+    state, parts = split_off_parts(snapshot.state, copied)
+    rest = replace(snapshot, state=state)
+    return partial(_save_parts, final, folder, rest.to_cpu() if copied else rest, parts, comm)
+
+
+def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
+    new, name = hidden_path(final, "new"), parts_of(comm.rank)
+
+    def write_parts() -> Entry | None:  # A replica has none.
+        return _write_file(new / name, lambda file: torch.save(parts, file)) if parts else None
 
     def finish(files: Files) -> None:
-        _write(new, replace(snapshot, state=state), files)
-        _sync_records(folder, snapshot)
+        _write(new, rest, files)
+        _sync_records(run, rest)
         put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
     entries = _on_all(comm, final, write_parts)
     files = {parts_of(rank): entry for rank, entry in enumerate(entries) if entry is not None}
     _on_rank_0(comm, final, lambda: finish(files))
-    return final
 
 
-def load(path: Path) -> dict[str, Any]:
+def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T]:
+    """Write on all ranks, and give the checkpoint up if one of them cannot."""
+
+    def write() -> T:
+        with _naming_checkpoint(final):
+            return work()
+
+    try:
+        return on_all(comm, write, f"writing checkpoint {final}")
+    except CheckpointError:
+        if comm.is_main:
+            _give_up(final)
+        raise
+
+
+def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
+    """Write on rank 0, for which the others wait."""
+    _on_all(comm, final, work if comm.is_main else lambda: None)
+
+
+def load(path: Path, comm: Comm = SINGLE_PROCESS) -> dict[str, Any]:
     """Return the verified state of a checkpoint, on the CPU (see `read`)."""
-    return read(path).state
+    return read(path, comm).state
 
 
-def read(path: Path) -> Snapshot:
+def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
     """Read and verify a whole checkpoint, with its tensors on the CPU.
 
     path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
+    comm: the ranks that all read it, of which each verifies some of the files. If they divide the
+        weights, tensors that are divided stay in the files (see `parts.Pieces`).
 
     CheckpointError: there is none, it is damaged, of another format, or holds code, or the folder
-    has checkpoints of two runs.
+    has checkpoints of two runs. One rank's error is raised on all.
     """
-    if newest(path) != path:
+    found: list[Any] = []
+    final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"
+    on_all(comm, lambda: found.append(_verify(path, final, comm)), doing)
+    in_parts = comm.sharding is not None
+    on_all(comm, lambda: found.append(_read(final, found[0], in_parts)), doing)
+    return found[1]  # type: ignore[no-any-return]
+
+
+def _verify(path: Path, final: Path, comm: Comm) -> Manifest:
+    """Return the manifest of a checkpoint, and verify this rank's share of the files."""
+    if final != path:
         refuse_mixed(path)
-    path = newest(path)
-    manifest = Manifest.read(path)
+    manifest = Manifest.read(final)
     for name in (STATE, CONFIG):
         if name not in manifest.files:
-            raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
-    manifest.verify(path)
+            raise CheckpointError(f"{final / MANIFEST}: names no {name}; use an older one")
+    try:
+        manifest.verify(final, comm.rank, comm.size)
+    except CheckpointError as error:
+        raise CheckpointError(f"rank {comm.rank}: {error}" if comm.size > 1 else error) from None
+    return manifest
+
+
+def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
+    """Read the files of a checkpoint that were verified."""
     with raise_as_damaged(path / CONFIG, "not text"):
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
+    parts = all_parts(manifest.files)
     with raise_as_damaged(path / STATE, "not a saved state"):
-        state = load_untrusted(path / STATE, _CODE)
+        state = load_untrusted(path / STATE, _CODE, mapped=in_parts and not parts)
         if not isinstance(state, dict):
             kind = type(state).__name__
             raise CheckpointError(f"{path / STATE}: holds a {kind}, not a run's state")
-    if parts := all_parts(manifest.files):
-        put_together(state, [path / name for name in parts])
+    if parts or in_parts:
+        from mpframe.checkpoint.parts import leave_in_file, put_together  # seldom needed
+
+        if parts:
+            put_together(state, [path / name for name in parts], in_parts)
+        else:
+            state = leave_in_file(state, path / STATE)
     return Snapshot(step_of(path), state, config, manifest.facts)
 
 
@@ -157,26 +221,41 @@ class Background:
             self._threads.shutdown()
 
 
-def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T | None]:
-    """Work on all ranks and return all results. If one cannot write, all raise its error."""
-    done, error = None, None
-    try:
-        with _naming_checkpoint(final):
-            done = work()
-    except CheckpointError as failure:
-        error = str(failure)
-    ends = comm.broadcast_object(comm.gather_object((done, error)))
-    errors = [error for _, error in ends if error is not None]
-    if errors:
-        if comm.is_main:
-            _give_up(final)
-        raise CheckpointError(errors[0])
+def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
+    """Work on all ranks, and return their results. If it fails on one, all raise its error.
+
+    With several ranks it runs in another thread. Meanwhile the ranks answer each other, so that
+    `trainer.timeout` ends only those that are lost, and not those with a slow file system.
+
+    doing: for the log, e.g. `writing checkpoint runs/one/checkpoints/step_00000004`.
+    """
+    if comm.size == 1:
+        return [work()]
+    thread, began, limit = ThreadPoolExecutor(1), time.monotonic(), _LONG
+    working, ends = thread.submit(work), list[Any]([None])
+    thread.shutdown(wait=False)
+    while None in ends:
+        wait([working], _PULSE)
+        ends = comm.broadcast_object(comm.gather_object(_end_of(working)))
+        late = ", ".join(str(rank) for rank, end in enumerate(ends) if end is None)
+        seconds = time.monotonic() - began
+        if late and seconds > limit:
+            limit *= 2
+            log.warning("warning: rank %s: still %s after %d s", late, doing, seconds)
+    for _, error in ends:
+        if error is not None:
+            raise CheckpointError(error)
     return [done for done, _ in ends]
 
 
-def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
-    """Work on rank 0, for which the others wait."""
-    _on_all(comm, final, work if comm.is_main else lambda: None)
+def _end_of(working: Future[T]) -> tuple[T | None, str | None] | None:
+    """Return the result or the CheckpointError of work, or None if it is not done."""
+    if not working.done():
+        return None
+    try:
+        return working.result(), None
+    except CheckpointError as error:
+        return None, str(error)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """The content of a checkpoint: a `Snapshot` of a run's state, and the weights in it.
 
-If ranks divide the weights, each writes its parts, and readers put them together. The rest of each
-rank's state, such as its random generators, is in the file that rank 0 writes.
+If ranks divide the weights, each writes its parts (parts.py). The rest of each rank's state, such
+as its random generators, is in the file that rank 0 writes.
 """
 
 import copy
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.tree import HALF, dtype_name
@@ -50,78 +49,6 @@ def _copy(value: Any, copies: dict[Any, Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copy(entry, copies) for entry in value)
     return copy.deepcopy(value)
-
-
-Place = tuple[str | int, ...]  # the keys and indexes that lead to a value in a state
-_CODE = "holds code, which is never run; the parts of a checkpoint are tensors"
-
-
-def split_off_parts(state: Any) -> tuple[Any, dict[Place, Tensor]]:
-    """Return a state without its sharded tensors, and this rank's parts of them on the host.
-
-    A tensor that is in several places has one copy.
-    """
-    parts: dict[Place, Tensor] = {}
-    return _take_out(state, (), parts, {}), parts
-
-
-def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
-    """Put whole tensors, made of all ranks' parts in order, into a state that was read."""
-    ranks = [_read_parts(path) for path in files]
-    wholes: dict[tuple[int, ...], Tensor] = {}
-    with raise_as_damaged(files[0], "not parts of its checkpoint"):
-        for place in ranks[0]:
-            parts = [of_rank.pop(place) for of_rank in ranks[1:]]
-            parts.insert(0, ranks[0][place])
-            key = tuple(part.data_ptr() for part in parts)
-            if not any(key) or key not in wholes:
-                wholes[key] = torch.cat(parts)
-            _put(state, place, wholes[key])
-        if any(ranks[1:]):
-            raise ValueError("one holds other tensors")
-
-
-def _take_out(
-    value: Any, place: Place, parts: dict[Place, Tensor], copies: dict[int, Tensor]
-) -> Any:
-    if isinstance(value, Tensor) and is_sharded(value):
-        memory = address_of(value)
-        if not memory or memory not in copies:
-            copies[memory] = part_of(value).to("cpu", copy=True)
-        parts[place] = copies[memory]
-        return None
-    if isinstance(value, dict):
-        return {key: _take_out(held, (*place, key), parts, copies) for key, held in value.items()}
-    if type(value) in (list, tuple):
-        kept = (_take_out(held, (*place, n), parts, copies) for n, held in enumerate(value))
-        return type(value)(kept)
-    return value
-
-
-def _put(state: Any, place: Place, whole: Tensor) -> None:
-    for key in place[:-1]:
-        state = state[key]
-    if state[place[-1]] is not None:
-        raise ValueError("the state has something in a divided tensor's place")
-    state[place[-1]] = whole
-
-
-def _read_parts(path: Path) -> dict[Place, Tensor]:
-    with raise_as_damaged(path, "not a rank's parts"):
-        parts = load_untrusted(path, _CODE)
-        if not isinstance(parts, dict) or not all(isinstance(v, Tensor) for v in parts.values()):
-            raise CheckpointError(f"{path}: holds no rank's parts of a checkpoint; use another one")
-        _refuse_bomb(path, parts)
-        return parts
-
-
-def _refuse_bomb(path: Path, parts: Mapping[Place, Tensor]) -> None:
-    """Refuse parts that overlap in their file, because put together they do not share memory."""
-    distinct = {part.data_ptr(): part.nbytes for part in parts.values()}
-    if any(part.nbytes != distinct[part.data_ptr()] for part in parts.values()) or (
-        sum(distinct.values()) > path.stat().st_size
-    ):
-        raise CheckpointError(f"{path}: refused, its tensors overlap; use another checkpoint")
 
 
 def rng_state() -> dict[str, Any]:
@@ -169,17 +96,17 @@ OTHER_RANKS = "other_ranks"  # the entry of a state with the list of the states 
 
 
 def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of ranks 1, 2, ... of `comm` on rank 0, and an empty list elsewhere."""
+    """Return the states of data ranks 1, 2, ... on rank 0, and an empty list elsewhere."""
     if comm.size == 1:
         return []
     file = io.BytesIO()  # pickle cannot restore numpy's random state, a tensor of uint32.
     torch.save(state, file)
-    sent = comm.gather_object(file.getvalue())[1:]
+    sent = comm.gather_shares(file.getvalue())[1:]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 
 def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the state of a rank > 0, or None if the run had fewer ranks."""
+    """Return the state of a data rank > 0, or None if the run had fewer."""
     others = state.get(OTHER_RANKS, [])
     return others[rank - 1] if rank <= len(others) else None
 

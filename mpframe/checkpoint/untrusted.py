@@ -29,11 +29,12 @@ _DEEPEST = 50
 _MOST_VALUES = 10**7
 
 
-def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
+def load_untrusted(path: Path, refusal: str, old_format: bool = False, mapped: bool = False) -> Any:
     """Load what `torch.save` wrote, with its tensors on the CPU, without running code.
 
     refusal: the message for a file that holds code or objects.
     old_format: also read torch's format from before 2020.
+    mapped: leave the tensors in the file, mapped into memory.
 
     CheckpointError: the file holds code, or was made to fill the memory or to take minutes. A
     damaged file may raise anything else, so call this within `raise_as_damaged`.
@@ -43,7 +44,7 @@ def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
     else:
         _refuse_bomb(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         raise CheckpointError(f"{path}: {refusal}") from None
     _refuse_oversized(path, state)

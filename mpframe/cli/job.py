@@ -52,8 +52,9 @@ class Jobs:
         """Train one job, and return its monitored metric, if there is one."""
         hydra = cast(DictConfig, HydraConfig.get())
         self._sweep = hydra.mode is RunMode.MULTIRUN
-        if self._sweep and place().size > 1:  # A configuration file asked for a sweep.
-            raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN", place().size)
+        # If no job of submitit has these ranks, a configuration file asked for a sweep.
+        if self._sweep and place().size > 1 and "SUBMITIT_EXECUTOR" not in os.environ:
+            raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN")
         current_folder_importable(hydra.runtime.cwd)
         try:
             return _train(composed, hydra)
@@ -88,10 +89,15 @@ class Jobs:
             traceback.print_exception(error)
 
 
-def sweep_of_ranks(asked: str, size: int) -> ConfigError:
-    """Refuse the sweep that was asked for, which `size` processes of torchrun would each run."""
-    started = f"torchrun has started {size} processes for one run"
-    return ConfigError(f"{asked}: {started}; start one torchrun for each job of the sweep")
+def sweep_of_ranks(asked: str) -> ConfigError:
+    """Refuse the sweep that was asked for, which each rank would run."""
+    here = place()
+    return ConfigError(
+        f"{asked}: {here.starter} has started {here.size} processes for one run; start one "
+        f"{here.starter} for each job of the sweep, or start one process, and let Slurm start "
+        "those of each job: -m ... hydra/launcher=submitit_slurm "
+        f"hydra.launcher.tasks_per_node={here.size}"
+    )
 
 
 def print_error(error: MpframeError, place: str = "") -> int:
@@ -107,6 +113,8 @@ def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
     config, folder = check_config(composed), Path(hydra.runtime.output_dir)
     if hydra.mode is not RunMode.MULTIRUN:
         return _metric(_run(config, composed, hydra))
+    if place().rank:  # Rank 0 has the turn.
+        return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
     # Two jobs of a sweep may be the same, and run at the same time.
     with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
         return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))

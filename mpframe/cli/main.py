@@ -25,7 +25,7 @@ COMMANDS = {
     name: f"mpframe.cli.commands.{name}"
     for name in (
         *("new", "train", "evaluate", "predict", "export", "report"),
-        *("doctor", "autopsy", "search", "simulate", "options"),
+        *("doctor", "plan", "autopsy", "search", "simulate", "options"),
     )
 }
 """The module of each command, in the order of the help."""

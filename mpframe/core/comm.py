@@ -6,6 +6,7 @@ many. The functions on parts are for sharded tensors (DTensors), of which each r
 
 import sys
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,12 +41,22 @@ class Comm:
     Attributes:
         rank: this process's number, 0 to size - 1. Rank 0 writes the run's folder.
         size: how many processes there are.
+        tensor: how many neighbouring ranks divide layers: they read the same share of the data.
         sharding: shards the model's weights across them, or None if each process has all weights.
     """
 
-    rank = 0
-    size = 1
+    rank, size, tensor = 0, 1, 1
     sharding: Any = None
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's share of the data, 0 to data_size - 1."""
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """How many shares the data has."""
+        return self.size // self.tensor
 
     @property
     def is_main(self) -> bool:
@@ -116,7 +127,7 @@ class Comm:
         return of_part
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks in place, bit for bit the same on all of them."""
+        """Sum over the shares of the data in place, bit for bit the same on all ranks."""
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum over all ranks, on the host."""
@@ -130,14 +141,18 @@ class Comm:
         """Return all ranks' values, in rank order, on rank 0, and an empty list on the others."""
         return [value]
 
+    def gather_shares(self, value: T) -> list[T]:
+        """Do the same with one value for each share of the data."""
+        return self.gather_object(value)[:: self.tensor]
+
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value."""
         return value
 
     def part(self, samples: Tensor) -> Tensor:
         """Return this rank's share of a global batch [N]: contiguous, sizes differ by <= 1."""
-        count = len(samples)
-        return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
+        count, rank, size = len(samples), self.data_rank, self.data_size
+        return samples[count * rank // size : count * (rank + 1) // size]
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model that communicates says a rank is lost."""
@@ -191,6 +206,11 @@ def cuts_of(place: Any) -> list[tuple[int, int, int]]:
     return [
         (p.dim, mesh.size(n), mesh.get_local_rank(n)) for n, p in axes[::-1] if hasattr(p, "dim")
     ]
+
+
+def copies_of(place: Any) -> int:
+    """Return how many ranks hold this rank's part of a DTensor."""
+    return torch.distributed.get_world_size() // prod(parts for _, parts, _ in cuts_of(place))
 
 
 def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:

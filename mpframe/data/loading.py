@@ -151,10 +151,10 @@ def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> No
     """Check the batch size, which all ranks share evenly, and the number of workers."""
     require_whole(option, batch_size, least=1)
     require_whole("dataset.workers", workers, least=0)
-    if rest := batch_size % comm.size:
+    if rest := batch_size % (shares := comm.data_size):
         raise ConfigError(
-            f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
-            f"{comm.size}, as {batch_size - rest + comm.size}"
+            f"{option}={batch_size}: {shares} ranks share each batch; use a multiple of "
+            f"{shares}, as {batch_size - rest + shares}"
         )
 
 

@@ -68,12 +68,18 @@ class StreamLoader(Loader, Callback):
         require_shared(option, batch_size, workers, comm)
         self.batch_size, self.waited, self.size = batch_size, 0.0, 0
         self._comm, self._timeout, self._pin = comm, worker_timeout, pin
-        part = batch_size // comm.size
+        part = batch_size // comm.data_size
         if comes_from("streaming", stream) and not is_batched(stream):
             stream, workers, collate = _load_by_mosaic(stream, part, workers, collate), 0, None
         if is_batched(stream):
             _refuse_beside_batches(stream, option, batch_size, part, workers, collate)
-        self._workers, ranks = workers, (comm.rank, comm.size)
+            if comm.tensor > 1:
+                raise ConfigError(
+                    f"distributed.tensor={comm.tensor}: {type(stream).__name__} makes the batches "
+                    "of each rank, and ranks that divide layers read the same ones; give the "
+                    "samples instead"
+                )
+        self._workers, ranks = workers, (comm.data_rank, comm.data_size)
         self._shares = Shares(
             *(stream, part, seed, *ranks, max(workers, 1), split, collate, endless),
             CurrentSamples(workers),
@@ -116,7 +122,7 @@ class StreamLoader(Loader, Callback):
         if places is None and reached.batches:
             places = [tuple(place) for place in self._places]
             places[(reached.batches - 1) % len(places)] = tuple(self._before)
-        ranks = self._comm.gather_object([reached.digest, places])
+        ranks = self._comm.gather_shares([reached.digest, places])
         return {"batches": reached.batches, "made_with": self._facts(), "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,7 +136,7 @@ class StreamLoader(Loader, Callback):
                     f"{_WAY_OUT}"
                 )
         self.close()
-        self._start = _Reached(int(state["batches"]), *state["ranks"][self._comm.rank])
+        self._start = _Reached(int(state["batches"]), *state["ranks"][self._comm.data_rank])
         self._now = None
 
     def require_resumable(self, option: str) -> None:
@@ -151,7 +157,7 @@ class StreamLoader(Loader, Callback):
             "dataset.batch_size": self.batch_size,
             "dataset.batches_per_epoch": self._length,
             "dataset.workers": self._workers,
-            "ranks": self._comm.size,
+            "ranks": self._comm.data_size,
         }
 
     def _count(self, stated: int | None) -> int:

@@ -1,7 +1,7 @@
 """How a run starts as one of several ranks, and how it ends.
 
-`init_comm` joins the ranks that torchrun started for one run. Torch is loaded only if there are
-several.
+`init_comm` joins the ranks that torchrun, srun or mpirun started for one run. Torch is loaded only
+if there are several.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
-from mpframe.parallel.place import place
+from mpframe.parallel.place import address, keeps_store, missing, place
 
 if TYPE_CHECKING:
     import torch
@@ -23,24 +23,15 @@ if TYPE_CHECKING:
 START = "torchrun --nproc-per-node 2 scripts/train.py ..."
 
 
-def _tasks_of_srun() -> int:
-    """Return how many processes srun has started, this one included.
-
-    SLURM_NTASKS does not say it, as a batch script without srun has it as well.
-    """
-    rank = int(os.environ.get("SLURM_PROCID", 0))
-    return max(int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)), rank + 1)
-
-
 def refuse_misfit(parallel: str | None) -> None:
     """Raise ConfigError unless `none`, `ddp` or `fsdp` (None: any) fits this process's start."""
-    size = place().size
-    tasks = _tasks_of_srun()
-    if parallel != "none" and size == 1 and tasks > 1:
+    size, lacking = place().size, missing()
+    if lacking and parallel != "none":
+        given = [f"{n}={os.environ[n]}" for n in ("RANK", "WORLD_SIZE") if n in os.environ]
         raise ConfigError(
-            f"srun has started {tasks} processes, and each would train by itself; let it start one "
-            f"torchrun on each machine: srun --ntasks-per-node 1 {START}; or, for separate "
-            "runs, set trainer.parallel=none"
+            f"{', '.join(given)}: says that there are other processes, and {', '.join(lacking)} "
+            f"must be set as well; start them as {START}; or, for a run of this process only, set "
+            "trainer.parallel=none"
         )
     if parallel in ("ddp", "fsdp") and size == 1:
         raise ConfigError(
@@ -53,6 +44,17 @@ def refuse_misfit(parallel: str | None) -> None:
         )
 
 
+def _refuse_unknown_address() -> None:
+    if not address()[0]:
+        start = place().starter
+        option = "-x MASTER_ADDR=FIRST" if start == "mpirun" else "-genv MASTER_ADDR FIRST"
+        raise ConfigError(
+            f"{start} has started {place().size} processes on several machines, which do not know "
+            f"the first one; name it: {start} {option} -n {place().size} python scripts/train.py "
+            "..."
+        )
+
+
 _WAIT = 3.0  # seconds in which rank 0 comes to the same error
 
 
@@ -61,14 +63,21 @@ def line_of(error: MpframeError) -> str | None:
 
     With one process it is the error's text. The line of a rank above 0 begins with its number.
     """
-    text, rank = str(error), place().rank
-    if place().size == 1:
+    text, rank, size = str(error), place().rank, place().size
+    if size == 1:
         return text
+    if not address()[0]:  # All ranks meet this error, and cannot ask each other.
+        return text if rank == 0 else None
     line = text if rank == 0 or isinstance(error, LostRankError) else f"rank {rank}: {text}"
     from mpframe.parallel.process_group import answer_within, store_at  # torch comes in here.
 
     def ask() -> bool:
-        return _is_printed(store_at(place(), _WAIT, "said"), text, line, wait=rank > 0)
+        store = store_at(place(), _WAIT, "said")
+        printed, limit = _is_printed(store, text, line, rank > 0), time.monotonic() + _WAIT
+        store.add("asked", 1)
+        while keeps_store() and store.add("asked", 0) < size and time.monotonic() < limit:
+            time.sleep(0.1)  # The store ends with this process.
+        return printed
 
     return None if answer_within(3 * _WAIT, ask) else line  # Twice if the store is gone.
 
@@ -89,7 +98,7 @@ def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
 def init_comm(
     parallel: str | None, device: "Callable[[], torch.device]", timeout: float
 ) -> "Iterator[Comm]":
-    """Context manager in which the ranks that torchrun started are one comm.
+    """Context manager in which the ranks that were started are one comm.
 
     At its end, unless by an error, each waits for all: one that left first could abort another.
 
@@ -105,6 +114,7 @@ def init_comm(
 
         yield SINGLE_PROCESS
         return
+    _refuse_unknown_address()
     from mpframe.parallel.process_group import ProcessGroup
 
     group = ProcessGroup(place(), device(), timeout)

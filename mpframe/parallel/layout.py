@@ -6,7 +6,8 @@ axis. Ranks along `tensor` hold parts of each planned layer and read the same sa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from mpframe.core.errors import ConfigError
 
@@ -20,7 +21,8 @@ class Layout:
     Args:
         replicas: how many groups of ranks each hold a whole model (HSDP), >= 1.
         tensor: how many ranks divide each layer that `plan` names, >= 1.
-        plan: patterns of modules' names, and how the ranks divide them: `colwise` or `rowwise`.
+        plan: patterns of modules' names, and how the ranks divide each: a word of `STYLES` in
+            tensor_parallel.py, or one of torch's ParallelStyles.
         reshard_after_forward: whether gathered weights are given back until the backward pass.
         cpu_offload: whether parts and the optimizer's state stay on the host.
         blocks_together: how many neighbouring blocks are gathered at once, >= 1.
@@ -31,7 +33,7 @@ class Layout:
 
     replicas: int = 1
     tensor: int = 1
-    plan: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, Any] | None = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     blocks_together: int = 1
@@ -44,7 +46,7 @@ class Layout:
         if (self.tensor > 1) != bool(self.plan):
             raise ConfigError(
                 f"distributed.tensor={self.tensor}: ranks divide the layers that distributed.plan "
-                f"names, and it names {len(self.plan)}; give both or none"
+                f"names, and it names {len(self.plan or ())}; give both or none"
             )
 
     def shape(self, ranks: int) -> tuple[int, int, int]:
@@ -61,5 +63,11 @@ class Layout:
             raise ConfigError(
                 f"distributed.replicas={self.replicas}: {ranks} ranks are no multiple of replicas "
                 f"x tensor ({self.tensor}); choose smaller ones"
+            )
+        if shards == 1 < self.replicas:  # FSDP would not let us weigh them.
+            raise ConfigError(
+                f"distributed.replicas={self.replicas}: of {ranks} ranks each replica would have "
+                f"{self.tensor}, and none to share its weights with; choose fewer replicas"
+                + (", or trainer.parallel=ddp" if self.tensor == 1 else "")
             )
         return self.replicas, shards, self.tensor

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -27,7 +28,7 @@ from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.place import Place
+from mpframe.parallel.place import Place, address, keeps_store
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX
@@ -38,6 +39,7 @@ _TOGETHER_ON_CPU = 2**22
 _TOGETHER = 2**25
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
+_KEPT: dict[tuple[str, int], TCPStore] = {}
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -81,20 +83,22 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     Restarted ranks would otherwise read the addresses of those before them. Rank 0 keeps the store
     itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        place.size,
-        is_master=place.rank == 0 and not agent,
-        timeout=timedelta(seconds=timeout),
-    )
+    at, limit = (*address(), place.size), timedelta(seconds=timeout)
+    store = _keep_store(*at, limit) if keeps_store() else TCPStore(*at, timeout=limit)
+    store.set_timeout(limit)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"mpframe/{attempt}/{prefix}", store)
 
 
+def _keep_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
+    """Return the store of this process, which ends with it, as others may still ask it."""
+    if (host, port) not in _KEPT:
+        _KEPT[host, port] = TCPStore(host, port, size, is_master=True, timeout=limit)
+    return _KEPT[host, port]
+
+
 class ProcessGroup(Comm):
-    """The ranks that torchrun started.
+    """The ranks of a run.
 
     Args:
         place: of this process.
@@ -137,11 +141,12 @@ class ProcessGroup(Comm):
 
     def norm(self, of_part: Tensor) -> Tensor:
         square = of_part.double().square()  # In fp64 the square of fp32's maximum is finite.
-        copies = 1 if self.sharding is None else self.sharding.replicas  # of each part
-        return (self._all_reduce(square) / copies).sqrt().to(of_part.dtype)
+        return self._all_reduce(square).sqrt().to(of_part.dtype)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         for flat, give_back in _flatten(tensors):
+            if self.rank % self.tensor:  # The first rank of each share adds it.
+                flat.zero_()
             self._all_reduce(flat)
             give_back()
 
@@ -258,6 +263,14 @@ class ProcessGroup(Comm):
     def report_failure(self, error: str) -> None:
         with suppress(RuntimeError):  # The store may be gone.
             self._store.set(f"failed/{self.rank}", error)
+
+    def aside(self) -> Comm:
+        """Return these ranks with connections for objects that another thread may use meanwhile."""
+        comm = copy(self)
+        with self._require_answer():
+            limit = timedelta(seconds=self._timeout)
+            comm._host = dist.new_group(backend="gloo", timeout=limit)
+        return comm
 
     def leave(self) -> None:
         """Close the connections."""

@@ -6,6 +6,7 @@ it, and again in the backward pass. Then the gradients of the block are summed o
 fp32, and each rank keeps the sums for its part.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from mpframe.core.comm import weigh_
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, first_line
 from mpframe.parallel.layout import AXES, Layout
 from mpframe.parallel.unused import Usage
 
+_SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -43,11 +45,15 @@ class Sharding:
         self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
     def divide(
-        self, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
+        self,
+        formats: Mapping[nn.Parameter, torch.dtype],
+        device: torch.device,
+        fill: Callable[[Mapping[str, nn.Module]], None] = lambda blocks: None,
     ) -> dict[Tensor, Tensor]:
         """Shard the weights in place. The model goes to `device` block by block.
 
         `formats` says in which format each parameter is gathered: float32, or one half format.
+        `fill` gives blocks, which it gets by name, their values before they are divided.
         Returns the parameters as they were, each with its sharded one.
         """
         model = self._model
@@ -63,8 +69,11 @@ class Sharding:
         }
         if layout.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        entries = _blocks(model)
+        entries = blocks_of(model)
         for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
+            within = {names[block]: block for block in blocks}
+            fill(within)
+            self._parallelize(mesh["tensor"], within, formats)
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
             sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
@@ -79,13 +88,33 @@ class Sharding:
         self.formats = {after[name]: formats[before[name]] for name in before}
         return {before[name]: after[name] for name in before}
 
-    def take_amax(self, device: torch.device) -> Tensor:
+    def compile_blocks(self) -> None:
+        """Compile the forward pass of each block, or of a model without blocks.
+
+        A graph of the whole model would break wherever weights are gathered.
+        """
+        for module in blocks_of(self._model) or [self._model]:
+            module.forward = torch.compile(module.forward)
+
+    def _parallelize(self, mesh: DeviceMesh, within: Mapping[str, nn.Module], formats: Any) -> None:
+        """Divide the layers of the plan within blocks. Their parameters keep their formats."""
+        if self._layout.plan:
+            from mpframe.parallel.tensor_parallel import parallelize
+
+            before = dict(self._model.named_parameters(remove_duplicate=False))
+            parallelize(self._model, mesh, self._layout.plan, within)
+            for name, weight in self._model.named_parameters(remove_duplicate=False):
+                if weight is not before[name]:
+                    formats[weight] = formats[before[name]]
+
+    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
         """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
 
-        It is scaled as the loss was, and nan if one is nan.
+        It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
+        as well if no other rank has a share of the data.
         """
         amaxes, self._amaxes = self._amaxes, []
-        return torch.stack(amaxes).max().to(device) if amaxes else torch.zeros((), device=device)
+        return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
@@ -93,6 +122,13 @@ class Sharding:
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
+            ) from error
+        if self._layout.plan and isinstance(error, RuntimeError) and _SHAPES.search(str(error)):
+            raise ConfigError(
+                "distributed.plan: the model does not take the parts of its layers "
+                f"({first_line(error)}); distributed.tensor={self._layout.tensor} must divide what "
+                "it makes of their features, as heads, and between colwise and rowwise it sees a "
+                "part of them"
             ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
@@ -143,7 +179,7 @@ def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy
         ) from None
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that the model repeats: the entries of its lists and sequences.
 
     A layer that shares a weight with another stays with the model, as one module gathers a weight.

@@ -128,7 +128,7 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
 @contextmanager
 def take_weights_from(trainer: Trainer, path: Path) -> Iterator[None]:
     """Context manager in which the trainer has a checkpoint's weights and, if any, averages."""
-    state = checkpoint.load(path)
+    state = checkpoint.load(path, trainer.comm)
     extra = trainer.extra_state
     kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).to_cpu().state
     ema = ema_of(trainer)

@@ -21,6 +21,7 @@ from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import Callbacks
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parse_stored
@@ -33,6 +34,10 @@ Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
 _ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
+# When ranks gather weights, and where they keep their parts.
+_ELSEWHERE |= {
+    f"distributed.{n}" for n in ("reshard_after_forward", "cpu_offload", "blocks_together")
+}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _STATES = ("optimizer", "scheduler")
 _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
@@ -149,7 +154,7 @@ class Resume:
         return self._load(newest(path), trainer, renew)
 
     def _load_newest_good(self, trainer: Trainer, renew: Renew) -> str:
-        found = all_in(self.folder)
+        found = trainer.comm.broadcast_object(all_in(self.folder))
         for path in reversed(found):
             try:
                 return self._load(path, trainer, renew)
@@ -165,7 +170,7 @@ class Resume:
         return new_identity()
 
     def _load(self, path: Path, trainer: Trainer, renew: Renew) -> str:
-        snapshot = checkpoint.read(path)
+        snapshot = checkpoint.read(path, trainer.comm)
         renew(trainer)
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
@@ -220,9 +225,10 @@ def _warn_of_lost_rows(snapshot: Snapshot, path: Path) -> None:
 def _apply(
     snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
 ) -> None:
-    """Load a state, all of it or none."""
-    state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-    before = Snapshot(0, state).to_cpu().state
+    """Load a state, on all ranks all of it or none. A rank keeps a copy of its parts till then."""
+    before = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
+    before = Snapshot(0, before).to_cpu().state  # The averages are a copy already.
+    said = None
     try:
         refuse_other_parts(*options)
         _load(snapshot, trainer)
@@ -230,10 +236,13 @@ def _apply(
     except RunInterrupted:
         raise
     except Exception as error:  # A state of the wrong structure may raise anything below torch.
+        known = isinstance(error, MpframeError)
+        said = str(error) if known else f"of something else ({error!r:.200})"
+    errors = trainer.comm.broadcast_object(trainer.comm.gather_object(said))
+    if any(errors):
         trainer.load_state_dict(before["trainer"])
         checkpoint.restore_rng(before["rng"])
-        said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
-        raise CheckpointError(f"{path}: {said}") from None
+        raise CheckpointError(f"{path}: {next(filter(None, errors))}")
 
 
 def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -247,10 +256,10 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     load_state(trainer, snapshot.state["trainer"])
-    if trainer.comm.is_main:
+    if trainer.comm.data_rank == 0:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    state = of_rank(snapshot.state, trainer.comm.rank)
+    state = of_rank(snapshot.state, trainer.comm.data_rank)
     if state is None:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})
@@ -267,7 +276,7 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     from mpframe.checkpoint.init_from import fit_weights, rename_weights  # seldom needed
 
     source, left_out = str(options.init_from), options.init_from_except
-    saved, precision, left = _read(Path(source))
+    saved, precision, left = _read(Path(source), trainer.comm)
     weights = trainer.weights()
     saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
     taken = fit_weights(saved, weights, left_out, source)
@@ -285,12 +294,12 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     return precision
 
 
-def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
+def _read(path: Path, comm: Comm) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
     """Return weights by name, the precision of their run, and the names of other entries."""
     from mpframe.checkpoint.init_from import is_foreign, read_foreign
 
     if is_foreign(path):
         foreign = read_foreign(path)
         return foreign.tensors, None, foreign.left
-    state = checkpoint.load(path)
+    state = checkpoint.load(path, comm)
     return weights_of(state, "trained", path), read_precision(state, path), ()

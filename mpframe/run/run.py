@@ -42,13 +42,14 @@ from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.parallel.launch import init_comm, refuse_misfit
-from mpframe.parallel.place import place
+from mpframe.parallel.place import place, separate
 from mpframe.run.callbacks import RunCallbacks, callbacks_of
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
+    build_layout,
     build_loaders,
     build_task,
     resolve_device,
@@ -83,6 +84,7 @@ class Run:
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
+        separate(config.trainer.parallel)
         self.config = _of_this_rank(config)
         self.scaling = scaling_name(config)  # Refused before the folder is taken.
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
@@ -167,6 +169,9 @@ class Run:
         config = self.config
         seed_everything(config.run.seed)
         task = build_task(config)
+        if self.comm.size > 1:
+            layout = build_layout(config)
+            self.comm.tensor = layout.shape(self.comm.size)[-1]
         loaders = build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
@@ -185,8 +190,8 @@ class Run:
             self._find(trainer, task, train)
         if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
-        if self.comm.rank:  # Ranks with the same dropout would see less of it.
-            seed_everything(config.run.seed + self.comm.rank)
+        if self.comm.data_rank:  # Ranks with the same dropout would see less of it.
+            seed_everything(config.run.seed + self.comm.data_rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redact(usage_of(task, trainer, self.hydra), self.secrets)

@@ -6,7 +6,7 @@ divided is refused by name.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpframe.checkpoint.state import restore_rng, rng_state
 from mpframe.config.check import as_typed
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
 from mpframe.core.casting.storage import formats_of
-from mpframe.core.comm import SINGLE_PROCESS, Comm
+from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.precision import Precision
@@ -43,15 +45,18 @@ from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
 from mpframe.training.plan import Plan
-from mpframe.training.ranks import refuse_other_weights
+from mpframe.training.ranks import refuse_other_weights, sums_of
 from mpframe.training.trainer import Trainer
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
-    "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "trainer.async_save": "false",
     "dtype.master_weights": "on",
+}
+_WHY = {
+    "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",
+    "trainer.reduce": " (a block's gradients are summed in its backward pass)",
+    "dtype.master_weights": " (the parts, in fp32, are the masters)",
 }
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
@@ -67,7 +72,7 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
-            raise _does_not_go(f"{option}={value}", f"use {option}={needed}")
+            raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
     if isinstance(task.objective, Mapping):
         raise _does_not_go("several losses", "use one")
     if config.joint is not None and config.joint.skip != "all":
@@ -76,9 +81,9 @@ def refuse_beside_sharding(config: Config, task: Task) -> None:
         raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
 
 
-def _does_not_go(option: str, way_out: str) -> ConfigError:
+def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
     return ConfigError(
-        f"{option}: does not go with trainer.parallel=fsdp; {way_out}, or trainer.parallel=ddp"
+        f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
     )
 
 
@@ -89,8 +94,13 @@ def shard(
     comm: Comm,
     device: torch.device,
     layout: Layout = WHOLE,
+    deferred: Any = None,
 ) -> None:
-    """Divide the weights among the ranks, and give the parts to the optimizers."""
+    """Divide the weights among the ranks, and give the parts to the optimizers.
+
+    `deferred` gives each block its values, if it has none yet. Raises UserCodeError if they are not
+    the same on all ranks.
+    """
     for optimizer in optimizers.values():
         _step_parts(optimizer)
     if precision.policy.mode == "mixed" and precision.policy.ops.empty:
@@ -98,12 +108,20 @@ def shard(
             "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
             "gathered in the format of their weights; use the default lists"
         )
-    formats = formats_of(model, precision.policy, precision.uses(model))
-    _check_range(model, formats)
+    if layout.tensor > 1 and precision.policy.recipes:
+        raise ConfigError(
+            f"dtype.products={precision.policy.products}: does not go with distributed.tensor="
+            f"{layout.tensor} (torch: Operator mpframe.matmul.default does not have a sharding "
+            "strategy registered); use dtype.products=none, or distributed.tensor=1"
+        )
+    # It keeps no whole weight.
+    formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
+    sums: dict[tuple[Any, ...], float] = {}
     from mpframe.parallel.sharding import Sharding  # It loads FSDP.
 
-    comm.sharding = Sharding(model, layout)
-    replaced = comm.sharding.divide(formats, device)
+    comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
+    replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
+    refuse_other_weights(comm, sums)
     precision.use_shards(model, replaced)
     for handler in precision.op_handlers:  # It knows a weight by its name, gathered ones as well.
         comm.sharding.usage.on_gathered.append(partial(handler.attach, model))
@@ -127,12 +145,29 @@ def _step_parts(optimizer: Optimizer) -> None:
         )
 
 
-def _check_range(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:
+def _fill(
+    deferred: Any,
+    formats: Any,
+    sums: dict[tuple[Any, ...], float],
+    blocks: Mapping[str, nn.Module],
+) -> None:
+    """Give blocks, by name, their values, if they have none. Check them, and add up each weight."""
+    filled = {} if deferred is None else deferred.fill(*blocks.values())
+    for before, after in filled.items():
+        formats[after] = formats[before]
+    for name, block in blocks.items():
+        whole = {n: p for n, p in block.named_parameters(name) if not is_sharded(p)}
+        _check_range(whole, formats)
+        sums.update(sums_of(whole.items()))
+
+
+@torch.no_grad()
+def _check_range(weights: Mapping[str, Tensor], formats: Mapping[Any, torch.dtype]) -> None:
     """Refuse weights beyond the half range: stored ones are clamped, gathered ones would be inf."""
-    for name, parameter in model.named_parameters():
-        dtype = formats[parameter]
+    for name, weight in weights.items():
+        dtype = formats[weight]
         limit = torch.finfo(dtype).max
-        if dtype in HALF and parameter.numel() and bool(parameter.detach().abs().max() > limit):
+        if dtype in HALF and weight.numel() and max(map(abs, torch.aminmax(weight))) > limit:
             raise ConfigError(
                 f"trainer.parallel=fsdp: {name} lies beyond the range of {dtype_name(dtype)}, "
                 "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
@@ -152,26 +187,26 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         refuse_beside_sharding(config, task)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
-    model = build_model(config).to(home)
+    model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)
     if config.trainer.sync_batchnorm and comm.size > 1:
         from mpframe.parallel.sync_batchnorm import synchronize
 
         synchronize(model)
-    optimizers = build_optimizers(config, model)
-    for one in optimizers.values() if sharded else ():
-        _step_parts(one)
-    plan = build_plan(config)
-    numbers, metrics = plan.numbers(batches), build_metrics(config, task)
-    schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     precision = build_precision(config)
     for objective in task.objectives.values():
         to_device(objective, home)
-    _trace(config, task, model, precision)
+    _trace(config, task, model, precision, deferred)
+    optimizers = build_optimizers(config, model)
+    plan = build_plan(config)
+    numbers, metrics = plan.numbers(batches), build_metrics(config, task)
     if sharded:
-        refuse_other_weights(comm, model.named_parameters())
-        shard(model, optimizers, precision, comm, device, layout)
+        shard(model, optimizers, precision, comm, device, layout, deferred)
+        if plan.compile:
+            comm.sharding.compile_blocks()
+            plan = replace(plan, compile=False)  # The rest of the model is not.
         for objective in task.objectives.values():
             to_device(objective, device)
+    schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     recompute(model, config.trainer.recompute)
     if config.trainer.channels_last:
         to_channels_last(model)
@@ -203,7 +238,38 @@ def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
     return Trainer
 
 
-def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
+def _build_deferred(config: Config) -> tuple[nn.Module, Any]:
+    """Make a model without values, and what fills it later. None: it has them, lazy layers do."""
+    from mpframe.parallel.deferred import Deferred  # It loads torch's fake tensors.
+
+    before, deferred = rng_state(), Deferred()
+    try:
+        model = deferred.construct(partial(build_model, config))
+    except RunInterrupted:
+        raise
+    except Exception as error:
+        restore_rng(before)
+        deferred, model = Deferred(), build_model(config)  # With values it works, or says the same.
+        _warn_of_whole_model("its constructor", error)
+    if any(map(is_lazy, model.parameters())):
+        deferred.fill(model)
+        return model, None
+    deferred.take_values(model)
+    return model, deferred
+
+
+def _warn_of_whole_model(what: str, error: BaseException) -> None:
+    log.warning(
+        "warning: trainer.parallel=fsdp: each rank begins with the whole model, because %s needs "
+        "its values: %s",
+        what,
+        first_line(error.__cause__ or error),
+    )
+
+
+def _trace(
+    config: Config, task: Task, model: nn.Module, precision: Precision, deferred: Any = None
+) -> None:
     """Show `precision` each objective on the first training batch, the same in every command.
 
     In every mode, lazy layers get their shapes from it.
@@ -224,7 +290,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     try:
         batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))
         for objective in task.objectives.values():
-            precision.trace(model, partial(objective, batch=batch))
+            _trace_deferred(precision, model, partial(objective, batch=batch), deferred)
     except (RunInterrupted, ConfigError):  # No first step would take such options.
         raise
     except (Exception, SystemExit) as error:  # The first step meets the same error, and says more.
@@ -233,6 +299,20 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
             "torch.nn's stay fp32",
             first_line(error.__cause__ or error),
         )
+
+
+def _trace_deferred(precision: Precision, model: nn.Module, example: Any, deferred: Any) -> None:
+    """Show `precision` an objective. A model without values gets them first if it needs them."""
+    try:
+        precision.trace(model, example)
+    except RunInterrupted:
+        raise
+    except Exception as error:
+        if deferred is None:
+            raise
+        _warn_of_whole_model("the objective", error)
+        deferred.fill(model)
+        precision.trace(model, example)
 
 
 def _refuse_compiled(config: Config) -> None:

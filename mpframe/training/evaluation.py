@@ -98,7 +98,7 @@ class NamedMetric:
         if comm.size == 1:
             return
         measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
-        for state in comm.gather_object(measured)[1:]:
+        for state in comm.gather_shares(measured)[1:]:
             other = copy(self._metric)
             vars(other).update(map_tensors(lambda tensor: tensor.to(self._device), state))
             with UserCode(self._option, self._metric):
@@ -142,7 +142,7 @@ class Metrics:
         if not self._sent:
             return
         on_host = map_tensors(lambda tensor: tensor.cpu(), part)
-        for theirs in self._comm.gather_object(on_host):
+        for theirs in self._comm.gather_shares(on_host):
             if theirs is not None:
                 outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), theirs)
                 for metric in self._sent:

@@ -4,12 +4,13 @@ Ranks stay the same as long as nothing else writes their weights. If they drift 
 fails: each trains its own model, and their average means nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.comm import Comm, cuts_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 from mpframe.training.trainer import Trainer
 
@@ -25,12 +26,12 @@ def refuse_other_start(trainer: Trainer, resume: str) -> None:
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.comm, trainer.weights().items())
+    refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
 
 
-def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> None:
     """Raise UserCodeError with the first weight that differs between ranks before step 1."""
-    differs = _first_difference(comm, named)
+    differs = _first_difference(comm, sums)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -42,22 +43,32 @@ def refuse_drift(trainer: Trainer) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
-    differs = _first_difference(trainer.comm, trainer.weights().items())
+    differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
     if differs is not None:
+        parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
         raise MpframeError(
-            f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
-            "writes the weights, a callback as well, must do the same on all ranks"
+            f"trainer.parallel={parallel}: after step {trainer.progress.global_step} {differs}; "
+            "what writes the weights, a callback as well, must do the same on all ranks"
         )
 
 
 @torch.no_grad()
-def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return a clause on the first tensor that is not on a rank as on rank 0, or None."""
-    alike = {name: value for name, value in named if not is_sharded(value)}
-    mine = [float(value.double().sum()) for value in alike.values()]
-    sums = comm.broadcast_object(comm.gather_object(mine))
-    for rank, others in enumerate(sums):
-        for name, first, other in zip(alike, sums[0], others, strict=True):
+def sums_of(named: Iterable[tuple[str, Tensor]]) -> dict[tuple[Any, ...], float]:
+    """Return the sum of each tensor, or of this rank's part of it, by its name and its place."""
+    return {
+        (name, *(cuts_of(value) if is_sharded(value) else ())): float(
+            part_of(value).sum(dtype=torch.float64)
+        )
+        for name, value in named
+    }
+
+
+def _first_difference(comm: Comm, mine: Mapping[tuple[Any, ...], float]) -> str | None:
+    """Return a clause on the first tensor, or part, that differs between ranks that hold it."""
+    firsts: dict[Any, tuple[int, float]] = {}
+    for rank, sums in enumerate(comm.broadcast_object(comm.gather_object(mine))):
+        for part, other in sums.items():
+            holder, first = firsts.setdefault(part, (rank, other))
             if first != other and not (first != first and other != other):  # nan is no difference.
-                return f"{name} is not the same on rank {rank} as on rank 0"
+                return f"{part[0]} is not the same on rank {rank} as on rank {holder}"
     return None

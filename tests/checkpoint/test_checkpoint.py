@@ -21,7 +21,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, saving
 from mpframe.checkpoint import folder as folders
 from mpframe.checkpoint.folder import best_in, parts_of, prune
-from mpframe.checkpoint.state import put_together
+from mpframe.checkpoint.parts import put_together
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.tracking.summary import Summary
@@ -33,12 +33,24 @@ STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 FIVE = torch.arange(10.0).view(5, 2)
 PLACE = ("trainer", "weights", "w")
 LONG = torch.arange(2.0**16)
+
+
+def part(rows: Any, start: int = 0, of: int | None = None) -> Any:
+    """Rows of a tensor as a rank's file has them."""
+    of = (5 if rows.dim() == 2 else len(rows)) if of is None else of
+    return (
+        (of, *rows.shape[1:]),
+        (start, *[0] * (rows.dim() - 1)),
+        rows.clone() if rows.dim() == 2 else rows,
+    )
+
+
 HOSTILE: dict[str, list[Any]] = {
-    "holds no rank's": [{PLACE: 3}],
-    "its tensors overlap": [{("trainer", n): LONG[n:] for n in range(4)}],
-    "not parts of its checkpoint": [{PLACE: FIVE}, {}],
-    "one holds other tensors": [{}, {PLACE: FIVE}],
-    "something in a divided tensor's place": [{("trainer", "weights"): FIVE}],
+    "holds no rank's": [{PLACE: FIVE}],
+    "its tensors overlap": [{("trainer", n): part(LONG[n:]) for n in range(4)}],
+    "not parts of its checkpoint": [{PLACE: part(FIVE[:3])}, {}],
+    "one holds other tensors": [{PLACE: part(FIVE[:3])}, {PLACE: part(FIVE[3:], 4)}],
+    "something in a divided tensor's place": [{("trainer", "weights"): part(FIVE, of=5)}],
 }
 OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_every=1"]
 RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
@@ -193,8 +205,10 @@ def test_the_parts_of_all_ranks_in_their_order_are_the_tensor(tmp_path: Path) ->
     files = ["state.pt", parts_of(100000), parts_of(2), "parts_1.pt", parts_of(0)]
     assert folders.all_parts(files) == ["parts_00000.pt", "parts_00002.pt", "parts_100000.pt"]
     other, moment = ("trainer", "weights", "tied"), ("trainer", "optimizer", 0, "m")
-    pieces = [piece.clone() for piece in (FIVE[:3], FIVE[3:], FIVE[5:])]
-    own = put(tmp_path, [{PLACE: rows, other: rows, moment: rows + 1} for rows in pieces])
+    pieces = [part(FIVE[:3]), part(FIVE[3:], 3), part(FIVE[5:], 5)]
+    moments = [(*where, rows + 1) for *where, rows in pieces]
+    ranks = [{PLACE: a, other: a, moment: b} for a, b in zip(pieces, moments, strict=True)]
+    own = put(tmp_path, ranks)
     assert torch.equal(own["weights"]["w"], FIVE)
     assert own["weights"]["tied"] is own["weights"]["w"]
     assert torch.equal(own["optimizer"][0]["m"], FIVE + 1)

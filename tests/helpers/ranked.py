@@ -154,7 +154,13 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `double`, `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
     `optimizers` of `matrices` and `rest`.
     """
-    options = {"name": "net", "optimizer": torch.optim.AdamW, "steps": 4, **options}
+    options = {
+        "name": "net",
+        "optimizer": torch.optim.AdamW,
+        "steps": 4,
+        "half": "float16",
+        **options,
+    }
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
@@ -163,7 +169,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("sync") and comm.size > 1:
         synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
-    kind: dict[str, Any] = {"mode": mode, "products": recipe}
+    kind: dict[str, Any] = {"mode": mode, "products": recipe, "half": options["half"]}
     if split := mode == "split":
         kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
     precision = Precision(**kind)
@@ -172,6 +178,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
         shard(model, optimizers, precision, comm, CPU, layout)
+        if options.get("compile"):
+            comm.sharding.compile_blocks()
     made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
     masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
     means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}

@@ -23,6 +23,7 @@ REFUSED = [
     ({"plan": {"*": "rowwise"}}, "distributed.tensor=1: ranks divide the layers that distributed.plan names, and it names 1; give both or none"),
     ({"replicas": 4}, "distributed.replicas=4: must divide the 6 ranks; choose 1, 2, 3, 6"),
     ({"replicas": 2, "tensor": 6, "plan": {"*": "colwise"}}, "distributed.replicas=2: 6 ranks are no multiple of replicas x tensor (6); choose smaller ones"),
+    ({"replicas": 6}, "distributed.replicas=6: none of the 6 ranks is left to divide a replica's weights; choose fewer, or trainer.parallel=ddp"),
 ]  # fmt: skip
 
 

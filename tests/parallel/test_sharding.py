@@ -204,17 +204,25 @@ def test_what_needs_whole_weights_is_refused() -> None:
     task = Task(train=[], val=[], objective=lambda *_: StepOutput(Tensor()))  # type: ignore
     refuse_beside_sharding(composed(), task)
     refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"), task)
+    refuse_beside_sharding(composed("trainer.compile=true"), task)
+    masters = "(the parts, in fp32, are the masters)"
     for option, instead in (
-        ("trainer.compile=true", "use trainer.compile=false"),
-        ("trainer.channels_last=true", "use trainer.channels_last=false"),
-        ("trainer.reduce=after_backward", "use trainer.reduce=in_backward"),
-        ("trainer.async_save=true", "use trainer.async_save=false"),
-        ("dtype.master_weights=off", "use dtype.master_weights=on"),
-        ("dtype.master_weights=split", "use dtype.master_weights=on"),
+        (
+            "trainer.channels_last=true",
+            "(torch: FSDP does not support non-contiguous parameters "
+            "yet); use trainer.channels_last=false",
+        ),
+        (
+            "trainer.reduce=after_backward",
+            "(a block's gradients are summed in its backward pass); use trainer.reduce=in_backward",
+        ),
+        ("dtype.master_weights=off", f"{masters}; use dtype.master_weights=on"),
+        ("dtype.master_weights=split", f"{masters}; use dtype.master_weights=on"),
         ("loss_scaling.init_scale=probe", "give it a number"),
         ("optimizer=muon_adamw optimizer.skip=each", "use optimizer.skip=all"),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse_beside_sharding(composed(*option.split()), task)
-        said = f"{option.split()[-1]}: does not go with trainer.parallel=fsdp; {instead}, or "
-        assert str(refused.value) == said + "trainer.parallel=ddp"
+        between = " " if instead.startswith("(") else "; "
+        said = f"{option.split()[-1]}: does not go with trainer.parallel=fsdp{between}{instead}"
+        assert str(refused.value) == f"{said}, or trainer.parallel=ddp"

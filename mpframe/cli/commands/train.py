@@ -39,7 +39,7 @@ from mpframe.config.overrides import (
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.core.errors import MpframeError
 from mpframe.files.text import unreachable_in_one_line
-from mpframe.parallel.place import place
+from mpframe.parallel.place import place, separate
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -83,10 +83,15 @@ def _train() -> None:
 
 def of_this_rank(arguments: list[str]) -> list[str]:
     """Return the arguments of one of several ranks: only rank 0 makes the run's folder."""
-    rank, size = place().rank, place().size
-    if size > 1 and parse_flags(arguments)[0].multirun:
-        raise sweep_of_ranks("-m", size)
-    return arguments if rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
+    if place().size == 1:
+        return arguments
+    flags, words = parse_flags(arguments)
+    if flags.multirun:
+        raise sweep_of_ranks("-m")
+    source = source_of(flags, words)
+    with hydra_over(source):
+        separate(compose_words(rewrite(words), source.name).trainer.parallel)
+    return arguments if place().rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
 
 @contextmanager

@@ -111,7 +111,8 @@ def _call(model: nn.Module, example: Any) -> None:
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager that runs `model` and then restores its parameters, its buffers, the plain
     attributes of its modules and the random generators of Python, NumPy and torch."""
-    kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
+    real = (p for p in model.parameters() if not (is_lazy(p) or hasattr(p, "fake_mode")))
+    kept = [(p, p.data, p.detach().clone()) for p in real]
     numpy: Any = sys.modules.get("numpy")  # If nobody imported it, nothing draws from it.
     with ExitStack() as stack:
         stack.enter_context(State.of(model))
@@ -192,8 +193,8 @@ class _UseRecorder(TorchFunctionMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the memory of a tensor and its views begins, or 0 if it has none."""
+    """Return the address that a tensor shares with its views, with values or not, 0 if sparse."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # Sparse, or wrapped by a transform.
         return 0

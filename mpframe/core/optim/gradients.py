@@ -57,8 +57,11 @@ class Gradients:
     dropped: Tensor | None = None  # 0-d int64, micro-batches left out of a window of several
     no_new: bool = False  # The previous step has consumed the gradients, and none has come since.
 
-    def norm(self) -> Tensor:
-        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it."""
+    def norm(self, copies: Mapping[Tensor, int] | None = None) -> Tensor:
+        """Return the global 2-norm as 0-d fp32, as torch's clipping computes it.
+
+        `copies`: how many ranks hold the part of a master, if others do: together they count once.
+        """
         if not self.values:
             return torch.zeros_like(self.amax)
         norms = list(torch._foreach_norm(self.wide)) if self.wide else []
@@ -72,7 +75,11 @@ class Gradients:
             of_wide = iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        stacked = torch.stack(norms)
+        if copies:
+            counts = [copies.get(m, 1) for m, grad in self.by_master.items() if grad.numel()]
+            stacked = stacked / stacked.new_tensor(counts).sqrt()
+        norm: Tensor = torch.linalg.vector_norm(stacked)
         return norm.float()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
@@ -212,7 +219,7 @@ class Accumulator:
             self._sum_over(comm, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        divisor = comm.size * torch.where(count > 0, count / unit, 1.0).float()
+        divisor = comm.data_size * torch.where(count > 0, count / unit, 1.0).float()
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: one of the ranks may have received damaged sums.
         mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))

@@ -141,9 +141,7 @@ class MasterWeights(OptimizerWrapper):
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
             # Only what was summed had to fit into half, so its amax counts, if the sum is finite.
-            before = sharding.take_amax(amax.device)
-            if isinstance(gradients.scale, Tensor):
-                before = before / gradients.scale
+            before = sharding.take_amax(amax, gradients.scale)
             amax = torch.where(amax < torch.inf, before, torch.inf)
         if isinstance(count, Tensor) or not count:  # No samples: the gradients mean nothing.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
@@ -203,7 +201,7 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        norm = gradients.norm()
+        norm = gradients.norm(self._copies)
         if self.comm.sharding is not None:  # This rank has a part of the gradients.
             norm = self.comm.norm(norm)
         if max_norm is not None:

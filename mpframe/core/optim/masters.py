@@ -44,7 +44,7 @@ class _Seen:
         seen.address, seen.words = weight.data_ptr(), words
         if _values_count(weight):
             large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
-            seen.summed, seen.bits = large, torch.empty_like(words)
+            seen.summed, seen.bits = large, torch.empty_like(words[:, 0] if large else words)
         return seen
 
 
@@ -80,10 +80,8 @@ def mark_known(pairs: Iterable[Pair]) -> None:
         if seen.address != weight.data_ptr():
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
-        if seen.summed:
-            seen.bits = _sums(seen.words)
-        elif seen.bits is not None:
-            seen.bits.copy_(seen.words)
+        if seen.bits is not None:
+            seen.bits.copy_(_sums(seen.words) if seen.summed else seen.words)
 
 
 class Master:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from mpframe.core.comm import is_sharded, part_for, part_of, shard_like
+from mpframe.core.comm import copies_of, is_sharded, part_for, part_of, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.optim.masters import (
     Master,
@@ -57,6 +57,7 @@ class OptimizerWrapper(Optimizer):
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
         self._masters: dict[Tensor, Master] = {}  # by half parameter
         self._sharded = False  # whether any parameter is, found out once and not in each step
+        self._copies: dict[Tensor, int] = {}  # of parts that several ranks hold
         self._device = torch.device("cpu")  # of all parameters
         self._share_with_wrapped()
         self._register_groups()
@@ -189,8 +190,11 @@ class OptimizerWrapper(Optimizer):
         """Return the tensor to step for a parameter. A new master takes over its state."""
         if parameter.dtype not in HALF or self._kind is None:
             clear_master(parameter)
-            self._sharded |= is_sharded(parameter)
-            return part_of(parameter)
+            part, sharded = part_of(parameter), is_sharded(parameter)
+            self._sharded |= sharded
+            if sharded and (copies := copies_of(parameter)) > 1:
+                self._copies[part] = copies
+            return part
         master = self._masters[parameter] = master_for(parameter, self._kind)
         sync_from_weights([(parameter, master)])
         if parameter in self.optimizer.state:

@@ -8,13 +8,14 @@ histories of 8-bit products, their state is the same. If they shard the weights,
 part.
 
 A save in the background copies the state first, so the run continues while the copy is written. At
-most one such save runs at a time, and its error is raised at the next save or at the end.
+most one such save runs at a time, and its error is raised at the next save or at the end. Ranks
+that each write a part agree in the background, by connections of their own.
 """
 
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
-from mpframe.checkpoint.saving import Background, save_together
+from mpframe.checkpoint.saving import Background, on_all, prepare_together
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
 from mpframe.core.callback import Callback, run_callbacks
 from mpframe.core.errors import CheckpointError, RunInterrupted
@@ -55,6 +56,7 @@ class Checkpoints(Callback):
 
     def __init__(self, plan: SavePlan) -> None:
         self._plan, self._background = plan, Background()
+        self._aside: Any = None  # the ranks, for the background
         self._saved: tuple[int, int] | None = None
         self._saved_at, self._said = time.monotonic(), False
 
@@ -84,40 +86,39 @@ class Checkpoints(Callback):
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
-            if trainer.comm.sharding is not None:
-                with self._report_errors():
-                    save_together(self._context.folder, snapshot, trainer.comm)
-                    if trainer.comm.is_main:
-                        self._prune()
-                return
-            if not trainer.comm.is_main:
-                return
+            self._wait(trainer)
             with self._report_errors():
-                self._background.wait()
-            with self._report_errors():
-                if self._plan.background:
-                    self._background.start(partial(self._write, snapshot.to_cpu()))
-                else:
-                    self._write(snapshot)
+                self._write(trainer, snapshot)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
-        with self._report_errors():
-            self._background.close()
+        try:
+            with self._report_errors():
+                self._background.close()
+        finally:
+            self._aside = None  # As long as anybody has it, the connections stay open.
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
         """Save at the end of the block, also if a signal ended it, and wait for all writing."""
         try:
             yield
-            if self._plan.keep_last:
-                self.save(trainer)
+            self._save_last(trainer)
         except RunInterrupted:
-            if self._plan.keep_last:
-                self.save(trainer)
+            self._save_last(trainer)
             raise
         finally:
             self.close()
+
+    def _save_last(self, trainer: Trainer) -> None:
+        if self._plan.keep_last:
+            self.save(trainer)
+        self._wait(trainer)
+
+    def _wait(self, trainer: Trainer) -> None:
+        """Wait until the checkpoint before is written, on all ranks."""
+        with self._report_errors():
+            on_all(trainer.comm, self._background.wait, "writing the checkpoint before")
 
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
@@ -135,10 +136,9 @@ class Checkpoints(Callback):
         place = None if validation is None else rank_of(validation)
         if place is None:
             return False
+        self._wait(trainer)  # A checkpoint that is being written counts as well.
         if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
             return trainer.comm.any(False)
-        with self._report_errors():
-            self._background.wait()  # A checkpoint that is being written counts as well.
         beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.comm.any(place < beaten)
 
@@ -162,9 +162,30 @@ class Checkpoints(Callback):
             },
         )
 
-    def _write(self, snapshot: Snapshot) -> None:
-        checkpoint.save(self._context.folder, snapshot)
-        self._prune()
+    def _write(self, trainer: Trainer, snapshot: Snapshot) -> None:
+        """Write a checkpoint now, or begin to write it in the background."""
+        save = self._prepare(snapshot, trainer.comm)
+
+        def write() -> None:
+            save()
+            self._prune()
+
+        if self._plan.background:
+            self._background.start(write)
+        else:
+            write()
+
+    def _prepare(self, snapshot: Snapshot, comm: Any) -> Callable[[], object]:
+        """Return the function that this rank saves with, in the background on a copy."""
+        folder, behind = self._context.folder, self._plan.background
+        if comm.sharding is not None:
+            if behind and self._aside is None:
+                self._aside = comm.aside()
+            return prepare_together(folder, snapshot, self._aside or comm, copied=behind)
+        if behind:
+            return partial(checkpoint.save, folder, snapshot.to_cpu()) if comm.is_main else int
+        save = partial(checkpoint.save, folder, snapshot) if comm.is_main else int
+        return partial(on_all, comm, save, f"writing checkpoint {snapshot.global_step}")
 
     def _prune(self) -> None:
         try:

@@ -109,8 +109,8 @@ class Ema:
                 "they were made with"
             )
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        ordered = [part_for(p, averages[names[p]]) for p, _ in self._masters]
-        torch._foreach_copy_(self._averages, ordered)
+        for average, (parameter, _) in zip(self._averages, self._masters, strict=True):
+            average.copy_(part_for(parameter, averages[names[parameter]]))
         self._updates = updates
 
 

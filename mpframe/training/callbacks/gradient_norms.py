@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpframe.core.callback import Batch
-from mpframe.core.comm import is_sharded
+from mpframe.core.comm import copies_of, is_sharded, part_of
 from mpframe.core.ranges import require_whole
 from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks.step_hooks import StepHook
@@ -67,7 +67,9 @@ class GradientNorms(StepHook):
                 held.setdefault(self._group_of[weight], []).append(weight.grad)
         norms = self._norms.setdefault(self._due, {})
         for group, gradients in held.items():
-            norm = _norm([g.to_local() if is_sharded(g) else g for g in gradients])  # type: ignore[attr-defined]
+            # Of a part that several ranks hold, each takes its share.
+            parts = [part_of(g) / copies_of(g) ** 0.5 if is_sharded(g) else g for g in gradients]
+            norm = _norm(parts)
             norms[group] = self._comm.norm(norm) if self._comm.sharding is not None else norm
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:

@@ -312,17 +312,15 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.of_a_head = 3 * width // heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._by_head(part) for part in self.qkv(x).chunk(3, dim=-1))
+        # A head's rows of q, k and v are neighbours, so that ranks can divide the heads.
+        heads = self.qkv(x).unflatten(-1, (-1, self.of_a_head)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=-1)  # each [N, heads, T, width / heads]
         rate = self.dropout.p if self.training else 0.0
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         out: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
         return out
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """Return [N, T, width] as [N, heads, T, width / heads]."""
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)

@@ -1,0 +1,315 @@
+"""A model whose tensors get their values later, one block at a time.
+
+In a `Deferred` context a large tensor that is made on the CPU has a shape and no memory (torch's
+FakeTensor), and the ops that write it are recorded. `fill` runs these ops again for the tensors of
+a block, the same kernels in the same order. So the values are, bit for bit, those of a construction
+without it. In between a model runs on shapes, and an op that needs a value raises an error.
+
+A random op draws its numbers into scratch memory at once, so that later draws stay the same. Its
+record holds the generator's state from before. An op that cannot wait, such as `item()`, gets the
+values of its inputs for a moment.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.jit import ScriptModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpframe.core.tree import call_with, map_tensors, tensors_in
+
+LARGE = 2**16
+"""Values. A smaller tensor is made with its values."""
+
+# They read no values, and draw as many numbers as there are.
+_DRAW_NAMES = "uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_"
+_DRAWS = frozenset(_DRAW_NAMES.split())
+_OVERWRITES = _DRAWS | {"zero_", "fill_", "copy_"}
+
+Storages = dict[int, torch.UntypedStorage]
+"""The memory of tensors without values, by the address of their storage."""
+
+
+class _Record(NamedTuple):
+    """A call that writes storages, by their addresses. No earlier value is left in `covers`."""
+
+    number: int
+    run: Callable[[Storages], None]
+    reads: set[int]
+    writes: set[int]
+    covers: set[int]
+
+
+class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager in which large tensors are made without values, until they are filled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._writers: defaultdict[int, list[_Record]] = defaultdict(list)
+        self._aliases: list[Tensor] = []  # While they live, no other storage has the same address.
+        self._number = 0
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that `make` makes, without the values of its large tensors."""
+        with warnings.catch_warnings(), self:
+            # torch's copy.deepcopy asks for it.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return make()
+
+    def lacks_values(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was made here, and is not filled."""
+        return isinstance(tensor, FakeTensor) or self._is_recorded(tensor)
+
+    def take_values(self, model: nn.Module) -> None:
+        """Take the values of all parameters, of small ones as well, until they are filled."""
+        taken: dict[Tensor, Any] = {}
+        for module in model.modules():
+            for name, value in [] if isinstance(module, ScriptModule) else _of(module._parameters):
+                if not self.lacks_values(value):
+                    if value not in taken:
+                        taken[value] = self._shapes.from_tensor(value)
+                        vars(taken[value]).update(vars(value))
+                        self._keep(taken[value], value.untyped_storage())
+                    module._parameters[name] = taken[value]
+
+    @torch.no_grad()
+    def fill(self, *modules: nn.Module) -> dict[Tensor, nn.Parameter]:
+        """Give all tensors of these modules their values, on the CPU.
+
+        Returns each parameter that had none, with the one that has replaced it.
+        """
+        filled: dict[Tensor, Any] = {}
+        fill = partial(self._fill, filled, dict[int, torch.UntypedStorage]())
+        for part in (part for module in modules for part in module.modules()):
+            for home in (part._parameters, part._buffers, vars(part)):
+                for name, value in _of(home):
+                    if any(map(self.lacks_values, _tensors(value))):
+                        home[name] = map_tensors(fill, value)
+        return {old: new for old, new in filled.items() if isinstance(old, nn.Parameter)}
+
+    def _fill(self, filled: dict[Tensor, Any], storages: Storages, tensor: Tensor) -> Tensor:
+        """Return a tensor with its values, which is made once."""
+        if not self.lacks_values(tensor):
+            return tensor
+        if tensor not in filled:
+            if _address(tensor) not in storages:
+                storages.update(self._replay([tensor]))
+            values = self._with_memory(tensor, storages)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, tensor.requires_grad)
+            vars(values).update(self._attributes_of(tensor))
+            filled[tensor] = values
+        return filled[tensor]  # type: ignore[no-any-return]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(tensors_in((args, kwargs)))
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if any(map(self.lacks_values, inputs)) or (on_cpu and not inputs):
+            result = self._defer(func, args, kwargs)
+            return self._run_now(func, args, kwargs) if result is NotImplemented else result
+        return func(*args, **kwargs)
+
+    def _defer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on shapes, and record it if it writes. NotImplemented if it cannot wait."""
+        name, written = func.overloadpacket.__name__, _written(func, args, kwargs)
+        inputs = [t for t in tensors_in((args, kwargs)) if self.lacks_values(t)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not all(map(self._is_recorded, (*inputs, *written))):
+            return NotImplemented  # It writes memory that others may read at once.
+        if name == "set_" or (draws and inputs and name not in _DRAWS):
+            return NotImplemented
+        before = [map_tensors(self._alias, list(args)), map_tensors(self._alias, kwargs)]
+        covers = {_address(t) for t in written if name in _OVERWRITES and _is_whole(t)}
+        fakes, options = map_tensors(self._fake, list(args)), map_tensors(self._fake, kwargs)
+        try:
+            with self._shapes:
+                result = func(*fakes, **options)
+        except Exception:  # With values it works, or says the same.
+            return NotImplemented
+        results = list(tensors_in(result))
+        made = [None if self._is_recorded(t) else t.detach() for t in results]
+        sizes = [t.numel() for t in made if t is not None]
+        if not all(map(_can_wait, results)) or not (written or results):
+            return NotImplemented
+        if sizes and any(place.alias_info for place in func._schema.returns):
+            return NotImplemented  # It is to share memory, and does not.
+        if written or sizes:
+            if not written and max(sizes) < LARGE:
+                return NotImplemented
+            drawn = self._draw(func, args, kwargs) if draws else None
+            read = {_address(t) for t in inputs if not (covers and t is args[0])}
+            self._add(self._calling(func, before, made, drawn), read, written, made, covers)
+        return result  # A view shows its place by itself.
+
+    def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op with the values that its inputs have now."""
+        inputs = [t for t in tensors_in((args, kwargs)) if self.lacks_values(t)]
+        storages = self._replay(inputs)
+        values = {id(t): self._with_memory(t, storages) for t in inputs}
+        result = call_with(lambda t: values.get(id(t), t), func, args, kwargs)
+        for tensor in filter(self._is_recorded, _written(func, args, kwargs)):
+            self._keep(tensor, storages[_address(tensor)].clone())  # type: ignore[no-untyped-call]
+        inputs_by_values = {id(values[id(t)]): t for t in inputs}
+        moved = {storage._cdata for storage in storages.values()}
+        for tensor in tensors_in(result):
+            if _address(tensor) in moved and id(tensor) not in inputs_by_values:
+                raise NotImplementedError(f"{func} returns a part of a tensor without values")
+        return map_tensors(lambda t: inputs_by_values.get(id(t), t), result)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+        """Draw the numbers of an op. Return the generator, and its state from before."""
+        generator = kwargs.get("generator") or torch.default_generator
+        state = generator.get_state()
+
+        def scratch(tensor: Tensor) -> Tensor:
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+
+        call_with(scratch, func, args, kwargs)
+        return generator, state
+
+    def _calling(self, func: Any, arguments: Any, made: Any, drawn: Any) -> Any:
+        """Return a function that runs an op again, for the memory of what it writes."""
+
+        def run(storages: Storages) -> None:
+            if drawn:
+                generator, state = drawn
+                now = generator.get_state()
+                generator.set_state(state)
+            result = call_with(lambda t: self._with_memory(t, storages), func, *arguments)
+            if drawn:
+                generator.set_state(now)
+            for tensor, values in zip(made, tensors_in(result), strict=True):
+                if tensor is None:
+                    continue
+                if _layout(tensor) == _layout(values):
+                    storages[_address(tensor)] = values.untyped_storage()
+                else:
+                    self._with_memory(tensor, storages).copy_(values)
+
+        return run
+
+    def _add(self, run: Any, reads: set[int], written: Any, made: Any, covers: set[int]) -> None:
+        fresh = [tensor for tensor in made if tensor is not None]
+        covers |= set(map(_address, fresh))
+        writes = covers | set(map(_address, written))
+        self._number += 1
+        for address in writes:
+            self._writers[address].append(_Record(self._number, run, reads, writes, covers))
+        self._aliases += fresh
+
+    def _keep(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """Record that a tensor has this memory now."""
+        address = _address(tensor)
+        alias = [] if address in self._writers else [tensor.detach()]
+        self._add(lambda storages: storages.update({address: storage}), set(), [], alias, {address})
+
+    def _replay(self, tensors: Iterable[Tensor]) -> Storages:
+        """Return memory with the values that tensors have now."""
+        wanted = {_address(tensor) for tensor in tensors if self._is_recorded(tensor)}
+        found: dict[int, _Record] = {}
+        left, seen = list(wanted), set(wanted)
+        while left:
+            for record in self._writers[left.pop()]:
+                found[record.number] = record
+                left += record.reads - seen
+                seen |= record.reads
+        needed, chosen = set(wanted), list[_Record]()
+        for number in sorted(found, reverse=True):
+            record = found[number]
+            if record.writes & needed:
+                needed = (needed - record.covers) | record.reads
+                chosen.append(record)
+        storages: Storages = {}
+        for record in reversed(chosen):
+            record.run(storages)
+        return {address: storages[address] for address in wanted}
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is now, for a record: of one with values, a copy."""
+        return tensor.detach() if self._is_recorded(tensor) else tensor.clone()
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that got one without values by `.data` as what it got."""
+        if tensor.is_meta and self._is_recorded(tensor):
+            return FakeTensor(self._shapes, tensor.detach(), torch.device("cpu"))
+        return tensor
+
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        return _address(tensor) in self._writers
+
+    def _with_memory(self, tensor: Tensor, storages: Storages) -> Tensor:
+        """Return a plain tensor in the memory of one without values, or one with values itself."""
+        storage, address = tensor.untyped_storage(), _address(tensor)
+        if address in self._writers:
+            if address not in storages:
+                size: Any = storage.nbytes()
+                storages[address] = torch.empty(
+                    size, dtype=torch.uint8, device="cpu"
+                ).untyped_storage()
+            storage = storages[address]
+        elif not isinstance(tensor, FakeTensor):  # One may have got memory by `.data`.
+            return tensor
+        plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _attributes_of(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the attributes that users' code gave a tensor."""
+        of_torch = vars(self._shapes.from_tensor(torch.empty(0, device="cpu"))).keys()
+        return {n: value for n, value in vars(tensor).items() if n not in of_torch | {"_is_param"}}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an op writes, as its schema says."""
+    places = func._schema.arguments
+    named = {**dict(zip((place.name for place in places), args, strict=False)), **kwargs}
+    writes = (place for place in places if place.alias_info and place.alias_info.is_write)
+    return [tensor for place in writes for tensor in tensors_in(named.get(place.name))]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a number that a tensor and its views have in common, 0 for a sparse one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor has all values of its storage."""
+    size = tensor.numel() * tensor.itemsize
+    return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
+
+
+def _can_wait(tensor: Tensor) -> bool:
+    """Return whether a place in a storage is all that there is to know of a result."""
+    plain = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    return (
+        plain
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _of(home: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in home.items() if value is not None]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors that an attribute is, or has in a list, tuple or dict."""
+    inner = value.values() if type(value) is dict else value
+    values = inner if type(value) in (list, tuple, dict) else [value]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]

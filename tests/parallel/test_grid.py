@@ -1,0 +1,177 @@
+"""Ranks in a grid, and how they gather weights: the group `distributed`, without a plan."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked
+import torch
+from in_process import differing, train
+from ranked import NET, OWN, assert_same_but, bad_input, on_ranks
+from ranks import Ranks
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from mpframe import checkpoint
+from mpframe.core.comm import is_sharded
+from mpframe.run.resume import compare
+from mpframe.tracking.summary import Status
+from mpframe.training.trainer import Trainer
+
+REPLICAS: dict[str, Any] = {"layout": {"replicas": 2}}
+
+
+def of(ranks: Ranks, mode: str, name: str, **options: Any) -> list[dict[str, Any]]:
+    """What a short training with divided weights leaves on each rank."""
+    left: list[Any] = ranks(counted, mode, {"name": name, "fsdp": True, "steps": 2, **options})
+    assert not any(isinstance(own, str) for own in left), left
+    return left
+
+
+def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same on this rank, and how often weights were gathered, or a graph compiled.
+
+    The compiler leaves the ops as they are. No weight is whole after the steps and a validation.
+    """
+    calls: Counter[str] = Counter()
+    gather, compiled, evaluate = DefaultAllGather.__call__, torch.compile, Trainer.evaluate
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls["gathered"] += 1
+        return gather(*arguments, **named)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls["graphs"] += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def watched(trainer: Trainer, *arguments: Any) -> Any:
+        calls["gathered in steps"] = calls["gathered"]
+        evaluation = evaluate(trainer, *arguments)
+        assert all(map(is_sharded, trainer.model.parameters()))
+        return evaluation
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DefaultAllGather, "__call__", counting)
+        patched.setattr(torch, "compile", partial(compiled, backend=backend, fullgraph=True))
+        patched.setattr(Trainer, "evaluate", watched)
+        return {**on_ranks(mode, options), "calls": calls}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), [("gpt", "mixed"), ("tied", "fp32")])
+def test_two_by_two_ranks_are_two_that_accumulate(
+    four: Ranks, two: Ranks, name: str, mode: str
+) -> None:
+    """A replica sums its half as two ranks sum a micro-batch: equal bit for bit, but for the norm.
+
+    Its squares are summed over the ranks in two orders.
+    """
+    grid = of(four, mode, name, batch=16, **REPLICAS)
+    (window, _) = of(two, mode, name, batch=8, accumulate=2)
+    for own in grid:
+        assert own["results"] == grid[0]["results"]
+        assert_same_but(own["states"], window["states"], "progress")
+    for step, other in zip(grid[0]["results"], window["results"], strict=True):
+        assert step == pytest.approx(other, rel=2**-22)
+
+
+@pytest.mark.slow
+def test_two_by_two_ranks_take_the_steps_of_four(four: Ranks) -> None:
+    """Also in a window that drops a micro-batch.
+
+    Sums of 4 fp32 numbers in two orders differ by less than 3 units of 2^-24 of the largest addend.
+    That is one of 2^-20 of the gradients' norm, below 1, while no addend is 5 times as large. Plain
+    SGD moves a weight by lr times this in each of 3 steps.
+    """
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "steps": 3, "accumulate": 2}
+    options |= {"clip_norm": 0.5, "faults": {1: bad_input}}
+    (grid, *_), (plain, *_) = (of(four, "amp", "mlp", **options, **o) for o in (REPLICAS, {}))
+    assert [step["dropped"] for step in grid["results"]] == [0, 1, 0]
+    for step, other in zip(grid["results"], plain["results"], strict=True):
+        assert step == pytest.approx(other, rel=2**-20)
+    for weight, other in zip(grid["weights"], plain["weights"], strict=True):
+        assert torch.allclose(weight, other, rtol=0, atol=3e-2 * 2**-20)
+
+
+GATHERED = {  # how often in a step: two blocks and the rest of the model, forward and backward
+    "kept": ({"reshard_after_forward": False}, 3), "together": ({"blocks_together": 2}, 4),
+    "host": ({"cpu_offload": True}, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["amp", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_gathering_otherwise_changes_no_number(two: Ranks, mode: str) -> None:
+    plain = of(two, mode, "gpt")
+    calls = [own.pop("calls") for own in plain]
+    assert [own["gathered in steps"] for own in calls] == [2 * 6] * 2
+    for layout, often in GATHERED.values():
+        other = of(two, mode, "gpt", layout=layout)
+        assert [own.pop("calls")["gathered in steps"] for own in other] == [2 * often] * 2
+        assert differing(plain, other) == [], layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "graphs"), [("gpt", 3), ("net", 3)])
+def test_a_block_is_compiled_whole_and_alike_ones_once(two: Ranks, name: str, graphs: int) -> None:
+    """For training, for validation, and for its last batch of another size."""
+    options = {"whole": True, "layout": {"reshard_after_forward": False}}
+    plain, compiled = (of(two, "amp", name, compile=c, **options) for c in (False, True))
+    assert [own.pop("calls")["graphs"] for own in compiled] == [graphs, graphs]
+    assert [own.pop("calls")["graphs"] for own in plain] == [0, 0]
+    assert differing(plain, compiled) == []
+
+
+def compiled_run(folder: Path, *options: str) -> Any:
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return ranked.run(folder, *options)
+
+
+RUN = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9", "trainer.keep_last=3",
+       "callbacks.autopsy=null", "trainer.clip_norm=null"]  # fmt: skip
+GRID = ["trainer.parallel=fsdp", "distributed.replicas=2"]
+
+
+@pytest.mark.slow
+def test_a_run_of_replicas_continues_on_any_ranks(four: Ranks, two: Ranks, tmp_path: Path) -> None:
+    """Two by two ranks write each part once; what others read and write is what was there."""
+    first, *_ = four(ranked.run, tmp_path / "grid", *RUN, *GRID)
+    assert first.status is Status.FINISHED, first
+    middle = tmp_path / "grid" / "checkpoints" / "step_00000004"
+    parts = sorted(path.name for path in middle.glob("parts_*"))
+    assert parts == ["parts_00000.pt", "parts_00001.pt"]
+    stop = ["trainer.max_steps=4", f"resume={middle}"]
+    two(ranked.run, tmp_path / "two", *RUN, GRID[0], *stop)
+    two(ranked.run, tmp_path / "ddp", *RUN, *stop)
+    train(tmp_path / "one", *RUN, *stop)
+    for name in ("two", "ddp", "one"):
+        then, now = (checkpoint.load(path)["trainer"] for path in (middle, tmp_path / name))
+        found = [path for path in differing(then, now) if not path.startswith("/schedule")]
+        assert {path for path in found if path[-3:] != "/lr"} == {"/progress/validated"}, name
+    four(ranked.run, tmp_path / "again", *RUN, *GRID, f"resume={middle}")
+    ends = [checkpoint.load(tmp_path / name)["trainer"] for name in ("grid", "again")]
+    assert not differing(*ends)
+    compiled = [*RUN, GRID[0], stop[1], "trainer.compile=true"]
+    for end in two(compiled_run, tmp_path / "compiled", *compiled):
+        assert (getattr(end, "status", end), end.steps) == (Status.FINISHED, 8)
+
+
+@pytest.mark.slow
+def test_replicas_that_drift_apart_are_refused(four: Ranks, tmp_path: Path) -> None:
+    drift = ["+callbacks.drift._target_=ranked.Drift", "+model.bias=false"]
+    ends = four(ranked.run, tmp_path / "run", *OWN, *GRID, *drift)
+    said = "trainer.parallel=fsdp: after step 4 weight is not the same on rank 3 as on rank 1"
+    assert all(text.startswith(said) for _, text in ends), ends
+    assert not checkpoint.all_in(tmp_path / "run")
+
+
+def test_a_resumed_run_may_gather_otherwise() -> None:
+    then = {"distributed.replicas": 1, "distributed.cpu_offload": False}
+    then |= {"distributed.reshard_after_forward": True, "distributed.blocks_together": 1}
+    now = {"distributed.replicas": 2, "distributed.cpu_offload": True}
+    now |= {"distributed.reshard_after_forward": False, "distributed.blocks_together": 3}
+    assert compare(then, now) == (["distributed.replicas=2 (was 1)"], [])

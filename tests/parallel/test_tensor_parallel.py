@@ -1,0 +1,231 @@
+"""Ranks that divide layers take the steps of one process, with and without FSDP over them.
+
+In fp32 only the order of sums differs. A gradient is off by a few units of 2^-24 of the gradients'
+norm, which clipping holds at 0.5, so in STEPS steps of SGD with lr 0.01 a weight is off by less
+than STEPS * 0.01 * 0.5 * 2^-20. In half the products of two ranks are rounded before they are added
+and once after it, each by 2^-12 (float16) or 2^-9 (bfloat16) of the value, in about ten layers.
+"""
+# ruff: noqa: E501 - a table, one case a line
+
+import warnings
+from typing import Any
+
+import pytest
+import ranked
+import torch
+from in_process import differing
+from ranked import CPU, on_ranks, parts, setup, trained
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mpframe import Precision
+from mpframe.core.comm import SINGLE_PROCESS, Comm, copies_of, part_of
+from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.objective import supervised
+from mpframe.data.streaming import StreamLoader
+from mpframe.lowbit.recipe import Recipe
+from mpframe.parallel.launch import init_comm
+from mpframe.parallel.layout import Layout
+from mpframe.run.trainer import shard
+from mpframe.training.ranks import refuse_drift
+from mpframe.training.trainer import Trainer
+from mpframe.workloads.text.language_model import GPT
+
+STEPS, LR, CLIP = 3, 0.01, 0.5
+PLANS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "token_embed": "rowwise", "head": "colwise_gathered",
+        "*.qkv": "colwise", "*.out": "rowwise", "*.up": "colwise", "*.down": "rowwise",
+    },
+    "net": {"first": "colwise", "last": "rowwise"},
+}  # fmt: skip
+OFF = {"fp32": 2**-20, "mixed": 2**-8, "amp": 2**-5}  # of gradients; amp runs in bfloat16
+
+
+def options_of(name: str, mode: str, **others: Any) -> dict[str, Any]:
+    half = "bfloat16" if mode == "amp" else "float16"
+    own = {"name": name, "whole": True, "steps": STEPS, "clip_norm": CLIP, "half": half}
+    return {**own, "optimizer": torch.optim.SGD, **others}
+
+
+def divided(name: str, mode: str, **others: Any) -> dict[str, Any]:
+    layout = {"tensor": 2, "plan": PLANS[name]}
+    return options_of(name, mode, fsdp=True, layout=layout, **others)
+
+
+def assert_steps_of_one(ranks: Ranks, name: str, mode: str) -> None:
+    one = trained(mode, SINGLE_PROCESS, options_of(name, mode))
+    several = ranks(on_ranks, mode, divided(name, mode))
+    off = OFF[mode]
+    for rank in several:
+        assert rank["results"] == several[0]["results"]
+        for own, other in zip(rank["results"], one["results"], strict=True):
+            assert own["skipped"] == other["skipped"] == 0
+            assert own["loss"] == pytest.approx(other["loss"], rel=off)
+            assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=off)
+        assert rank["loss"] == pytest.approx(one["loss"], rel=off)
+        assert rank["metrics"] == pytest.approx(one["metrics"], rel=off)
+        then = one["states"][-1]
+        for part in ("weights", "ema"):
+            for key, weight in rank["states"][-1]["ema" if part == "ema" else part].items():
+                close = STEPS * LR * CLIP * off
+                assert torch.allclose(weight, then[part][key], rtol=0, atol=close), key
+    moved = one["states"][-1]["weights"][
+        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
+    ]
+    first = one["states"][0]["weights"][
+        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
+    ]
+    assert (moved - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
+
+
+@pytest.mark.parametrize(("name", "mode"), [("net", "fp32"), ("gpt", "mixed")])
+def test_two_ranks_divide_layers(two: Ranks, name: str, mode: str) -> None:
+    assert_steps_of_one(two, name, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+@pytest.mark.parametrize("name", ["gpt", "net"])
+def test_fsdp_over_layers_that_ranks_divide(four: Ranks, name: str, mode: str) -> None:
+    assert_steps_of_one(four, name, mode)
+
+
+def overflow_in_a_part(trainer: Trainer, batches: Any) -> None:
+    """One value of one gradient, of which the other rank holds no part."""
+    collect = trainer.optimizer.collect_grads
+
+    def collect_bad(*arguments: Any) -> Any:
+        weight: Any = trainer.model.get_parameter("last.weight")
+        weight.grad.to_local()[0, 0] = torch.inf
+        trainer.optimizer.collect_grads = collect  # type: ignore[method-assign]
+        return collect(*arguments)
+
+    trainer.optimizer.collect_grads = collect_bad  # type: ignore[method-assign]
+
+
+def test_an_overflow_in_a_part_skips_on_all(two: Ranks) -> None:
+    first, second = two(on_ranks, "mixed", divided("net", "mixed", faults={1: overflow_in_a_part}))
+    assert [step["skipped"] for step in first["results"]] == [0, 1, 0, 0]
+    assert first["results"] == second["results"]
+    before, after, last = (state["weights"] for state in first["states"][1:4])
+    assert not differing(before, after)
+    assert differing(after, last)
+
+
+def held() -> list[Any]:
+    """What this rank says of its weights, its share of the data, and what ranks add up."""
+    with init_comm(None, lambda: CPU, 120) as comm:
+        trainer, train, _ = setup("mixed", comm, divided("gpt", "mixed", batch=8))
+        places = {name: weight for name, weight in trainer.model.named_parameters()}
+        copies = [
+            copies_of(places[name])
+            for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.down.bias", "norm.weight")
+        ]
+        sums, rank = torch.ones(3), comm.rank
+        comm.sum_([sums])
+        heads = places["blocks.0.attention.qkv.weight"].to_local()
+        shares = [comm.data_rank, comm.data_size, *comm.part(torch.arange(4)).tolist()]
+        with pytest.raises(ConfigError) as refused:
+            StreamLoader(DataLoader([1, 2], batch_size=8), 8, comm=comm)
+        assert trainer.model.head.weight is trainer.model.token_embed.weight
+        if rank == 1:  # As by a callback, or a kernel that adds in any order.
+            part_of(places["norm.weight"]).add_(1)
+        with pytest.raises(MpframeError) as drifted:
+            refuse_drift(trainer)
+        return [copies, sums.tolist(), list(heads.shape), shares, len(comm.gather_shares(rank)),
+                str(refused.value), str(drifted.value)]  # fmt: skip
+
+
+def test_two_ranks_hold_parts_and_are_one_share_of_the_data(two: Ranks) -> None:
+    """Of 96 x 32 values, q, k and v of 2 heads, each rank has a head. What is whole counts once."""
+    said = "distributed.tensor=2: DataLoader makes the batches of each rank, and ranks that divide layers read the same ones; give the samples instead"
+    drift = "trainer.parallel=ddp: after step 0 norm.weight is not the same on rank 1 as on rank 0; what writes the weights, a callback as well, must do the same on all ranks"
+    own = [[1, 2, 2], [1, 1, 1], [48, 32], [0, 1, 0, 1, 2, 3]]
+    assert two(held) == [[*own, 1, said, drift], [*own, 0, said, drift]]
+
+
+class Bent(nn.Module):
+    """Its output's features go by in place, as parts of them or all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs).mul_(0.5)
+
+
+def bent(comm: Comm, plan: dict[str, Any]) -> list[Any]:
+    torch.manual_seed(0)
+    model, precision = Bent(), Precision()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    if plan:
+        shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
+    _, masters = precision.prepare(model, optimizer)
+    trainer = Trainer(model, masters, supervised(nn.MSELoss()), precision, comm=comm)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*returned a view")
+        result = trainer.train_step((torch.ones(4, 8), torch.ones(4, 2)))
+    return [float(result.loss), float(result.grad_norm)]
+
+
+def test_in_place_ops_after_a_divided_layer_keep_its_gradients(two: Ranks) -> None:
+    plan = {"layers.0": "colwise", "layers.2": "rowwise"}
+    one = bent(SINGLE_PROCESS, {})
+    for rank in two(ranked.in_group, bent, plan):
+        assert rank == pytest.approx(one, rel=2**-20)
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: nn.Sequential(nn.Linear(8, 4)), {"h*ad": "colwise"}, ".h*ad: matches no module; the names are 0, ..."),
+    (lambda: parts("gpt")[0], {"norm": "column"}, ".norm=column: norm is a LayerNorm: allowed are colwise, colwise_gathered, rowwise, sequence, and a _target_ of a ParallelStyle"),
+    (lambda: parts("gpt")[0], {"norm": "colwise"}, ".norm=colwise: norm is a LayerNorm: ColwiseParallel currently only support nn.Linear and nn.Embedding!"),
+    (lambda: nn.Sequential(nn.Linear(8, 5)), {"0": "colwise"}, ".0=colwise: 0.weight [5, 8] has 5 features to divide, no multiple of distributed.tensor=2"),
+    (lambda: parts("gpt")[0], {"head": "colwise_gathered"}, ": token_embed.weight and head.weight are one weight, and the plan leaves it S(0) and whole; divide both alike, as an embedding rowwise and a head colwise_gathered, or neither"),
+    (lambda: GPT(32, context=16, depth=1, heads=3, width=24), {"*.qkv": "colwise", "*.out": "rowwise"}, ": the model does not take the parts of its layers (unflatten: Provided sizes [-1, 24] don't multiply up to the size of dim 2 (36) in the input tensor); distributed.tensor=2 must divide what it makes of their features, as heads, and between colwise and rowwise it sees a part of them"),
+]  # fmt: skip
+
+
+def refusals(comm: Comm) -> list[str]:
+    said = []
+    for make, plan, _ in REFUSED:
+        model, precision = make(), Precision("mixed")
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        try:
+            shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
+            _, masters = precision.prepare(model, optimizer)
+            tokens = torch.zeros(2, 16, dtype=torch.int64)
+            own = supervised(ranked.token_loss)
+            Trainer(model, masters, own, precision, comm=comm).train_step((tokens, tokens))
+        except UserCodeError as error:
+            with pytest.raises(MpframeError) as refused:
+                comm.refuse_lost(error.__cause__)
+            said.append(str(refused.value))
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_plan_that_does_not_fit_is_refused(two: Ranks) -> None:
+    said = [f"distributed.plan{text}" for *_, text in REFUSED]
+    assert two(ranked.in_group, refusals) == [said, said]
+
+
+def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3fn"}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(
+        ConfigError,
+        match=r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator",
+    ):
+        shard(
+            model,
+            {"": optimizer},
+            Precision("mixed", products=recipe),
+            SINGLE_PROCESS,
+            CPU,
+            Layout(tensor=2, plan={"0": "colwise"}),
+        )
