@@ -107,13 +107,17 @@ class Sharding:
                 if weight is not before[name]:
                     formats[weight] = formats[before[name]]
 
-    def take_amax(self, amax: Tensor, scale: Tensor | float) -> Tensor:
-        """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
+    def begin_backward(self, weight: Tensor) -> None:
+        """Begin a backward pass, in which this rank's gradients have a weight, 0-d fp32."""
+        self.weight, self._amaxes = weight, []
+
+    def amax_before(self, amax: Tensor, scale: Tensor | float) -> Tensor:
+        """Return this rank's largest gradient in the last pass before the sums, 0-d fp32.
 
         It is unscaled, and nan if one is nan. `amax` is the largest after the sums, and before them
         as well if no other rank has a share of the data.
         """
-        amaxes, self._amaxes = self._amaxes, []
+        amaxes = self._amaxes
         return torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
 
     def refuse_partial(self, error: BaseException | None) -> None:

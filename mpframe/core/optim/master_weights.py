@@ -141,7 +141,7 @@ class MasterWeights(OptimizerWrapper):
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
             # Only what was summed had to fit into half, so its amax counts, if the sum is finite.
-            before = sharding.take_amax(amax, gradients.scale)
+            before = sharding.amax_before(amax, gradients.scale)
             amax = torch.where(amax < torch.inf, before, torch.inf)
         if isinstance(count, Tensor) or not count:  # No samples: the gradients mean nothing.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
