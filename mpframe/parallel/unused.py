@@ -41,7 +41,7 @@ class Usage:
         self._used: set[str] = set()
         self._next: int | None = None  # the block whose turn it is in the model's forward pass
         self._tie: Tensor | None = None  # leads to blocks that were passed by
-        self._linked = False  # whether the inputs of the last block came with a graph
+        self._linked: bool | None = None  # whether the last block's inputs came with a graph
         self._links = [[0, 0] for _ in blocks]  # per block: seen without a graph, and with one
         self._known: list[bool | None] = [None for _ in blocks]
         self._order: list[int] = []
@@ -92,7 +92,7 @@ class Usage:
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         if not _recomputes():
-            self._next, self._tie, self._linked = 0, None, False
+            self._next, self._tie, self._linked = 0, None, None
 
     def _enter(self, turn: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._next is None or _recomputes():
@@ -121,7 +121,8 @@ class Usage:
         if self._next is None or _recomputes():
             return None
         while self._next < len(self._blocks):
-            self._pass_by(self._next, self._linked)
+            linked = any(tensor.requires_grad for tensor in tensors_in(output))
+            self._pass_by(self._next, linked if self._linked is None else self._linked)
         output = self._leave(nn.Identity(), args, output)
         self._next = None
         return output
