@@ -133,10 +133,10 @@ class Buffers:
         """Return the buffers themselves."""
         return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
 
-    def restore_unless_finite(self, amax: Tensor) -> None:
-        """Put the copies back if the gradients' amax, 0-d, is inf or nan."""
+    def restore_unless_good(self, amax: Tensor, count: Tensor | float) -> None:
+        """Put the copies back if the gradients' amax, 0-d, is inf or nan, or no sample counts."""
         if self._homes:
-            self.restore_where(not_finite(amax))
+            self.restore_where(not_finite(amax) | (count == 0))
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:
@@ -153,7 +153,7 @@ class Buffers:
             skipped = read([(skipped, None)])[0].skipped
         for home, name, buffer, kept in moved:
             if isinstance(skipped, Tensor):
-                buffer.copy_(torch.where(skipped, kept, buffer))
+                buffer.copy_(torch.where(skipped.to(buffer.device), kept, buffer))
             elif skipped:
                 home[name] = buffer.copy_(kept) if takes(buffer, kept) else kept
         if skipped is True:

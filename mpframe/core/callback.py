@@ -8,14 +8,13 @@ A run has its callbacks by name and in an order. A checkpoint keeps the state of
     teardown           once, after it, the last callback first, however the training ended
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from mpframe.core.step_result import StepResult
-from mpframe.core.user_code import blame
 
 Batch = Any
 """Any tree of tensors that the run's objective takes, e.g. (inputs, targets) or a dict."""
@@ -98,22 +97,3 @@ class Algorithm(Callback):
 
     def on_load_weights(self, trainer: Any) -> None:
         """The weights were replaced by loaded ones."""
-
-
-Callbacks = Mapping[str, Callback]
-
-
-def run_callbacks(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
-    """Call a method of each callback, in order, and return their results by name.
-
-    UserCodeError: a user's callback, which it names, raised.
-    """
-    results = {}
-    for name, callback in callbacks.items():
-        try:
-            results[name] = getattr(callback, event)(*arguments)
-        except BaseException:
-            if type(callback).__module__.startswith("mpframe."):  # Ours name themselves.
-                raise
-            blame(f"callbacks.{name}:", callback)
-    return results

@@ -64,23 +64,15 @@ class NamedObjective:
     parameters: list[Tensor] | None = None
 
 
-_NULL_CONTEXT = nullcontext()
-
-
-def compute(
-    objective: Objective,
-    model: nn.Module,
-    batch: Any,
-    casts: AbstractContextManager[None] = _NULL_CONTEXT,
-) -> StepOutput:
-    """Call an objective inside `casts`, and check its result. The loss becomes 0-d, >= fp32.
+def compute(objective: Objective, model: nn.Module, batch: Any, casts: Any = None) -> StepOutput:
+    """Call an objective in a block of casts, and check its result. The loss becomes 0-d, >= fp32.
 
     Raises:
         UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
             floating-point number or (if gradients are on) has no gradient, or no valid count.
     """
     try:
-        with casts:
+        with casts or nullcontext():
             output = objective(model, batch)
     except BaseException:
         blame("objective:", objective, batch=batch)
@@ -103,9 +95,6 @@ def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
     """Return `count`, or if None the size of the batch's first tensor along dimension 0."""
     if count is not None:
         return count
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, Tensor) and first.dim():  # Inlined: this runs in every step.
-        return len(first)
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +31,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.optim.masters import Master, master_class, set_master
 from mpframe.core.optim.widening import watch
-from mpframe.core.tree import device_of
+from mpframe.core.tree import HALF, device_of
 
 find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
 """Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""
@@ -88,7 +89,7 @@ class Precision:
         if mode == "mixed" and isinstance(master_weights, type):
             master_weights.check_format(self.policy.half_dtype)
         self.master_weights = master_weights
-        casts = self.policy.casts or bool(op_handlers)
+        casts = self.policy.casts or bool(self.op_handlers)
         self._casts = Casts(self.policy, self.op_handlers) if casts else None
         self._hooked: WeakSet[nn.Module] = WeakSet()
         self._uses: WeakKeyDictionary[nn.Module, WeightUses] = WeakKeyDictionary()
@@ -232,6 +233,6 @@ class Precision:
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast the model's inputs to the format of its weights, because without lists no op does."""
-    weight = next(model.parameters(), None)
-    return (args, kwargs) if weight is None else cast_to((args, kwargs), weight.dtype)
+    """Cast the model's inputs to half if it has half weights, because without lists no op does."""
+    half = next((p.dtype for p in model.parameters() if p.dtype in HALF), torch.float32)
+    return cast_to((args, kwargs), half)

@@ -19,7 +19,6 @@ class Range:
         low, high: inclusive ends.
         above, below: exclusive ends.
         choices: the only values allowed.
-        words: words that are allowed besides numbers.
     """
 
     low: float | None = None
@@ -27,11 +26,10 @@ class Range:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
         """Return whether `value` is allowed, as None always is: an option switched off."""
-        if value is None or value in self.words:
+        if value is None:
             return True
         if self.choices:
             return value in self.choices
@@ -49,7 +47,7 @@ class Range:
             f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
             for sign, end in self._ends().items()
         ]
-        return " or ".join([" and ".join(ends), *self.words]) if ends else ""
+        return " and ".join(ends)
 
     def _ends(self) -> dict[str, float]:
         signs = {">": self.above, ">=": self.low, "<=": self.high, "<": self.below}

@@ -22,14 +22,11 @@ def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
         steps: whether each was skipped, 0-d bool, and how many micro-batches it dropped, 0-d int64
             or None if it was not accumulated.
     """
-    numbers = []
-    for skipped, dropped in steps:
-        numbers += [skipped] if dropped is None else [skipped, dropped]
-    values = iter([numbers[0].item()] if len(numbers) == 1 else torch.stack(numbers).tolist())
-    verdicts = []
-    for _, dropped in steps:
-        verdicts.append(Verdict(bool(next(values)), 0 if dropped is None else next(values)))
-    return verdicts
+    numbers = [number for step in steps for number in step if number is not None]
+    first = numbers[0]
+    together = [number.to(first.device) for number in numbers]  # Optimizers of several devices.
+    values = iter([first.item()] if len(numbers) == 1 else torch.stack(together).tolist())
+    return [Verdict(bool(next(values)), 0 if n is None else next(values)) for _, n in steps]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,11 +136,9 @@ class StepTrainer:
         buffers, done = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS, []
         for batch in map(self.on_device, micro_batches):
             buffers.save()
-            losses = []
-            for objective in objectives:
-                losses.append(self.forward_backward(objective, batch))
+            losses = [self.forward_backward(objective, batch) for objective in objectives]
             amax = self.comm.accumulate(optimizer, losses)
-            buffers.restore_unless_finite(amax)
+            buffers.restore_unless_good(amax, sum(loss.samples for loss in losses))
             done.append((losses, amax))
         return self.comm.reduce(optimizer, done, self._buffers)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
@@ -48,18 +49,6 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in `node` with its path, such as `[1].boxes`, depth first."""
-    if isinstance(node, Tensor):
-        yield name, node
-    elif isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
-        for number, item in enumerate(node):
-            yield from named_tensors(item, f"{name}[{number}]")
-    else:
-        for key, item in fields_of(node).items():
-            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
-
-
 def to_fp32(node: Any) -> Any:
     """Return `node` with every half tensor in fp32."""
     if isinstance(node, Tensor):
@@ -90,13 +79,16 @@ def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: 
     changed = [map_tensors(change, value) for value in args]
     if not kwargs:
         return func(*changed)
-    return func(*changed, **{name: map_tensors(change, kwargs[name]) for name in kwargs})
+    return func(*changed, **{name: map_tensors(change, value) for name, value in kwargs.items()})
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
     """Return the items of a named tuple, a dict or a dataclass by name, or an empty dict."""
     if isinstance(node, tuple):
-        return dict(zip(getattr(node, "_fields", ()), node, strict=False))
+        fields = dict(zip(getattr(node, "_fields", ()), node, strict=False))
+        if isinstance(node, PackedSequence):
+            del fields["batch_sizes"]  # It stays on the CPU.
+        return fields
     if _is_dict(node):
         return dict(node)
     if hasattr(type(node), "__dataclass_fields__"):  # An instance, not a class.

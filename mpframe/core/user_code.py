@@ -11,6 +11,7 @@ mpframe's errors pass unchanged. A SystemExit in a layer is an error like any ot
 
 import functools
 import importlib
+import os
 import re
 import sys
 import traceback
@@ -96,7 +97,7 @@ def describe_error(error: BaseException) -> str:
     text = text if len(text) <= 200 else f"{text[:200]}..."
     packages = (torch, sys.modules.get("hydra"), importlib, sys.modules["mpframe"])
     files = [package.__file__ for package in packages if package is not None]
-    ours = ("<frozen importlib", *(str(Path(file).parent) for file in files if file))
+    ours = ("<frozen importlib", *(f"{Path(file).parent}{os.sep}" for file in files if file))
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(ours)][:1]
     where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)

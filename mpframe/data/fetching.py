@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from mpframe.core.errors import DataError, MpframeError, first_line
-from mpframe.core.tree import map_tensors, named_tensors, tensors_in
+from mpframe.core.tree import fields_of, map_tensors, tensors_in
 from mpframe.core.user_code import describe, describe_error
 from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
@@ -248,3 +248,15 @@ def _is_finite(tensor: Tensor) -> bool:
     # If a value is NaN, both ends are. One pass for them is far cheaper than isfinite's mask.
     low, high = values.aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in `node` with its path, such as `[1].boxes`, depth first."""
+    if isinstance(node, Tensor):
+        yield name, node
+    elif isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+        for number, item in enumerate(node):
+            yield from named_tensors(item, f"{name}[{number}]")
+    else:
+        for key, item in fields_of(node).items():
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))

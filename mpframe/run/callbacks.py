@@ -11,7 +11,7 @@ The fixed ones are not in the group, so they cannot be left out.
 """
 
 from mpframe.config.schema import Config, parse_measure
-from mpframe.core.callback import Callback, Callbacks
+from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.data.loading import Loader
 from mpframe.run.parts import build_callbacks
@@ -20,6 +20,7 @@ from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.interruption import Interruption
+from mpframe.training.trainer import Callbacks
 
 
 class RunCallbacks:

@@ -33,7 +33,8 @@ from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
-from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
+from mpframe.core.tree import HALF, device_of, dtype_name
+from mpframe.data.fetching import named_tensors
 from mpframe.data.loading import Loader, make_loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of

@@ -20,7 +20,6 @@ from mpframe.checkpoint.state import conversion, of_rank, read_precision, roundi
 from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.core.callback import Callbacks
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
@@ -28,7 +27,7 @@ from mpframe.files.stored_yaml import parse_stored
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Callbacks, Trainer
 
 Options = Mapping[str, Any]
 

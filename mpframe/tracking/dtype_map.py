@@ -168,11 +168,16 @@ def _reason(
     pin, op = policy.format_pin_of(name), op_of(module)
     if pin is not None and pin[1] == "fp32":
         return f"ops.modules[{pin[0]!r}]=fp32"
-    others = [use.op for use in uses.of([parameter]) if not use.in_half(policy)]
+    others = [use.op for use in _readers_of(uses, [parameter]) if not use.in_half(policy)]
     decides = others[0] if others else op
     reason = "no op of torch.nn" if decides is None else _list_reason(decides, policy)
     never = uses.called and name not in uses.called and parameter not in uses.by_weight
     return f"{reason}, never called" if never else reason
+
+
+def _readers_of(uses: WeightUses, weights: Sequence[nn.Parameter]) -> list[Use]:
+    """Return the ops that read any of these weights, in the order of their names."""
+    return sorted({use for weight in weights for use in uses.by_weight.get(weight, ())})
 
 
 def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
@@ -199,7 +204,7 @@ def _row(
     for parameter in parameters:
         sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
     storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
-    users = uses.of(parameters)
+    users = _readers_of(uses, parameters)
     compute, why = _compute_and_why(name, op, policy, users)
     if uses.called and name not in uses.called and not users:
         why += ", never called"

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
-from mpframe.core.callback import Batch, run_callbacks
+from mpframe.core.callback import Batch
 from mpframe.core.comm import Comm, apply_weight
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import UserCode, describe, name_of
-from mpframe.training.trainer import InBatch, Loader, Trainer
+from mpframe.training.trainer import InBatch, Loader, Trainer, run_callbacks
 
 LOSS = "loss"
 """The word for the validation loss in `monitor`, and no metric's name."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError
-from mpframe.core.tree import named_tensors
 from mpframe.core.user_code import describe
+from mpframe.data.fetching import named_tensors
 
 OUTPUTS = ("class", "probabilities", "raw")
 _MOST_COLUMNS = 10_000

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpframe.core.callback import Callback, Callbacks, run_callbacks
+from mpframe.core.callback import Callback
 from mpframe.data.loading import Loader
 from mpframe.tracking.loggers import Loggers
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Callbacks, Trainer, run_callbacks
 
 log = logging.getLogger(__name__)
 

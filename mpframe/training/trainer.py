@@ -11,19 +11,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpframe.core.callback import Batch, Callbacks, run_callbacks
+from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.objective import compute
 from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
-from mpframe.core.user_code import describe_error, name_of
+from mpframe.core.user_code import blame, describe_error, name_of
 from mpframe.tracking.summary import Status
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax, wants_probe
+
+Callbacks = Mapping[str, Callback]
 
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
@@ -36,6 +38,22 @@ class Loader(Protocol):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from batch number `start` on."""
+
+
+def run_callbacks(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
+    """Call a method of each callback, in order, and return their results by name.
+
+    UserCodeError: a user's callback, which it names, raised.
+    """
+    results = {}
+    for name, callback in callbacks.items():
+        try:
+            results[name] = getattr(callback, event)(*arguments)
+        except BaseException:
+            if type(callback).__module__.startswith("mpframe."):  # Ours name themselves.
+                raise
+            blame(f"callbacks.{name}:", callback)
+    return results
 
 
 @dataclass

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import run_python
-
 from mpframe.core.callback import Callback
 
 RANKS, REPEATS = (1, 2, 4), 3

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.core.tree import map_tensors, named_tensors, tensors_in, to_fp32
+from mpframe.core.tree import map_tensors, tensors_in, to_fp32
+from mpframe.data.fetching import named_tensors
 
 
 @dataclass

@@ -29,7 +29,7 @@ from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
 from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
-from mpframe.core.tree import named_tensors
+from mpframe.data.fetching import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence

@@ -13,12 +13,13 @@ from torch import nn
 
 from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.folder import best_in
-from mpframe.core.callback import Callback, run_callbacks
+from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.run.resume import restore
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.records import Curves
 from mpframe.training.run_context import RunContext, set_up
+from mpframe.training.trainer import run_callbacks
 
 FAILING = r"^callbacks\.mine: Failing raised ConnectionError \(no route to the server\) at [^\n]*$"
 

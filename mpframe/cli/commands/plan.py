@@ -111,8 +111,8 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     traffic = plan.payload(weights, way, buffers=buffers, activations=activations.summed)
     return {
-        **{"ranks": way.name, "dtype": mode, **asdict(held)},
-        **{"activations": activations.saved, "recomputed": recomputed},
+        "ranks": way.name, "dtype": mode, **asdict(held),
+        "activations": activations.saved, "recomputed": recomputed,
         "total": held.total + buffers + activations.saved,
         "least": held.total + buffers + min(activations.saved, recomputed),
         "sent": round(plan.sent(traffic)) if way.ranks > 1 else 0,

@@ -324,8 +324,8 @@ def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs:
     if mode is None:
         return None
     mode.push_pin(name, pin)
-    if pin not in PINS:
-        return None
+    if pin not in PINS or policy.mode == "fp32" or (policy.mode == "amp" and policy.ops.empty):
+        return None  # No op expects another format.
     return handlers.cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
 
 
@@ -333,7 +333,8 @@ def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> A
     mode = _find_mode(policy)
     popped = mode is not None and mode.pop_pin(name)
     # Without lists no op casts its inputs, and the next module expects half.
-    return handlers.cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
+    back = popped and policy.mode == "mixed" and policy.ops.empty
+    return handlers.cast_to(result, policy.half_dtype) if back else None
 
 
 def _find_mode(policy: Policy) -> CastMode | None:

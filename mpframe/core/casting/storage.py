@@ -22,7 +22,7 @@ from mpframe.core.casting.policy import CASTABLE, Policy
 from mpframe.core.casting.trace import Use, WeightUses
 from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
-from mpframe.core.optim.masters import exact_value
+from mpframe.core.optim.masters import convert_buffer, exact_value
 from mpframe.core.tree import HALF
 
 Formats = dict[nn.Parameter, torch.dtype]
@@ -128,7 +128,7 @@ def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> No
     if op_of(module) in WITH_STATISTICS or (policy.mode == "mixed" and policy.ops.empty):
         for buffer in module.buffers(recurse=False):
             if buffer.dtype in CASTABLE:
-                buffer.data = buffer.data.to(wanted)
+                buffer.data = convert_buffer(buffer.data, wanted)
 
 
 def _check_parameters(model: nn.Module, policy: Policy) -> None:

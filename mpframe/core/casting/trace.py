@@ -67,10 +67,6 @@ class WeightUses:
     by_weight: dict[nn.Parameter, set[Use]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
 
-    def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
-        """Return the ops that read any of these weights, in the order of their names."""
-        return sorted({use for weight in weights for use in self.by_weight.get(weight, ())})
-
 
 def trace(model: nn.Module, example: Any, casts: Any, uses: WeightUses) -> None:
     """Run the model once, uncompiled, and add to `uses` what reads its weights.
@@ -111,8 +107,7 @@ def _call(model: nn.Module, example: Any) -> None:
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager that runs `model` and then restores its parameters, its buffers, the plain
     attributes of its modules and the random generators of Python, NumPy and torch."""
-    real = (p for p in model.parameters() if not (is_lazy(p) or hasattr(p, "fake_mode")))
-    kept = [(p, p.data, p.detach().clone()) for p in real]
+    kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if _has_values(p)]
     numpy: Any = sys.modules.get("numpy")  # If nobody imported it, nothing draws from it.
     with ExitStack() as stack:
         stack.enter_context(State.of(model))
@@ -122,6 +117,11 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
         stack.callback(_restore_parameters, kept)
         yield
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    lacks = is_lazy(parameter) or hasattr(parameter, "fake_mode")
+    return not lacks and parameter.layout is torch.strided
 
 
 def _restore_parameters(kept: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
@@ -163,7 +163,7 @@ class _UseRecorder(TorchFunctionMode):
                     self._uses.called.add(name)
                     continue
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
-                hooks.enter_context(module.register_forward_hook(self._leave))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             yield
 
     def _enter(self, name: str, *_: Any) -> None:

@@ -12,8 +12,9 @@ Each is a small state machine on the device. Begin with scaler.py. Your scaler d
 `Scaler` (docs/loss_scaling.md).
 """
 
-from mpframe.core.loss_scaling.backoff import Backoff, auto, none
+from mpframe.core.loss_scaling.backoff import Backoff, auto
 from mpframe.core.loss_scaling.logmax import LogMax
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
 
+none = NoScaling  # its name in options
 __all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]

@@ -167,8 +167,3 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling
     """
     float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()
-
-
-def none() -> NoScaling:
-    """Return `NoScaling`."""
-    return NoScaling()

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import POSITIVE, require
-from mpframe.core.tree import HALF, not_finite
+from mpframe.core.tree import HALF, not_finite, to_fp32
 
 _FEW = 2**20  # values: 4 MB in fp32
 # values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
@@ -249,12 +249,11 @@ class Accumulator:
         for masters in in_chunks(list(gradients.by_master)):
             fresh, added = [], defaultdict(list)
             for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
-                if gradient.is_sparse:
-                    gradient._values().masked_fill_(bad, 0.0)
-                    kept, gradient = self._sums.get(master), gradient * weight
-                    self._sums[master] = gradient if kept is None else kept + gradient
+                kept = self._sums.get(master)
+                if gradient.is_sparse or (kept is not None and kept.is_sparse):
+                    self._sums[master] = _add_sparse(kept, gradient, weight, bad)
                     continue
-                if master not in self._sums:
+                if kept is None:
                     fresh.append(self._sums.setdefault(master, torch.empty_like(gradient)))
                 added[gradient.dtype].append((self._sums[master], gradient))
             if fresh:
@@ -267,7 +266,9 @@ class Accumulator:
         used = comm.max_of([master in self._sums for master in masters])
         # In one order on all ranks.
         self._sums = {
-            master: self._sums[master] if master in self._sums else torch.zeros_like(master)
+            master: self._sums[master]
+            if master in self._sums
+            else to_fp32(torch.zeros_like(master))
             for master, anywhere in zip(masters, used, strict=True)
             if anywhere
         }
@@ -281,6 +282,16 @@ class Accumulator:
         comm.sum_(sums)
 
 
+def _add_sparse(kept: Tensor | None, gradient: Tensor, weight: Tensor, bad: Tensor) -> Tensor:
+    """Return kept + weight * gradient, of which one at least is sparse."""
+    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
+    gradient = gradient * weight
+    if kept is None:
+        return gradient
+    # torch adds a sparse tensor to a dense one, and not the other way round.
+    return gradient + kept if kept.is_sparse else kept + gradient
+
+
 def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Tensor) -> None:
     """Add weight * gradient to each sum in place, unless `bad`, in one kernel for all.
 
@@ -292,19 +303,9 @@ def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Ten
             gradient = torch.empty_like(kept).copy_(gradient)
         sums.append(kept)
         gradients.append(gradient)
-    torch._fused_sgd_(
-        sums,
-        gradients,
-        [],
-        lr=weight,
-        maximize=True,
-        found_inf=bad.float(),
-        weight_decay=0.0,
-        momentum=0.0,
-        dampening=0.0,
-        nesterov=False,
-        is_first_step=False,
-    )
+    plain: Any = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+    options: Any = {"lr": weight, "found_inf": bad.float(), "maximize": True, **plain}
+    torch._fused_sgd_(sums, gradients, [], **options, is_first_step=False)
 
 
 def in_chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

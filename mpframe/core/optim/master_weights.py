@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.loss_scaling.scaler import LossScaler, scale_of
 from mpframe.core.optim.gradients import (
     Accumulator,
     Gradients,
@@ -66,8 +66,8 @@ class MasterWeights(OptimizerWrapper):
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does, and `step` raises.
         skips_on_device: the optimizer's kernels skip (torch's fused ones do), so the host need not
-            wait for the device. None before the first step, which makes the optimizer's state: a
-            skip on the device would leave arbitrary values in SGD's momentum.
+            wait for the device. None before the first step of any weight, which makes its state:
+            a skip on the device would leave arbitrary values in SGD's momentum.
         comm: the ranks that average their gradients, and agree on whether a step is skipped.
         accumulator: the gradients of the micro-batches since the last step.
     """
@@ -89,6 +89,7 @@ class MasterWeights(OptimizerWrapper):
         self._means: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
+        self._stepped_once: set[Tensor] = set()  # masters
         super().__init__(optimizer, masters or {}, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
@@ -97,8 +98,7 @@ class MasterWeights(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and the accumulated ones."""
-        if len(self.optimizer.param_groups) > self._registered:
-            self._register_groups()
+        self._register_groups()
         self.optimizer.zero_grad(set_to_none)
         for parameter, stepped in self._stepped.items():
             if stepped is parameter:
@@ -192,11 +192,12 @@ class MasterWeights(OptimizerWrapper):
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
-        scaling: Any = scaler
-        loss = None
-        if closure is not None or self.needs_closure or (callable(scaler) and is_closure(scaler)):
-            scaling, loss = self._run_closure(scaler, closure)
-        scale = 1.0 if scaling is None else scaling.scale
+        if self.needs_closure:
+            raise self._closure_needed()
+        given: Any = scaler
+        scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
+        loss = None if evaluated is None else evaluate(evaluated)
+        scale = scale_of(scaling)
         gradients = self.collect_step_grads(scale)
         if gradients.no_new:
             raise no_new_gradients()
@@ -219,19 +220,15 @@ class MasterWeights(OptimizerWrapper):
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
 
-    def _run_closure(self, scaler: Any, closure: Any) -> tuple[Any, Tensor | None]:
-        """Run a closure, passed as `closure` or in the scaler's place. Return scaler and loss."""
-        if self.needs_closure:
-            raise ConfigError(
-                f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
-                "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
-            )
-        return (None, evaluate(scaler)) if closure is None else (scaler, evaluate(closure))
+    def _closure_needed(self) -> ConfigError:
+        return ConfigError(
+            f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it with "
+            "mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
+        )
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
-        if len(self.optimizer.param_groups) > self._registered:
-            self._register_groups()
+        self._register_groups()
         for frozen in self._frozen:
             widen_written(frozen, self._steps)
         self._steps += 1
@@ -246,9 +243,10 @@ class MasterWeights(OptimizerWrapper):
         else:
             gradients = measure_grads(grads, scale, device)
             gradients.no_new = self._consumed and not grads
-            amax = gradients.amax
-            gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
+            gradients.amax = self.comm.max(gradients.amax)
         self._means = None
+        if self.skips_on_device and not self._stepped_once.issuperset(gradients.by_master):
+            self.skips_on_device = None
         for master, gradient in gradients.by_master.items():
             if gradient.is_sparse and master not in self._tried_sparse:
                 check_takes_sparse(self.optimizer, master)
@@ -264,6 +262,7 @@ class MasterWeights(OptimizerWrapper):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
+        found_inf = skipped.float() if verdict is None else None  # The kernels skip by themselves.
         buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
         if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
@@ -271,11 +270,12 @@ class MasterWeights(OptimizerWrapper):
         for bucket in buckets[:-1]:
             values = [master.value for _, pairs in bucket for _, master in pairs]
             masters = [master for master in values if master in by_master]
-            self._update(bucket, masters, gradients, skipped, verdict)
-        self._update(buckets[-1], list(by_master), gradients, skipped, verdict)
+            self._update(bucket, masters, gradients, found_inf)
+        self._update(buckets[-1], list(by_master), gradients, found_inf)
         # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
+            self._stepped_once.update(moved)
             takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
             fused = all(group.get("fused") for group in self.optimizer.param_groups)
             self.skips_on_device = takes_found_inf and fused and is_async(self._device)
@@ -290,12 +290,7 @@ class MasterWeights(OptimizerWrapper):
         return {**super().__getstate__(), "_frozen": []}  # A copy's frozen weights are fp32.
 
     def _update(
-        self,
-        bucket: Bucket,
-        masters: list[Tensor],
-        gradients: Gradients,
-        skipped: Tensor,
-        verdict: Verdict | None,
+        self, bucket: Bucket, masters: list[Tensor], gradients: Gradients, found_inf: Tensor | None
     ) -> None:
         for kind, pairs in bucket:
             kind.materialize(pairs)
@@ -305,11 +300,11 @@ class MasterWeights(OptimizerWrapper):
             master.grad = gradient.to(master.dtype)
         wrapped: Any = self.optimizer
         try:
-            if verdict is None:  # The kernels skip by themselves.
-                wrapped.grad_scale, wrapped.found_inf = None, skipped.float()
+            if found_inf is not None:
+                wrapped.grad_scale, wrapped.found_inf = None, found_inf
             wrapped.step()
         finally:
-            if verdict is None:
+            if found_inf is not None:
                 del wrapped.grad_scale, wrapped.found_inf
         for master in masters:
             master.grad = None

@@ -124,7 +124,8 @@ class Master:
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
         """Take over the weight's values. Return whether any differs from the rounded `value`."""
         half = weight.dtype if weight.dtype in HALF else self.half
-        now, rounded = weight.detach(), torch.empty_like(self.value, dtype=half)
+        now = weight.detach().to(self.value.device)
+        rounded = torch.empty_like(self.value, dtype=half)
         round_into([(rounded, self.value)])
         same = now == rounded
         self.value.copy_(torch.where(same, self.value, now.float()))
@@ -168,6 +169,12 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if to_clamp:
             torch._foreach_clamp_max_(to_clamp, torch.finfo(half).max)
             torch._foreach_clamp_min_(to_clamp, -torch.finfo(half).max)
+
+
+def convert_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a buffer. Values beyond the range of half become its ends, infinities stay."""
+    limit = torch.finfo(dtype).max if dtype in HALF else torch.inf
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
 def master_class(masters: bool | type[Master]) -> type[Master] | None:
@@ -250,5 +257,5 @@ def load_weights(
     for name, tensor in present.items():
         source = weights[name]
         if tensor.dtype in HALF:  # A buffer, if there are no op lists.
-            source = source.clamp(torch.finfo(tensor.dtype).min, torch.finfo(tensor.dtype).max)
+            source = convert_buffer(source, tensor.dtype)
         part_of(tensor).copy_(part_for(tensor, source))

@@ -208,6 +208,8 @@ class OptimizerWrapper(Optimizer):
         for index, parameter in enumerate(parameters):
             shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
             what = f"optimizer: parameter {index} of {shape} is"
+            if parameter in self._stepped:
+                raise ConfigError(f"{what} in a group already, and would be stepped twice")
             if parameter.is_complex():
                 raise ConfigError(
                     f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "

@@ -26,7 +26,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.saving import Background, on_all, prepare_together
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
-from mpframe.core.callback import Callback, run_callbacks
+from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.tracking import record_sizes
@@ -34,7 +34,7 @@ from mpframe.tracking.environment import arithmetic
 from mpframe.training.evaluation import LOSS
 from mpframe.training.ranks import refuse_drift
 from mpframe.training.run_context import RunContext, states_of
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Trainer, run_callbacks
 
 log = logging.getLogger(__name__)
 

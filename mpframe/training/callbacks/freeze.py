@@ -127,8 +127,6 @@ def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_gra
         stepped = [part.optimizer_param(parameter) for parameter in held]
         for tensor in (*held, *stepped):
             tensor.requires_grad_(requires_grad)
-        if held:
-            part.skips_on_device = None  # A parameter that is trained again may have no state yet.
         if requires_grad:
             _fill_momentum(part.optimizer, stepped)
 

@@ -32,7 +32,7 @@ from bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, Times, race, ratio, threads, timed
 from bench.step.parts import watched
 from bench.table import Claim, Table
-from mpframe.core.callback import Callback, run_callbacks
+from mpframe.core.callback import Callback
 from mpframe.core.loss_scaling import Backoff, LogMax, Static
 from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
@@ -46,7 +46,7 @@ from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.plan import Plan
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Trainer, run_callbacks
 from mpframe.workloads.images import mlp, resnet18
 
 HAND = "by hand"

@@ -1,0 +1,203 @@
+"""Combinations that hardly anyone uses: each raised, or gave a wrong number, before."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from vocabulary import inside
+
+from mpframe import MasterWeights, OpLists, Precision
+from mpframe.core.buffers import Buffers
+from mpframe.core.casting.handlers import OpHandler
+from mpframe.core.comm import Comm
+from mpframe.core.errors import ConfigError
+from mpframe.core.loss_scaling import NoScaling
+from mpframe.core.objective import StepOutput
+from mpframe.core.step_result import read
+from mpframe.core.trainer import StepTrainer
+from mpframe.core.tree import map_tensors
+from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
+
+FP32, HALF = torch.float32, torch.float16
+
+
+def prepared(model, mode, **options):
+    precision = Precision(mode, **options)
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return precision, model, optimizer
+
+
+@pytest.mark.parametrize("pin", ["half", "fp32"])
+@pytest.mark.parametrize(("mode", "lists"), [("fp32", OpLists.named()), ("amp", OpLists())])
+def test_a_pin_changes_no_format_where_no_op_is_cast(mode, lists, pin) -> None:
+    model, ops = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), replace(lists, modules={"0": pin})
+    precision, model, _ = prepared(model, mode, ops=ops, op_handlers=[OpHandler()])
+    x = torch.randn(2, 4)
+    assert torch.equal(inside(precision, model)(x), model(x))
+
+
+def test_a_recipe_on_a_module_acts_in_fp32() -> None:
+    ops = replace(OpLists.named(), modules={"0": "fp8_tensorwise"})
+    precision, model, _ = prepared(nn.Sequential(nn.Linear(32, 32)), "fp32", ops=ops)
+    x = torch.randn(32, 32)
+    assert not torch.equal(inside(precision, model)(x), model(x))
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_without_lists_inputs_become_half_whichever_weight_comes_first() -> None:
+    precision, model, _ = prepared(HeadFirst(), "mixed", ops=OpLists(modules={"head": "fp32"}))
+    assert inside(precision, model)(torch.randn(2, 4)).dtype == HALF
+
+
+def test_a_half_weight_cannot_be_stepped_twice() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=HALF))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    with pytest.raises(ConfigError) as error:
+        optimizer.add_param_group({"params": [weight]})
+    line = "optimizer: parameter 0 of shape (2,) is in a group already, and would be stepped twice"
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize("first", ["sparse", "dense"])
+def test_micro_batches_may_be_sparse_and_dense(first) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(embedding.weight)
+    optimizer = MasterWeights(torch.optim.SGD(embedding.parameters(), lr=1.0))
+    kinds = ["sparse", "dense"] if first == "sparse" else ["dense", "sparse"]
+    for kind in (*kinds, "bad"):
+        if kind == "sparse":
+            embedding(torch.tensor([1])).sum().backward()
+        else:
+            embedding.weight.grad = torch.full((4, 2), 3.0 if kind == "dense" else torch.inf)
+        optimizer.accumulate()
+    result = optimizer.step()
+    assert result.dropped == 1
+    assert embedding.weight[:, 0].tolist() == [-1.5, -2.0, -1.5, -1.5]
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(), 0.5)
+        return self.layer(x)
+
+
+def test_an_empty_micro_batch_leaves_no_trace_in_buffers() -> None:
+    precision, model, optimizer = prepared(Running(), "fp32")
+    trainer = StepTrainer(
+        model, optimizer, lambda model, x: StepOutput(model(x).sum(), len(x)), precision
+    )
+    result = trainer.train_step(torch.ones(4, 4), torch.ones(0, 4))
+    assert (bool(result.skipped), model.mean.item()) == (False, 0.5)
+
+
+def test_a_buffer_is_rounded_alike_when_stored_and_when_loaded() -> None:
+    model = nn.Linear(2, 2)
+    values = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, 0.1])
+    model.register_buffer("limits", values)
+    _, model, optimizer = prepared(model, "mixed", ops=OpLists())
+    stored = model.limits.clone()
+    assert stored.tolist()[:4] == [65504.0, -65504.0, torch.inf, -torch.inf]
+    optimizer.load_masters(model, {**optimizer.masters_by_name(model), "limits": values})
+    assert torch.equal(model.limits, stored)
+
+
+class Elsewhere(Comm):
+    size = 2
+
+    def max_of(self, numbers):
+        return [1 for _ in numbers]
+
+    def sum_(self, tensors) -> None:
+        assert {tensor.dtype for tensor in tensors} == {FP32}
+
+
+def test_ranks_sum_fp32_for_half_weights_that_only_another_one_uses() -> None:
+    used, unused = (nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD([used, unused], lr=1.0), keep_masters=False)
+    optimizer.set_comm(Elsewhere())
+    for _ in range(2):
+        used.grad = torch.ones(2, dtype=HALF)
+        optimizer.accumulate()
+    optimizer.step()
+    assert used.tolist() == [0.5, 0.5]  # The other rank has as many samples and no gradient.
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
+    packed = pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert type(moved) is type(packed)
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+def test_a_verdict_reaches_buffers_and_optimizers_of_other_devices() -> None:
+    model = Running()
+    buffers = Buffers(model)
+    buffers.save()
+    model(torch.ones(1, 4))
+    buffers.restore_where(torch.tensor(True))
+    assert model.mean == 0.0
+    verdicts = read([(torch.tensor(True), None), (torch.tensor(False), torch.tensor(2))])
+    assert [tuple(verdict) for verdict in verdicts] == [(True, 0), (False, 2)]
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.eye(4).to_sparse()), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 1e6:
+            raise ValueError
+        return self.layer(torch.sparse.mm(self.weight, x))
+
+
+def test_a_model_with_a_sparse_weight_is_traced() -> None:
+    model, precision = Sparse(), Precision("mixed")
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    precision.prepare(model, optimizer, (torch.randn(4, 4),))
+    assert model.layer.weight.dtype == HALF
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.tail = Sparse(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        try:
+            return self.fails(x * 1e9)
+        except ValueError:
+            return self.tail(x)
+
+
+def test_a_module_that_raised_pins_nothing_after_it() -> None:
+    model, ops = Catches(), replace(OpLists.named(), modules={"fails": "fp32"})
+    precision = Precision("mixed", ops=ops)
+    optimizer = torch.optim.SGD(model.tail.parameters(), lr=0.1)
+    precision.prepare(model, optimizer, (torch.ones(4, 4),))
+    assert model.tail.weight.dtype == HALF
+
+
+def test_without_scaling_the_scale_of_a_result_is_on_the_gradients_device() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.ones(2)
+    scaling = NoScaling()
+    scaling.state["scale"] = torch.ones((), device="meta")
+    assert optimizer.step(scaling).scale.device.type == "cpu"
