@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
+
+_ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Usage:
@@ -85,7 +88,10 @@ class Usage:
     def drop_unused(self, comm: Comm) -> None:
         """Take away the gradients of weights that no rank has used, after a backward pass."""
         used, self._used = self._used, set()
-        by_any = comm.max_of([name in used for name in self._weights])
+        by_me = [name in used for name in self._weights]
+        by_any = comm.max_of(by_me)
+        if by_me != by_any and not _ADDS_ZEROS:
+            raise _make_old_error("a weight")
         for weight, used_by_any in zip(self._weights.values(), by_any, strict=True):
             if not used_by_any:
                 weight.grad = None
@@ -130,6 +136,8 @@ class Usage:
     def _pass_by(self, turn: int, linked: bool) -> None:
         """Gather a block, and have the backward pass gather it again and sum its gradients."""
         block: Any = self._blocks[turn]
+        if not _ADDS_ZEROS:
+            raise _make_old_error(self._names[block])
         known, given = self._known[turn], vars(block).get("forward")
         device = next(block.parameters()).device
         nothing = torch.zeros(0, device=device, requires_grad=linked if known is None else known)
@@ -182,3 +190,10 @@ def _tie(value: Tensor, others: Sequence[Tensor]) -> Tensor:
 def _recomputes() -> bool:
     """Return whether a backward pass runs, in which a checkpointed layer runs again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _make_old_error(what: str) -> ConfigError:
+    return ConfigError(
+        f"trainer.parallel=fsdp: {what} was not used on a rank: needs torch 2.15, which adds zeros "
+        f"for it, and this is {torch.__version__}; use trainer.parallel=ddp"
+    )

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors
+from mpframe.parallel import unused
 from mpframe.parallel.unused import Usage
 from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.callbacks.step_hooks import LARC, Penalty
@@ -186,3 +187,14 @@ def test_ranks_whose_backward_passes_would_not_fit_are_refused(
     with pytest.raises(ConfigError) as refused:
         used_by(*other)[0].agree(comm)
     assert str(refused.value) == f"trainer.parallel=fsdp: {line}, or use trainer.parallel=ddp"
+
+
+def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unused, "_ADDS_ZEROS", False)
+    said = r" was not used on a rank: needs torch 2.15, which adds zeros for it, and this is .*ddp$"
+    with pytest.raises(ConfigError, match=f"^trainer.parallel=fsdp: blocks.1{said}"):
+        used_by([0, 2])
+    comm = Other()
+    used_by([0, 1, 2], True)[0].drop_unused(comm)
+    with pytest.raises(ConfigError, match=f"^trainer.parallel=fsdp: a weight{said}"):
+        used_by([0, 1, 2], False)[0].drop_unused(comm)
