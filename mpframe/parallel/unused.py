@@ -91,21 +91,26 @@ class Usage:
         by_me = [name in used for name in self._weights]
         by_any = comm.max_of(by_me)
         if by_me != by_any and not _ADDS_ZEROS:
-            raise _make_old_error("a weight")
+            name = next(n for n, used in zip(self._weights, by_me, strict=True) if not used)
+            raise ConfigError(
+                f"trainer.parallel=fsdp: {name} was not used on this rank: needs torch 2.15, which "
+                f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
+            )
         for weight, used_by_any in zip(self._weights.values(), by_any, strict=True):
             if not used_by_any:
                 weight.grad = None
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        if not _recomputes():
+        if _ADDS_ZEROS and not _recomputes():
             self._next, self._tie, self._linked = 0, None, None
 
     def _enter(self, turn: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._next is None or _recomputes():
             return
-        linked = any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+        inputs = list(tensors_in([args, kwargs]))
+        linked = any(tensor.requires_grad for tensor in inputs)
         while self._next < turn:
-            self._pass_by(self._next, linked)
+            self._pass_by(self._next, inputs, linked)
         self._next, self._linked = max(self._next, turn + 1), linked
         if torch.is_grad_enabled():
             self._links[turn][linked] = 1
@@ -126,21 +131,23 @@ class Usage:
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._next is None or _recomputes():
             return None
+        outputs = list(tensors_in(output))
+        linked = any(t.requires_grad for t in outputs) if self._linked is None else self._linked
         while self._next < len(self._blocks):
-            linked = any(tensor.requires_grad for tensor in tensors_in(output))
-            self._pass_by(self._next, linked if self._linked is None else self._linked)
+            self._pass_by(self._next, outputs, linked)
         output = self._leave(nn.Identity(), args, output)
         self._next = None
         return output
 
-    def _pass_by(self, turn: int, linked: bool) -> None:
-        """Gather a block, and have the backward pass gather it again and sum its gradients."""
+    def _pass_by(self, turn: int, near: Sequence[Tensor], linked: bool) -> None:
+        """Gather a block, and have the backward pass gather it again and sum its gradients.
+
+        `near` are the tensors of that time, on the device whose order the backward pass keeps.
+        """
         block: Any = self._blocks[turn]
-        if not _ADDS_ZEROS:
-            raise _make_old_error(self._names[block])
         known, given = self._known[turn], vars(block).get("forward")
-        device = next(block.parameters()).device
-        nothing = torch.zeros(0, device=device, requires_grad=linked if known is None else known)
+        nothing = torch.zeros(0, device=near[0].device if near else None)
+        nothing.requires_grad_(linked if known is None else known)
         block.forward = lambda nothing: _tie(nothing, list(block.parameters()))
         try:
             self._tie = block(nothing)
@@ -190,10 +197,3 @@ def _tie(value: Tensor, others: Sequence[Tensor]) -> Tensor:
 def _recomputes() -> bool:
     """Return whether a backward pass runs, in which a checkpointed layer runs again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _make_old_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.parallel=fsdp: {what} was not used on a rank: needs torch 2.15, which adds zeros "
-        f"for it, and this is {torch.__version__}; use trainer.parallel=ddp"
-    )
