@@ -67,23 +67,21 @@ class Usage:
         """Compare the ranks' forward passes. ConfigError: their backward passes would not fit."""
         ends, order = [end for link in self._links for end in link], hash(tuple(self._order)) >> 1
         *ends, most, least = comm.max_of([*ends, order, -order])
-        links = list(zip(ends[::2], ends[1::2], strict=True))
-        self._order, self._links = [], [[0, 0] for _ in links]
-        for block, (without, linked) in zip(self._blocks, links, strict=True):
+        self._order, self._links = [], [[0, 0] for _ in self._links]
+        for turn, (without, linked) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
             if without and linked:
                 raise ConfigError(
-                    f"trainer.parallel=fsdp: one rank passes {self._names[block]} by, whose inputs "
-                    "have no gradients on another; call it on all ranks, or use "
+                    f"trainer.parallel=fsdp: one rank passes {self._names[self._blocks[turn]]} by, "
+                    "whose inputs have no gradients on another; call it on all ranks, or use "
                     "trainer.parallel=ddp"
                 )
+            if without or linked:
+                self._known[turn] = bool(linked)
         if most != -least:
             raise ConfigError(
                 "trainer.parallel=fsdp: the ranks run the model's blocks in different orders; run "
                 "them in the order in which the model lists them, or use trainer.parallel=ddp"
             )
-        for turn, (without, linked) in enumerate(links):
-            if without or linked:
-                self._known[turn] = bool(linked)
 
     def drop_unused(self, comm: Comm) -> None:
         """Take away the gradients of weights that no rank has used, after a backward pass."""
