@@ -222,7 +222,7 @@ def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:
 
 
 def shard_like(place: Any, part: Tensor) -> Tensor:
-    """Wrap a rank's part of `place`, sharing its memory. A tensor marked as `whole` is no part."""
+    """Wrap a rank's part of `place`, unless marked `whole`, as a tensor that shares its memory."""
     if not is_sharded(place) or part.shape != part_of(place).shape or hasattr(part, "whole"):
         return part
     from torch.distributed.tensor import DTensor

@@ -98,10 +98,11 @@ class StepTrainer:
 
     def __post_init__(self) -> None:
         self.check_fit()
-        self.scaler = NoScaling() if self.scaler is None else self.scaler
         self.optimizer.set_comm(self.comm)
         self._buffers, self._micro_buffers = Buffers(self.model), Buffers(self.model)
         self._device = device_of(self.model)
+        if self.scaler is None:
+            self.scaler = NoScaling().to(self._device)
         # The objective is called with this.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
 

@@ -13,7 +13,6 @@ from mpframe.core.buffers import Buffers
 from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.objective import StepOutput
 from mpframe.core.step_result import read
 from mpframe.core.trainer import StepTrainer
@@ -194,10 +193,7 @@ def test_a_module_that_raised_pins_nothing_after_it() -> None:
     assert model.tail.weight.dtype == HALF
 
 
-def test_without_scaling_the_scale_of_a_result_is_on_the_gradients_device() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
-    weight.grad = torch.ones(2)
-    scaling = NoScaling()
-    scaling.state["scale"] = torch.ones((), device="meta")
-    assert optimizer.step(scaling).scale.device.type == "cpu"
+def test_without_scaling_the_scale_is_on_the_models_device() -> None:
+    precision, model, optimizer = prepared(nn.Linear(2, 2, device="meta"), "fp32")
+    trainer = StepTrainer(model, optimizer, lambda *_: StepOutput(torch.ones(())), precision)
+    assert trainer.scaler.scale.device.type == "meta"

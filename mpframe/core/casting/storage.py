@@ -12,6 +12,7 @@ statistics that BatchNorm writes stay in fp32, and so do the weights beside them
 import re
 from collections.abc import Set
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,9 @@ def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> No
     if op_of(module) in WITH_STATISTICS or (policy.mode == "mixed" and policy.ops.empty):
         for buffer in module.buffers(recurse=False):
             if buffer.dtype in CASTABLE:
-                buffer.data = convert_buffer(buffer.data, wanted)
+                plain = buffer.layout is torch.strided and not is_lazy(buffer)
+                convert: Any = convert_buffer if plain else Tensor.to
+                buffer.data = convert(buffer.data, wanted)
 
 
 def _check_parameters(model: nn.Module, policy: Policy) -> None:

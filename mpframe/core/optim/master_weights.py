@@ -217,7 +217,7 @@ class MasterWeights(OptimizerWrapper):
         self.apply(gradients, skipped, verdict)
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
-        used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
+        used = torch.ones_like(norm) if scaling is None else scaling.scale
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
 
     def _closure_needed(self) -> ConfigError:
