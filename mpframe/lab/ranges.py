@@ -134,16 +134,14 @@ class RangeProbe:
         )
 
     def _add_ranks(self, rows: Tensor) -> Tensor:
-        """Add the other ranks' samples, and their parts of weights, to rows [KINDS, layers, WIDTH]."""
+        """Add the other ranks' samples and parts of weights to rows [KINDS, layers, WIDTH]."""
         comm, sharding = self._trainer.comm, self._sharding
         kinds = [n for n, kind in enumerate(KINDS) if sharding is not None or kind in OF_SAMPLES]
         seen, amax = rows[kinds], FIELDS.index("amax")
         largest = comm.max(seen[..., amax])
         comm.sum_([seen])
         if sharding is not None:  # Each replica has counted all parts.
-            seen[[KINDS.index(kind) for kind in KINDS if kind not in OF_SAMPLES]] /= (
-                sharding.replicas
-            )
+            seen[[n for n in kinds if KINDS[n] not in OF_SAMPLES]] /= sharding.replicas
         seen[..., amax] = largest
         rows[kinds] = seen
         return rows

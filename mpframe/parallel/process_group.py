@@ -201,7 +201,7 @@ class ProcessGroup(Comm):
             self._reducer.backward(loss, scale, known, self._optimizer.parameters)
             return
         if self.sharding is not None:
-            self.sharding.weight = self.weight(known)
+            self.sharding.begin_backward(self.weight(known))
             self.sharding.usage.agree(self)
         super().backward(loss, scale, count, inputs)
         if self.sharding is not None:

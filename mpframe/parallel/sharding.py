@@ -90,7 +90,7 @@ class Sharding:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
         self.usage = Usage(model, entries)
-        self.formats = {after[name]: formats[before[name]] for name in before}  # type: ignore[index]
+        self.formats = {after[name]: formats[before[name]] for name in before}
         return {before[name]: after[name] for name in before}
 
     def compile_blocks(self) -> None:
@@ -112,15 +112,18 @@ class Sharding:
                 if weight is not before[name]:
                     formats[weight] = formats[before[name]]
 
+    def begin_backward(self, weight: Tensor) -> None:
+        """Begin a backward pass, in which this rank's gradients have a weight, 0-d fp32."""
+        self.weight, self._amaxes = weight, []
+
     def amax_before_sums(self, amax: Tensor, scale: Tensor | float) -> Tensor:
-        """Return this rank's largest gradient before the sums since the last call, 0-d fp32.
+        """Return this rank's largest gradient in the last pass before the sums, 0-d fp32.
 
         It is unscaled. Only what was summed had to fit into half, so it counts, but inf if `amax`,
         the largest of the sums, is inf or nan. It is `amax` if this rank has all shares of the
         data, and nothing was summed.
         """
-        amaxes, self._amaxes = self._amaxes, []
-        before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        before = torch.stack(self._amaxes).max().to(amax.device) / scale if self._amaxes else amax
         return torch.where(amax < torch.inf, before, torch.inf)
 
     def refuse_partial(self, error: BaseException | None) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
+
+_ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Usage:
@@ -41,7 +44,7 @@ class Usage:
         self._used: set[str] = set()
         self._next: int | None = None  # the block whose turn it is in the model's forward pass
         self._tie: Tensor | None = None  # leads to blocks that were passed by
-        self._linked = False  # whether the inputs of the last block came with a graph
+        self._linked: bool | None = None  # whether the last block's inputs came with a graph
         self._links = [[0, 0] for _ in blocks]  # per block: seen without a graph, and with one
         self._known: list[bool | None] = [None for _ in blocks]
         self._order: list[int] = []
@@ -64,42 +67,48 @@ class Usage:
         """Compare the ranks' forward passes. ConfigError: their backward passes would not fit."""
         ends, order = [end for link in self._links for end in link], hash(tuple(self._order)) >> 1
         *ends, most, least = comm.max_of([*ends, order, -order])
-        links = list(zip(ends[::2], ends[1::2], strict=True))
-        self._order, self._links = [], [[0, 0] for _ in links]
-        for block, (without, linked) in zip(self._blocks, links, strict=True):
+        self._order, self._links = [], [[0, 0] for _ in self._links]
+        for turn, (without, linked) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
             if without and linked:
                 raise ConfigError(
-                    f"trainer.parallel=fsdp: one rank passes {self._names[block]} by, whose inputs "
-                    "have no gradients on another; call it on all ranks, or use "
+                    f"trainer.parallel=fsdp: one rank passes {self._names[self._blocks[turn]]} by, "
+                    "whose inputs have no gradients on another; call it on all ranks, or use "
                     "trainer.parallel=ddp"
                 )
+            if without or linked:
+                self._known[turn] = bool(linked)
         if most != -least:
             raise ConfigError(
                 "trainer.parallel=fsdp: the ranks run the model's blocks in different orders; run "
                 "them in the order in which the model lists them, or use trainer.parallel=ddp"
             )
-        for turn, (without, linked) in enumerate(links):
-            if without or linked:
-                self._known[turn] = bool(linked)
 
     def drop_unused(self, comm: Comm) -> None:
         """Take away the gradients of weights that no rank has used, after a backward pass."""
         used, self._used = self._used, set()
-        by_any = comm.max_of([name in used for name in self._weights])
+        by_me = [name in used for name in self._weights]
+        by_any = comm.max_of(by_me)
+        if by_me != by_any and not _ADDS_ZEROS:
+            name = next(n for n, used in zip(self._weights, by_me, strict=True) if not used)
+            raise ConfigError(
+                f"trainer.parallel=fsdp: {name} was not used on this rank: needs torch 2.15, which "
+                f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
+            )
         for weight, used_by_any in zip(self._weights.values(), by_any, strict=True):
             if not used_by_any:
                 weight.grad = None
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        if not _recomputes():
-            self._next, self._tie, self._linked = 0, None, False
+        if _ADDS_ZEROS and not _recomputes():
+            self._next, self._tie, self._linked = 0, None, None
 
     def _enter(self, turn: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._next is None or _recomputes():
             return
-        linked = any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+        inputs = list(tensors_in([args, kwargs]))
+        linked = any(tensor.requires_grad for tensor in inputs)
         while self._next < turn:
-            self._pass_by(self._next, linked)
+            self._pass_by(self._next, inputs, linked)
         self._next, self._linked = max(self._next, turn + 1), linked
         if torch.is_grad_enabled():
             self._links[turn][linked] = 1
@@ -120,18 +129,23 @@ class Usage:
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._next is None or _recomputes():
             return None
+        outputs = list(tensors_in(output))
+        linked = any(t.requires_grad for t in outputs) if self._linked is None else self._linked
         while self._next < len(self._blocks):
-            self._pass_by(self._next, self._linked)
+            self._pass_by(self._next, outputs, linked)
         output = self._leave(nn.Identity(), args, output)
         self._next = None
         return output
 
-    def _pass_by(self, turn: int, linked: bool) -> None:
-        """Gather a block, and have the backward pass gather it again and sum its gradients."""
+    def _pass_by(self, turn: int, near: Sequence[Tensor], linked: bool) -> None:
+        """Gather a block, and have the backward pass gather it again and sum its gradients.
+
+        `near` are the tensors of that time, on the device whose order the backward pass keeps.
+        """
         block: Any = self._blocks[turn]
         known, given = self._known[turn], vars(block).get("forward")
-        device = next(block.parameters()).device
-        nothing = torch.zeros(0, device=device, requires_grad=linked if known is None else known)
+        nothing = torch.zeros(0, device=near[0].device if near else None)
+        nothing.requires_grad_(linked if known is None else known)
         block.forward = lambda nothing: _tie(nothing, list(block.parameters()))
         try:
             self._tie = block(nothing)
@@ -145,7 +159,8 @@ class Usage:
         """Notice the gathered weights that get a gradient."""
         for name, weight in module.named_parameters(self._names[module]):
             if weight.requires_grad and weight not in self._seen:
-                weight.register_post_accumulate_grad_hook(partial(self._use, name))
+                hook = weight.register_post_accumulate_grad_hook
+                hook(partial(self._use, name))  # type: ignore[no-untyped-call]
                 self._seen.add(weight)
         for tell in self.on_gathered if module not in self._met else ():
             tell()
@@ -168,7 +183,7 @@ class _Tie(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, *ctx.empty
 
 

@@ -205,16 +205,14 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         to_device(objective, home)
     _trace(config, task, model, precision, deferred)
     optimizers = build_optimizers(config, model)
-    for optimizer in optimizers.values() if sharded else ():
-        _step_parts(optimizer)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
-    schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     if sharded:
         shard(model, optimizers, precision, comm, device, layout, deferred)
         device, plan = _after_sharding(comm, plan, layout, device)
         for objective in task.objectives.values():
             to_device(objective, device)
+    schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
     recompute(model, config.trainer.recompute)
     if config.trainer.channels_last:
         to_channels_last(model)

@@ -150,8 +150,9 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
 def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     """A trainer, and what it trains and validates on.
 
-    `options`: the model's name, its `norm` and `whole`; `before` each step; `sync`, `double`, `fsdp`, its `layout`,
-    `recipe`, `optimizer`, `batch`, `steps`, and those of a plan.
+    `options`: the model's name, its `norm` and `whole`; `before`, called before each step; `sync`,
+    `double`, `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
+    `optimizers` of `matrices` and `rest`.
     """
     options = {
         "name": "net",
@@ -172,10 +173,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if split := mode == "split":
         kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
     precision = Precision(**kind)
-    optimizers = (
-        {"": options["optimizer"]} if "optimizers" not in options else options["optimizers"]
-    )
-    optimizers = {n: kind(_of_part(n, model), lr=1e-2) for n, kind in optimizers.items()}
+    kinds = options.get("optimizers", {"": options["optimizer"]})
+    optimizers = {name: kind(_of_part(name, model), lr=1e-2) for name, kind in kinds.items()}
     if options.get("fsdp"):
         layout = Layout(**options.get("layout", {}))
         shard(model, optimizers, precision, comm, CPU, layout)
@@ -201,10 +200,9 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
 
 
 def _of_part(name: str, model: nn.Module) -> list[nn.Parameter]:
-    """All weights, or the matrices, or the rest."""
-    return [
-        own for own in model.parameters() if not name or (own.dim() == 2) == (name == "matrices")
-    ]
+    """All weights, or the `matrices`, or the `rest`."""
+    of_part = {"": (1, 2, 3, 4), "matrices": (2,), "rest": (1, 3, 4)}[name]
+    return [own for own in model.parameters() if own.dim() in of_part]
 
 
 def whole_of(tensor: Any) -> Any:

@@ -19,7 +19,7 @@ _ONE_LONG = {"row_var": -1, "col_var": -2}  # Adafactor's factors, each 1 long i
 
 
 def _is_in_parts(name: str, value: Tensor, place: Tensor) -> bool:
-    """Return whether a rank holds a part of a weight's state: if all of it is shaped as the weight."""
+    """Return whether a rank holds a part of a state: if the whole is shaped as its weight."""
     if name in _ONE_LONG:
         return place.shape[_ONE_LONG[name]] == 1
     return value.dim() > 0  # All others but the count of steps, which is 0-d.
@@ -42,7 +42,7 @@ class WholeWeights(Optimizer):
     places: Sequence[Sequence[Tensor]] = ()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step each weight that has a gradient, of which this rank holds a part."""
         groups = self.param_groups
         try:
