@@ -255,7 +255,7 @@ def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
 
 def _build_deferred(config: Config) -> tuple[nn.Module, Any]:
     """Make a model without values, and what fills it later. None: it has them, lazy layers do."""
-    from mpframe.parallel.deferred import Deferred  # It loads torch's fake tensors.
+    from mpframe.training.deferred import Deferred  # It loads torch's fake tensors.
 
     before, deferred = rng_state(), Deferred()
     try:

@@ -24,7 +24,7 @@ from mpframe.core.comm import is_sharded
 from mpframe.core.objective import supervised
 from mpframe.core.tree import call_with
 from mpframe.parallel import deferred
-from mpframe.parallel.deferred import Deferred
+from mpframe.training.deferred import Deferred
 from mpframe.run.trainer import _build_deferred, _trace_deferred
 
 
