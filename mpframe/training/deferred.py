@@ -72,13 +72,14 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take the values of all parameters, of small ones as well, until they are filled."""
         taken: dict[Tensor, Any] = {}
         for module in model.modules():
-            for name, value in [] if isinstance(module, ScriptModule) else _of(module._parameters):
-                if not self.lacks_values(value):
-                    if value not in taken:
-                        taken[value] = self._shapes.from_tensor(value)
-                        vars(taken[value]).update(vars(value))
-                        self._keep(taken[value], value.untyped_storage())
-                    module._parameters[name] = taken[value]
+            for name, value in module._parameters.items():
+                if value is None or self.lacks_values(value) or isinstance(module, ScriptModule):
+                    continue
+                if value not in taken:
+                    taken[value] = self._shapes.from_tensor(value)
+                    vars(taken[value]).update(vars(value))
+                    self._keep(taken[value], value.untyped_storage())
+                module._parameters[name] = taken[value]
 
     @torch.no_grad()
     def fill(self, *modules: nn.Module) -> dict[Tensor, nn.Parameter]:
@@ -90,7 +91,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill = partial(self._fill, filled, dict[int, torch.UntypedStorage]())
         for part in (part for module in modules for part in module.modules()):
             for home in (part._parameters, part._buffers, vars(part)):
-                for name, value in _of(home):
+                for name, value in home.items():
                     if any(map(self.lacks_values, _tensors(value))):
                         home[name] = map_tensors(fill, value)
         return {old: new for old, new in filled.items() if isinstance(old, nn.Parameter)}
@@ -105,7 +106,9 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = self._with_memory(tensor, storages)
             if isinstance(tensor, nn.Parameter):
                 values = nn.Parameter(values, tensor.requires_grad)
-            vars(values).update(self._attributes_of(tensor))
+            of_torch = vars(self._shapes.from_tensor(torch.empty(0, device="cpu"))).keys()
+            users = vars(tensor).keys() - of_torch - {"_is_param"}
+            vars(values).update({name: vars(tensor)[name] for name in users})
             filled[tensor] = values
         return filled[tensor]  # type: ignore[no-any-return]
 
@@ -128,11 +131,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "set_" or (draws and inputs and name not in _DRAWS):
             return NotImplemented
         before = [map_tensors(self._alias, list(args)), map_tensors(self._alias, kwargs)]
-        covers = {_address(t) for t in written if name in _OVERWRITES and _is_whole(t)}
-        fakes, options = map_tensors(self._fake, list(args)), map_tensors(self._fake, kwargs)
+        covers = {
+            _address(t)
+            for t in written
+            if name in _OVERWRITES
+            and t.is_contiguous()
+            and t.numel() * t.itemsize == t.untyped_storage().nbytes()
+        }
         try:
             with self._shapes:
-                result = func(*fakes, **options)
+                result = func(*args, **kwargs)
         except Exception:  # With values it works, or says the same.
             return NotImplemented
         results = list(tensors_in(result))
@@ -157,7 +165,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = {id(t): self._with_memory(t, storages) for t in inputs}
         result = call_with(lambda t: values.get(id(t), t), func, args, kwargs)
         for tensor in filter(self._is_recorded, _written(func, args, kwargs)):
-            self._keep(tensor, storages[_address(tensor)].clone())  # type: ignore[no-untyped-call]
+            self._keep(tensor, storages[_address(tensor)])
         inputs_by_values = {id(values[id(t)]): t for t in inputs}
         moved = {storage._cdata for storage in storages.values()}
         for tensor in tensors_in(result):
@@ -169,7 +177,6 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the numbers of an op. Return the generator, and its state from before."""
         generator = kwargs.get("generator") or torch.default_generator
         state = generator.get_state()
-
         call_with(lambda t: _lay_out(_allocate(t), t), func, args, kwargs)
         return generator, state
 
@@ -185,11 +192,9 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if drawn:
                 generator.set_state(now)
             for tensor, values in zip(made, tensors_in(result), strict=True):
-                if tensor is None:
-                    continue
-                if _layout(tensor) == _layout(values):
+                if tensor is not None and _layout(tensor) == _layout(values):
                     storages[_address(tensor)] = values.untyped_storage()
-                else:
+                elif tensor is not None:
                     self._with_memory(tensor, storages).copy_(values)
 
         return run
@@ -204,10 +209,12 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._aliases += fresh
 
     def _keep(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Record that a tensor has this memory now."""
-        address = _address(tensor)
-        alias = [] if address in self._writers else [tensor.detach()]
-        self._add(lambda storages: storages.update({address: storage}), set(), [], alias, {address})
+        """Record that a tensor has the values of this memory now."""
+
+        def run(storages: Storages) -> None:
+            storages[_address(tensor)] = storage.clone()  # type: ignore[no-untyped-call]
+
+        self._add(run, set(), [tensor], [tensor.detach()], {_address(tensor)})
 
     def _replay(self, tensors: Iterable[Tensor]) -> Storages:
         """Return memory with the values that tensors have now."""
@@ -234,12 +241,6 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a tensor as it is now, for a record: of one with values, a copy."""
         return tensor.detach() if self._is_recorded(tensor) else tensor.clone()
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that got one without values by `.data` as what it got."""
-        if tensor.is_meta and self._is_recorded(tensor):
-            return FakeTensor(self._shapes, tensor.detach(), torch.device("cpu"))
-        return tensor
-
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _address(tensor) in self._writers
 
@@ -253,11 +254,6 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not isinstance(tensor, FakeTensor):  # One may have got memory by `.data`.
             return tensor
         return _lay_out(storage, tensor)
-
-    def _attributes_of(self, tensor: Tensor) -> dict[str, Any]:
-        """Return the attributes that users' code gave a tensor."""
-        of_torch = vars(self._shapes.from_tensor(torch.empty(0, device="cpu"))).keys()
-        return {n: value for n, value in vars(tensor).items() if n not in of_torch | {"_is_param"}}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -293,24 +289,11 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has all values of its storage."""
-    size = tensor.numel() * tensor.itemsize
-    return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
-
-
 def _can_wait(tensor: Tensor) -> bool:
     """Return whether a place in a storage is all that there is to know of a result."""
-    plain = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
-    return (
-        plain
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _of(home: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in home.items() if value is not None]
+    fake = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return fake and plain and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _tensors(value: Any) -> list[Tensor]:

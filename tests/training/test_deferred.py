@@ -72,12 +72,13 @@ class Written(nn.Module):
         self.array = nn.Parameter(torch.from_numpy(values))
         self.copied = nn.Parameter(torch.randn(20, 20))
         self.copied.data.copy_(torch.from_numpy(values))
-        self.large, self.real, self.small = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(1, 1)
+        self.large, self.real = nn.Linear(20, 20), nn.Linear(20, 20)
         self.large.weight.data = torch.randn(20, 20)
         self.real.weight.data = torch.ones(3)
         self.real.weight.data.mul_(4)
-        self.small.weight.data = torch.randn(20, 20)
-        self.small.weight.data.mul_(2)
+        self.written = nn.Parameter(torch.ones(20, 20))
+        self.written.data.bernoulli_(torch.full((20, 20), 0.3)).mul_(2)  # With values at once.
+        self.sum = self.written.sum().item()
         source, target = torch.zeros(3), torch.zeros(400)
         self.late = nn.Parameter(torch.zeros(400))
         self.late.data[:3] = source
