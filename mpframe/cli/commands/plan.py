@@ -82,7 +82,7 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     """Return the numbers of one way in one dtype mode, in bytes, by their names."""
     dtype = replace(config.dtype, mode=mode, compute="native", products="none")
     config = replace(config, dtype=dtype)
-    names = layout.plan if way.tensor > 1 else {}
+    names = (layout.plan or {}) if way.tensor > 1 else {}
     batch = _batch(config, task, way.ranks // way.tensor)
     try:
         with FakeTensorMode() as shapes:
@@ -150,7 +150,9 @@ def _weights(
     config: Config, model: nn.Module, styles: Mapping[nn.Module, str], tensor: int
 ) -> list[Weight]:
     states = plan.state_bytes(build_optimizers(config, model).values())
-    block_of = {p: n for n, b in enumerate(blocks_of(model), 1) for p in b.parameters()}
+    block_of: dict[Tensor, int] = {
+        p: n for n, b in enumerate(blocks_of(model), 1) for p in b.parameters()
+    }
     shapes: dict[Tensor, list[int]] = {p: list(p.shape) for p in model.parameters()}
     for module, style in styles.items():
         axis = style.startswith("colwise") == isinstance(module, nn.Embedding)
@@ -170,7 +172,9 @@ def _table(rows: list[dict[str, Any]], memory: float) -> str:
     names = [name for name in rows[0] if name != "least"]
     lines = [[*names, "fits"]]
     for row in rows:
-        cells = [v if isinstance(v, str) else f"{v / size:.3g}" for v in map(row.get, names)]
+        cells = [
+            v if isinstance(v, str) else f"{v / size:.3g}" for v in (row[name] for name in names)
+        ]
         kept, least = (row[name] / 1e9 <= memory for name in ("total", "least"))
         lines.append([*cells, "yes" if kept else "recomputed" if least else "no"])
     if memory == math.inf:
