@@ -66,13 +66,19 @@ _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config, task: Task) -> None:
+def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank."""
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
             raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
+    if config.numerics.every is not None and layout.tensor > 1:
+        raise ConfigError(
+            f"numerics.every={config.numerics.every}: does not go with distributed.tensor="
+            f"{layout.tensor} (a rank sees parts of a layer's outputs, of the samples of others); "
+            "use numerics=off, or distributed.tensor=1"
+        )
     if isinstance(task.objective, Mapping):
         raise _does_not_go("several losses", "use one")
     if config.joint is not None and config.joint.skip != "all":
@@ -184,7 +190,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     layout = build_layout(config)
     if sharded:
-        refuse_beside_sharding(config, task)
+        refuse_beside_sharding(config, task, layout)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.callback import Callback
-from mpframe.core.comm import SINGLE_PROCESS, Comm, part_for
+from mpframe.core.comm import SINGLE_PROCESS, Comm, copies_of, part_for
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.core.step_result import StepResult
@@ -148,7 +148,9 @@ class LARC(StepHook):
     def measure(self, weights: Sequence[Any]) -> None:
         norms = [_norm(tensor) for weight in weights for tensor in (_values(weight.grad), weight)]
         if norms and self.comm.sharding is not None:
-            norms = list(self.comm.norm(torch.stack(norms)).unbind())
+            # Of a part that several ranks hold, each takes its share.
+            shares = [copies_of(self.places[weight]) ** -0.5 for weight in weights for _ in "gw"]
+            norms = list(self.comm.norm(torch.stack(norms) * norms[0].new_tensor(shares)).unbind())
         self._norms = dict(zip(weights, zip(norms[::2], norms[1::2], strict=True), strict=True))
 
     def change(self, weight: Any, lr: Tensor | float) -> None:

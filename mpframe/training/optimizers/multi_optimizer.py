@@ -129,7 +129,7 @@ class MultiOptimizer:
         grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
         if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
-        norms = {name: gradients.norm() for name, gradients in grads.items()}
+        norms = {name: grads[name].norm(part._copies) for name, part in self.parts.items()}
         for name, part in self.parts.items():
             if part.comm.sharding is not None:  # This rank has a part of the gradients.
                 norms[name] = part.comm.norm(norms[name])
