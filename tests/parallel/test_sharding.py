@@ -23,6 +23,7 @@ from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
 from mpframe.parallel.launch import init_comm
+from mpframe.parallel.layout import Layout
 from mpframe.run.trainer import refuse_beside_sharding, shard
 from mpframe.training.trainer import Trainer
 
@@ -226,3 +227,9 @@ def test_what_needs_whole_weights_is_refused() -> None:
         between = " " if instead.startswith("(") else "; "
         said = f"{option.split()[-1]}: does not go with trainer.parallel=fsdp{between}{instead}"
         assert str(refused.value) == f"{said}, or trainer.parallel=ddp"
+    layout = Layout(tensor=2, plan={"head": "colwise"})
+    with pytest.raises(ConfigError) as refused:
+        refuse_beside_sharding(composed("numerics.every=10"), task, layout)
+    said = "numerics.every=10: does not go with distributed.tensor=2 (a rank sees parts of a "
+    said += "layer's outputs, of the samples of others); use numerics=off, or distributed.tensor=1"
+    assert str(refused.value) == said
