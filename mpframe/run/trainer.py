@@ -77,12 +77,6 @@ def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
             raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
-    if config.numerics.every is not None and layout.tensor > 1:
-        raise ConfigError(
-            f"numerics.every={config.numerics.every}: does not go with distributed.tensor="
-            f"{layout.tensor} (a rank sees parts of a layer's outputs, of the samples of others); "
-            "use numerics=off, or distributed.tensor=1"
-        )
     if isinstance(task.objective, Mapping):
         raise _does_not_go("several losses", "use one")
     if config.joint is not None and config.joint.skip != "all":

@@ -23,9 +23,9 @@ from mpframe.config.command_line import check_config
 from mpframe.core.comm import is_sharded
 from mpframe.core.objective import supervised
 from mpframe.core.tree import call_with
-from mpframe.parallel import deferred
-from mpframe.training.deferred import Deferred
 from mpframe.run.trainer import _build_deferred, _trace_deferred
+from mpframe.training import deferred
+from mpframe.training.deferred import Deferred
 
 
 @pytest.fixture(autouse=True)

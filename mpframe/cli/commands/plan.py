@@ -135,15 +135,17 @@ def _batch(config: Config, task: Task, readers: int) -> Any:
     return next(train.epoch(0))
 
 
-def _styles(model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
+def _styles(model: nn.Module, patterns: Mapping[str, Any]) -> dict[nn.Module, str]:
     """Return the style that `distributed.plan` gives each layer: of the last pattern that fits."""
     fitting = {
         module: style
+        if isinstance(style, str)
+        else type(style).__name__.lower().removesuffix("parallel")
         for pattern, style in patterns.items()
         for name, module in model.named_modules()
         if fnmatchcase(name, pattern)
     }
-    return {module: style for module, style in fitting.items() if style != "sequence"}
+    return {module: s for module, s in fitting.items() if s.startswith(("colwise", "rowwise"))}
 
 
 def _weights(
