@@ -46,7 +46,7 @@ def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
         trainer=SimpleNamespace(timeout=600.0),
         run=SimpleNamespace(seed=0, device="cpu", resume="none"),
     )
-    two: Any = SimpleNamespace(size=2)
+    two: Any = SimpleNamespace(data_size=2)
     task: Any = SimpleNamespace(
         train=range(8), val=range(7), test=range(6), collate=None, batches_per_epoch=None
     )
