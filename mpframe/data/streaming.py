@@ -68,7 +68,7 @@ class StreamLoader(Loader, Callback):
         require_shared(option, batch_size, workers, comm)
         self.batch_size, self.waited, self.size = batch_size, 0.0, 0
         self._comm, self._timeout, self._pin = comm, worker_timeout, pin
-        part = len(comm.part(torch.arange(batch_size)))
+        part = len(share_of(torch.arange(batch_size), comm))
         if comes_from("streaming", stream) and not is_batched(stream):
             stream, workers, collate = _load_by_mosaic(stream, part, workers, collate), 0, None
         if is_batched(stream):
