@@ -67,6 +67,7 @@ def assert_steps_of_one(ranks: Ranks, name: str, mode: str) -> None:
         assert rank["results"] == several[0]["results"]
         for own, other in zip(rank["results"], one["results"], strict=True):
             assert own["skipped"] == other["skipped"] == 0
+            assert 0.5 <= own["scale"] / other["scale"] <= 2  # powers of two, from the amaxes
             assert own["loss"] == pytest.approx(other["loss"], rel=off)
             assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=off)
         assert rank["loss"] == pytest.approx(one["loss"], rel=off)
