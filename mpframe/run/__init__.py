@@ -7,7 +7,7 @@ Begin with `Run` in run.py, which does everything in order, then `build_trainer`
     optimizer  optimizers and schedules                  outcome      the final test, the summary
     trainer    puts the parts together                   description  log, TensorBoard, usage
     callbacks  all callbacks of a run, in order          process      memory, console, Slurm
-    preprocessing  whether other data are read with the run's numbers
+    footprint  bytes that many ranks would hold, send    preprocessing  other data, read alike
 
 Only this package instantiates a `_target_`, and only cli starts runs.
 """

@@ -23,11 +23,11 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import map_tensors, tensors_in
-from mpframe.lab.plan import Traffic, Way, Weight, payload, sent
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import launch, process_group
 from mpframe.parallel.launch import refuse_misfit
 from mpframe.parallel.place import Place, place
+from mpframe.run.footprint import Traffic, Way, Weight, payload, sent
 from mpframe.run.parts import resolve_device
 from mpframe.training import evaluation
 from mpframe.training.optimizers.lbfgs import ClosureTrainer

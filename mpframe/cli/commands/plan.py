@@ -36,10 +36,10 @@ from mpframe.core.tree import map_tensors
 from mpframe.data.loading import make_loader
 from mpframe.data.task import Task
 from mpframe.files.text import align
-from mpframe.lab import plan
-from mpframe.lab.plan import Way, Weight
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sharding import blocks_of
+from mpframe.run import footprint
+from mpframe.run.footprint import Way, Weight
 from mpframe.run.optimizer import build_optimizers
 from mpframe.run.parts import build_layout, build_model, build_precision, build_task
 from mpframe.training.memory import recompute
@@ -95,12 +95,15 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     weights = _weights(config, model, styles, way.tensor)
     average = 0 if config.trainer.ema_decay is None else 4
     masters = _MASTERS[str(config.dtype.master_weights)]
-    held = plan.held(weights, way, master=masters, average=average)
+    held = footprint.held(weights, way, master=masters, average=average)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    traffic = plan.payload(weights, way, buffers=buffers, activations=summed)
+    traffic = footprint.payload(weights, way, buffers=buffers, activations=summed)
     least = sum(held.values()) + buffers
     held |= {"activations": activations, "recomputed": recomputed, "total": least + activations}
-    sizes = {"sent": round(plan.sent(traffic)), "longest": plan.longest_message(weights, way)}
+    sizes = {
+        "sent": round(footprint.sent(traffic)),
+        "longest": footprint.longest_message(weights, way),
+    }
     return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least + recomputed}
 
 
@@ -121,9 +124,9 @@ def _run(
         weight.data = weight.data.to(dtype)
     precision.attach(model)
     names = [name for name, module in model.named_modules() if module in blocks]
-    saved, largest, summed = plan.measure(model, forward, blocks, styles, tensor)
+    saved, largest, summed = footprint.measure(model, forward, blocks, styles, tensor)
     recompute(model, config.trainer.recompute or names)
-    kept, _, _ = plan.measure(model, forward, (), styles, tensor)
+    kept, _, _ = footprint.measure(model, forward, (), styles, tensor)
     return saved, kept + largest, summed
 
 
@@ -151,7 +154,7 @@ def _styles(model: nn.Module, patterns: Mapping[str, Any]) -> dict[nn.Module, st
 def _weights(
     config: Config, model: nn.Module, styles: Mapping[nn.Module, str], tensor: int
 ) -> list[Weight]:
-    states = plan.state_bytes(build_optimizers(config, model).values())
+    states = footprint.state_bytes(build_optimizers(config, model).values())
     block_of: dict[Tensor, int] = {
         p: n for n, b in enumerate(blocks_of(model), 1) for p in b.parameters()
     }

@@ -21,9 +21,9 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import supervised
 from mpframe.core.optim import masters
 from mpframe.core.tree import map_tensors, tensors_in
-from mpframe.lab.plan import Way, Weight, held, longest_message, measure, payload, state_bytes
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.sharding import blocks_of
+from mpframe.run.footprint import Way, Weight, held, longest_message, measure, payload, state_bytes
 from mpframe.training.memory import recompute
 
 RATIO = 0.05
