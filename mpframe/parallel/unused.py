@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.comm import Comm
+from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
@@ -39,7 +39,7 @@ class Usage:
         self.on_gathered: list[Callable[[], None]] = []
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
-        self._seen: set[Tensor] = {*self._weights.values()}  # and gathered ones
+        self._seen = {w for w in self._weights.values() if is_sharded(w)}  # and gathered ones
         self._met: set[nn.Module] = set()
         self._used: set[str] = set()
         self._next: int | None = None  # the block whose turn it is in the model's forward pass

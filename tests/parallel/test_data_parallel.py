@@ -100,15 +100,15 @@ def bad_sum(trainer: Trainer, batches: Any) -> None:
 
 
 def bad_divided_sum(trainer: Trainer, batches: Any) -> None:
-    sharding: Any = trainer.comm.sharding
-    check = sharding.refuse_unused
+    usage: Any = trainer.comm.sharding.usage
+    drop = usage.drop_unused
 
-    def spoilt() -> None:
-        check()
+    def spoilt(comm: Any) -> None:
+        drop(comm)
         part_of(next(trainer.model.parameters()).grad)[0] = torch.inf  # type: ignore[arg-type]
-        sharding.refuse_unused = check
+        usage.drop_unused = drop
 
-    sharding.refuse_unused = spoilt
+    usage.drop_unused = spoilt
 
 
 @pytest.mark.parametrize(

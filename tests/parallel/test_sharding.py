@@ -230,6 +230,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
     layout = Layout(tensor=2, plan={"head": "colwise"})
     with pytest.raises(ConfigError) as refused:
         refuse_beside_sharding(composed("numerics.every=10"), task, layout)
-    said = "numerics.every=10: does not go with distributed.tensor=2 (a rank sees parts of a "
-    said += "layer's outputs, of the samples of others); use numerics=off, or distributed.tensor=1"
+    said = "numerics.every=10: does not go with distributed.tensor=2 (torch: aten.bincount.default "
+    said += "has no sharding strategy); use numerics.every=null, or distributed.tensor=1"
     assert str(refused.value) == said

@@ -16,5 +16,10 @@ from mpframe.core.loss_scaling.backoff import Backoff, auto
 from mpframe.core.loss_scaling.logmax import LogMax
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
 
-none = NoScaling  # its name in options
+
+def none() -> NoScaling:
+    """Return `NoScaling`."""
+    return NoScaling()
+
+
 __all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]
