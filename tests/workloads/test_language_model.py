@@ -132,7 +132,7 @@ def made(**changed: Any) -> Any:
 
 
 def test_its_numbers_are_those_of_gpt2() -> None:
-    """Whose layers keep their matrices transposed."""
+    """Whose layers keep their matrices transposed, and the rows of all heads' q before those of k."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_layer=2, n_head=2, n_embd=16, use_cache=False
@@ -142,7 +142,10 @@ def test_its_numbers_are_those_of_gpt2() -> None:
     turned = ("qkv.weight", "out.weight", "up.weight", "down.weight")
     norms_last = (sorted(s, key=lambda n: "norm" in n or "ln_" in n) for s in (mine, given))
     for name, theirs in zip(*norms_last, strict=True):
-        mine[name].copy_(given[theirs].T if name.endswith(turned) else given[theirs])
+        values = given[theirs].T if name.endswith(turned) else given[theirs]
+        if "qkv" in name:
+            values = values.unflatten(0, (3, 2, 8)).transpose(0, 1).flatten(0, 2)
+        mine[name].copy_(values)
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(1))
     # The same sums in another order: a few roundings of numbers of about 1.
     torch.testing.assert_close(own(tokens), reference(tokens).logits, rtol=0, atol=2e-6)
