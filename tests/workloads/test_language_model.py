@@ -132,7 +132,7 @@ def made(**changed: Any) -> Any:
 
 
 def test_its_numbers_are_those_of_gpt2() -> None:
-    """Whose layers keep their matrices transposed, and the rows of all heads' q before those of k."""
+    """Whose matrices are transposed, with the rows of q of all heads before those of k."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_layer=2, n_head=2, n_embd=16, use_cache=False
