@@ -29,6 +29,13 @@ from mpframe.training.memory import recompute
 RATIO = 0.05
 
 
+@pytest.fixture(autouse=True)
+def _only_what_a_test_makes() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def in_formats(model: nn.Module, mode: str) -> Precision:
     """In native bfloat16, because emulated products keep fp32 copies."""
     precision = Precision(mode, "bfloat16", compute="native")
