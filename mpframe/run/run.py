@@ -86,7 +86,8 @@ class Run:
     ) -> None:
         separate(config.trainer.parallel)
         self.config = _of_this_rank(config)
-        self.scaling = scaling_name(config)  # Refused before the folder is taken.
+        # Refused before the folder is taken.
+        self.scaling, self.layout = scaling_name(config), build_layout(config)
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
@@ -170,8 +171,7 @@ class Run:
         seed_everything(config.run.seed)
         task = build_task(config)
         if self.comm.size > 1:
-            layout = build_layout(config)
-            self.comm.tensor = layout.shape(self.comm.size)[-1]
+            self.comm.tensor = self.layout.shape(self.comm.size)[-1]
         loaders = build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):

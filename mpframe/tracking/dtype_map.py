@@ -211,7 +211,7 @@ def _row(
     readers = [(use.op, use.pin(policy)) for use in users]
     said = (handler.describe(name, module, op, readers) for handler in precision.op_handlers)
     products = "; ".join(filter(None, said))
-    return Row(name, type(module).__name__, storage, compute, why, products)
+    return Row(name, type(module).__name__.removeprefix("FSDP"), storage, compute, why, products)
 
 
 def _compute_and_why(
