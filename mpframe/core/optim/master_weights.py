@@ -195,7 +195,7 @@ class MasterWeights(OptimizerWrapper):
         given: Any = scaler
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
-        scale, used = scale_of(scaling), getattr(scaling, "scale", None)
+        scale, used = scale_of(scaling), None if scaling is None else scaling.scale
         gradients = self.collect_step_grads(scale)
         if gradients.no_new:
             raise no_new_gradients()
@@ -213,7 +213,7 @@ class MasterWeights(OptimizerWrapper):
         self.apply(gradients, skipped, verdict)
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
-        used = torch.ones_like(norm) if scaling is None else used
+        used = torch.ones_like(norm) if used is None else used
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
 
     def norm_of(self, gradients: Gradients) -> Tensor:
