@@ -130,7 +130,8 @@ def test_buckets_and_blocks_are_the_longest_messages() -> None:
 def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
     """The bytes of a rank's tensors and DDP's buckets while the optimizer steps; those planned."""
     options = {"name": "gpt", "fsdp": sharded, "clip_norm": None}
-    before = {t.untyped_storage()._cdata for t in living()}
+    earlier = [t.untyped_storage() for t in living()]  # Kept, so that no address comes again.
+    before = {storage._cdata for storage in earlier}
     stored = [*setup(mode, SINGLE_PROCESS, {"name": "gpt"})[0].model.parameters()]
     shapes = [(tuple(p.shape), p.itemsize) for p in stored]
     found: dict[int, int] = {}
@@ -163,6 +164,7 @@ def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
     way = Way("fsdp", shards=comm.size) if sharded else Way("ddp", comm.size)
     weights = [Weight(shape, size, state=8) for shape, size in shapes]
     plan = held(weights, way, average=4)
+    assert len(earlier) >= len(before)
     return sum(found.values()), sum(plan.values()) - plan["gathered"]
 
 
