@@ -122,7 +122,8 @@ def test_the_optimizer_s_state_is_counted_on_stand_ins(kind: Any, each: int, oth
 
 def test_buckets_and_blocks_are_the_longest_messages() -> None:
     large, small = Weight((2**22, 4), stored=2, block=1), Weight((3, 5))
-    assert longest_message([small, small, large], Way("ddp", 2)) == 4 * 2**24
+    alike = Weight((3, 5), stored=2)
+    assert longest_message([small, alike, large], Way("ddp", 2)) == 4 * 2**24
     assert longest_message([small, small], Way("ddp", 2)) == 4 * 30
     assert longest_message([small, small], Way("fsdp", shards=2)) == 4 * (4 + 4) * 5
 
