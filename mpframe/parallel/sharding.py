@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError, first_line
 from mpframe.core.tree import map_tensors
+from mpframe.parallel import unused
 from mpframe.parallel.layout import AXES, Layout
-from mpframe.parallel.unused import Usage
 
 _SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
 _WAY_OUT = "use trainer.parallel=ddp"
@@ -80,7 +80,7 @@ class Sharding:
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
             sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.15
+            if unused.ADDS_ZEROS:
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -89,7 +89,7 @@ class Sharding:
         if not layout.reshard_after_forward:
             model.register_forward_pre_hook(_keep_for_backward)
         after = dict(model.named_parameters(remove_duplicate=False))
-        self.usage = Usage(model, entries)
+        self.usage = unused.Usage(model, entries)
         self.formats = {after[name]: formats[before[name]] for name in before}
         return {before[name]: after[name] for name in before}
 

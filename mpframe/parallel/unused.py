@@ -20,7 +20,7 @@ from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
-_ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.15
 
 
 class Usage:
@@ -88,7 +88,7 @@ class Usage:
         used, self._used = self._used, set()
         by_me = [name in used for name in self._weights]
         by_any = comm.max_of(by_me)
-        if by_me != by_any and not _ADDS_ZEROS:
+        if by_me != by_any and not ADDS_ZEROS:
             name = next(n for n, used in zip(self._weights, by_me, strict=True) if not used)
             raise ConfigError(
                 f"trainer.parallel=fsdp: {name} was not used on this rank: needs torch 2.15, which "
@@ -99,7 +99,7 @@ class Usage:
                 weight.grad = None
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        if _ADDS_ZEROS and not _recomputes():
+        if ADDS_ZEROS and not _recomputes():
             self._next, self._tie, self._linked = 0, None, None
 
     def _enter(self, turn: int, block: nn.Module, args: Any, kwargs: Any) -> None:

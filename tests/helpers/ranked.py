@@ -26,7 +26,7 @@ from mpframe import LogMax, Precision
 from mpframe.checkpoint import saving
 from mpframe.core.callback import Callback
 from mpframe.core.comm import Comm, is_sharded
-from mpframe.core.errors import MpframeError
+from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.objective import supervised
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader, classification
@@ -390,3 +390,16 @@ def runs_otherwise(folder: Path, options: list[str], others: list[list[str]]) ->
     """The same where all ranks but rank 0 have other options besides."""
     other = os.environ["RANK"] != "0"
     return runs(folder, [[*options, *(own if other else [])] for own in others])
+
+
+def refusal_of(comm: Comm, work: Any) -> str:
+    """What work is refused with, also if an error in the model is explained by its ranks."""
+    try:
+        work()
+    except UserCodeError as error:
+        with pytest.raises(MpframeError) as refused:
+            comm.refuse_lost(error.__cause__)
+        return str(refused.value)
+    except MpframeError as error:
+        return str(error)
+    return ""

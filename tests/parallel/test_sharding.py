@@ -7,11 +7,12 @@ equal bit for bit.
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ranked import CPU, assert_same_but, bad_input, on_ranks, parts, setup, whole_of
+from ranked import CPU, assert_same_but, bad_input, on_ranks, parts, refusal_of, setup, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from mpframe import Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
-from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
 from mpframe.parallel.launch import init_comm
@@ -163,24 +164,18 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]  # fmt: skip
 
 
+def step(comm: Comm, make: Any, loss: Any) -> None:
+    model, precision = make(), Precision("mixed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, {"": optimizer}, precision, comm, CPU)
+    _, masters = precision.prepare(model, optimizer)
+    Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
+
+
 def refusals() -> list[str]:
     """What this rank says to trainings that it does not take."""
-    said = []
     with init_comm(None, lambda: CPU, 120) as comm:
-        for make, loss, _ in REFUSED:
-            model, precision = make(), Precision("mixed")
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            try:
-                shard(model, {"": optimizer}, precision, comm, CPU)
-                _, masters = precision.prepare(model, optimizer)
-                Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
-            except UserCodeError as error:
-                with pytest.raises(MpframeError) as refused:
-                    comm.refuse_lost(error.__cause__)
-                said.append(str(refused.value))
-            except MpframeError as error:
-                said.append(str(error))
-    return said
+        return [refusal_of(comm, partial(step, comm, make, loss)) for make, loss, _ in REFUSED]
 
 
 def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:

@@ -8,6 +8,7 @@ and once after it, each by 2^-12 (float16) or 2^-9 (bfloat16) of the value, in a
 # ruff: noqa: E501 - a table, one case a line
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from mpframe import Precision, checkpoint
 from mpframe.checkpoint.state import OTHER_RANKS
 from mpframe.core.comm import SINGLE_PROCESS, Comm, copies_of, part_of
-from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.core.objective import supervised
 from mpframe.data.loading import share_of
 from mpframe.data.streaming import StreamLoader
@@ -194,24 +195,18 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def step(comm: Comm, make: Any, plan: Any) -> None:
+    model, precision = make(), Precision("mixed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
+    _, masters = precision.prepare(model, optimizer)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    objective = supervised(ranked.token_loss)
+    Trainer(model, masters, objective, precision, comm=comm).train_step((tokens, tokens))
+
+
 def refusals(comm: Comm) -> list[str]:
-    said = []
-    for make, plan, _ in REFUSED:
-        model, precision = make(), Precision("mixed")
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        try:
-            shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
-            _, masters = precision.prepare(model, optimizer)
-            tokens = torch.zeros(2, 16, dtype=torch.int64)
-            own = supervised(ranked.token_loss)
-            Trainer(model, masters, own, precision, comm=comm).train_step((tokens, tokens))
-        except UserCodeError as error:
-            with pytest.raises(MpframeError) as refused:
-                comm.refuse_lost(error.__cause__)
-            said.append(str(refused.value))
-        except ConfigError as error:
-            said.append(str(error))
-    return said
+    return [ranked.refusal_of(comm, partial(step, comm, make, plan)) for make, plan, _ in REFUSED]
 
 
 def test_a_plan_that_does_not_fit_is_refused(two: Ranks) -> None:

@@ -190,7 +190,7 @@ def test_ranks_whose_backward_passes_would_not_fit_are_refused(
 
 
 def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unused, "_ADDS_ZEROS", False)
+    monkeypatch.setattr(unused, "ADDS_ZEROS", False)
     comm = Other()
     usage, order = used_by([0, 2])
     assert order == ["0", "2", "back 2", "back 0"]
