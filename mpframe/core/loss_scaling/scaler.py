@@ -70,7 +70,7 @@ def name_of(scaler: LossScaler) -> str:
 
 
 class Scaler:
-    """Keeps a scaler's state. `update` replaces the tensors and never writes into them.
+    """Keeps a scaler's state. `update` replaces `scale` and never writes into it.
 
     So a scale from an earlier step, in a log or in the graph of a loss, keeps its value.
 
@@ -127,7 +127,7 @@ class Scaler:
                     f"loss_scaling: the saved state is damaged, {name} {damage}: resume from "
                     "another checkpoint"
                 )
-        self.state = {n: state[n].to(old.device, copy=True) for n, old in self.state.items()}
+        self.state = {n: state[n].to(old, copy=True) for n, old in self.state.items()}
         self.wants_probe = state.get("wants_probe") is True
 
 
@@ -135,7 +135,7 @@ def _damage(name: str, saved: object, present: Tensor) -> str:
     """Return what is wrong with a saved entry of the state, if anything is."""
     if not isinstance(saved, Tensor):
         return "is missing"
-    if (saved.dtype, saved.shape) != (present.dtype, present.shape):
+    if saved.shape != present.shape or not torch.can_cast(saved.dtype, present.dtype):
         return f"is {saved.dtype} of shape {tuple(saved.shape)}"
     if not saved.isfinite().all():
         return "is not finite"
