@@ -145,12 +145,14 @@ def load(path: Path, comm: Comm = SINGLE_PROCESS) -> dict[str, Any]:
 def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
     """Read and verify a whole checkpoint, with its tensors on the CPU.
 
-    path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
-    comm: the ranks that all read it, of which each verifies some of the files. If they divide the
-        weights, tensors that are divided stay in the files (see `parts.Pieces`).
+    Args:
+        path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
+        comm: the ranks that all read it, of which each verifies some of the files. If they divide
+            the weights, tensors that are divided stay in the files (see `parts.Pieces`).
 
-    CheckpointError: there is none, it is damaged, of another format, or holds code, or the folder
-    has checkpoints of two runs. One rank's error is raised on all.
+    Raises:
+        CheckpointError: there is none, it is damaged, of another format, or holds code, or the
+            folder has checkpoints of two runs. One rank's error is raised on all.
     """
     found: list[Any] = []
     final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"

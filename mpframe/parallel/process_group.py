@@ -200,12 +200,13 @@ class ProcessGroup(Comm):
         if self._reducer is not None:
             self._reducer.backward(loss, scale, known, self._optimizer.parameters)
             return
-        if self.sharding is not None:
-            self.sharding.begin_backward(self.weight(known))
-            self.sharding.usage.agree(self)
-        super().backward(loss, scale, count, inputs)
-        if self.sharding is not None:
-            self.sharding.usage.drop_unused(self)
+        if self.sharding is None:
+            super().backward(loss, scale, count, inputs)
+            return
+        self.sharding.begin_backward(self.weight(known))
+        self.sharding.usage.agree(self)
+        super().backward(loss, scale, count, None)  # All others are frozen.
+        self.sharding.usage.drop_unused(self)
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
         if self._reducer is not None:

@@ -8,6 +8,7 @@ fp32, and each rank keeps the sums for its part.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,8 @@ from mpframe.core.tree import map_tensors
 from mpframe.parallel import unused
 from mpframe.parallel.layout import AXES, Layout
 
-_SHAPES = re.compile("shape|size|elements|dimension")  # in torch's errors about them
+_PARTIAL = re.compile("mixed torch.Tensor and DTensor|root module first")  # in torch's errors
+_SHAPES = re.compile("shape|size|elements|dimension")  # in those about them
 _WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -41,7 +43,7 @@ class Sharding:
         self._model, self._layout = model, layout
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
-        self._amaxes: list[Tensor] = []
+        self._amaxes: dict[Tensor | None, list[Tensor]] = {}  # by loss
         self._planned: set[str] = set()  # the layers of the plan that are divided
         self.usage: Any = None  # the Usage of a divided model
         self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
@@ -112,23 +114,47 @@ class Sharding:
                 if weight is not before[name]:
                     formats[weight] = formats[before[name]]
 
+    @contextmanager
+    def train_only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Freeze all other weights within the block, for one of several losses.
+
+        `backward(inputs=...)` would not do: a gathered weight is another tensor.
+        """
+        trained = set(parameters)
+        others = [p for p in self._model.parameters() if p.requires_grad and p not in trained]
+        self.usage.loss = parameters[0] if parameters else None
+        try:
+            for parameter in others:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            self.usage.loss = None
+            for parameter in others:
+                parameter.requires_grad_(True)
+
     def begin_backward(self, weight: Tensor) -> None:
         """Begin a backward pass, in which this rank's gradients have a weight, 0-d fp32."""
-        self.weight, self._amaxes = weight, []
+        if self.usage.loss is None or None in self._amaxes:  # A single loss has no other beside it.
+            self._amaxes = {}
+        self.weight, self._amaxes[self.usage.loss] = weight, []
 
-    def amax_before_sums(self, amax: Tensor, scale: Tensor | float) -> Tensor:
+    def amax_before_sums(self, amax: Tensor, scale: Tensor | float, held: Any) -> Tensor:
         """Return this rank's largest gradient in the last pass before the sums, 0-d fp32.
 
-        It is unscaled. Only what was summed had to fit into half, so it counts, but inf if `amax`,
-        the largest of the sums, is inf or nan. It is `amax` if this rank has all shares of the
-        data, and nothing was summed.
+        It is unscaled, of the loss that trains the parameters `held`. Only what was summed had to
+        fit into half, so it counts, but inf if `amax`, the largest of their sums, is inf or nan. It
+        is `amax` if nothing was summed, because this rank has all shares of the data, or if
+        parameters of another optimizer had no finite gradient.
         """
-        before = torch.stack(self._amaxes).max().to(amax.device) / scale if self._amaxes else amax
-        return torch.where(amax < torch.inf, before, torch.inf)
+        passes = [seen for loss, seen in self._amaxes.items() if loss is None or loss in held]
+        amaxes = [one for seen in passes for one in seen]
+        before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
+        known = torch.where(before < torch.inf, before, amax)
+        return torch.where(amax < torch.inf, known, torch.inf)
 
     def refuse_partial(self, error: BaseException | None) -> None:
         """Raise ConfigError if an error says that weights were used that were not gathered."""
-        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        if isinstance(error, RuntimeError) and _PARTIAL.search(str(error)):
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
                 + _WAY_OUT
@@ -148,7 +174,7 @@ class Sharding:
             weight = self.weight.to(gradients.device)
             amax = torch.where(weight > 0, amax, 0.0)
             weigh_([gradients], weight)
-        self._amaxes.append(amax)
+        self._amaxes[self.usage.loss].append(amax)
 
 
 class _Sum:
@@ -257,6 +283,6 @@ def _refuse_indivisible(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(
-                f"trainer.parallel=fsdp: the gradient of {name} is sparse, and ranks sum dense "
-                "ones; make the layer with sparse=False"
+                f"trainer.parallel=fsdp: the gradient of {name} is sparse (torch: reshape is not "
+                "implemented for sparse tensors); make the layer with sparse=False"
             )

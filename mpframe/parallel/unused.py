@@ -31,11 +31,13 @@ class Usage:
         blocks: the modules that are gathered one by one, in the model's order.
 
     Attributes:
+        loss: which of several is computed, by the first weight that it trains, or None.
         on_gathered: called once a block's weights, gathered for the first time, are in the model.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._watchers: OrderedDict[int, Callable[[str, Tensor], None]] = OrderedDict()
+        self.loss: Tensor | None = None
         self.on_gathered: list[Callable[[], None]] = []
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
@@ -46,7 +48,8 @@ class Usage:
         self._tie: Tensor | None = None  # leads to blocks that were passed by
         self._linked: bool | None = None  # whether the last block's inputs came with a graph
         self._links = [[0, 0] for _ in blocks]  # per block: seen without a graph, and with one
-        self._known: list[bool | None] = [None for _ in blocks]
+        # Per block, by loss: whether its inputs come with a graph.
+        self._known: list[dict[Tensor | None, bool]] = [{} for _ in blocks]
         self._order: list[int] = []
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
@@ -76,7 +79,7 @@ class Usage:
                     "trainer.parallel=ddp"
                 )
             if without or linked:
-                self._known[turn] = bool(linked)
+                self._known[turn][self.loss] = bool(linked)
         if most != -least:
             raise ConfigError(
                 "trainer.parallel=fsdp: the ranks run the model's blocks in different orders; run "
@@ -95,7 +98,7 @@ class Usage:
                 f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
             )
         for weight, used_by_any in zip(self._weights.values(), by_any, strict=True):
-            if not used_by_any:
+            if not used_by_any and weight.requires_grad:  # Frozen ones keep another loss's.
                 weight.grad = None
 
     def _begin(self, model: nn.Module, args: Any) -> None:
@@ -143,7 +146,7 @@ class Usage:
         `near` are the tensors of that time, on the device whose order the backward pass keeps.
         """
         block: Any = self._blocks[turn]
-        known, given = self._known[turn], vars(block).get("forward")
+        known, given = self._known[turn].get(self.loss), vars(block).get("forward")
         nothing = torch.zeros(0, device=near[0].device if near else None)
         nothing.requires_grad_(linked if known is None else known)
         block.forward = lambda nothing: _tie(nothing, list(block.parameters()))

@@ -316,7 +316,7 @@ def _results(summary: Summary) -> str:
 
 
 def train(config: DictConfig, folder: str | Path) -> Summary:
-    """Train a configuration that Hydra's `compose` made, in a notebook or your own program.
+    """Train a configuration that Hydra's `compose` made, in a notebook or your own program::
 
         from hydra import compose, initialize_config_module
         from mpframe import train

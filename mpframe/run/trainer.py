@@ -23,7 +23,6 @@ from mpframe.core.callback import Algorithm
 from mpframe.core.casting.storage import formats_of
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
-from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.precision import Precision
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
@@ -61,12 +60,16 @@ _WHY = {
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
+_NOT_IN_PARTS = {  # and what torch says to those that try
+    torch.optim.LBFGS: "Cannot flatten unevenly sharded tensor",
+    torch.optim.SparseAdam: "SparseAdam does not support dense gradients",
+}
 
 
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -> None:
+def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank, or whole layers."""
     every = config.numerics.every
     if layout.tensor > 1 and every is not None:
@@ -77,12 +80,6 @@ def refuse_beside_sharding(config: Config, task: Task, layout: Layout = WHOLE) -
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
             raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
-    if isinstance(task.objective, Mapping):
-        raise _does_not_go("several losses", "use one")
-    if config.joint is not None and config.joint.skip != "all":
-        raise _does_not_go(f"optimizer.skip={config.joint.skip}", "use optimizer.skip=all")
-    if config.loss_scaling.get("init_scale") == PROBE:
-        raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
 
 
 def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
@@ -145,11 +142,15 @@ def _step_parts(optimizer: Optimizer) -> None:
     from mpframe.training.optimizers.whole_weights import gather_for_steps
 
     kind = type(optimizer)
-    if kind not in _BY_VALUE and not gather_for_steps(optimizer):
+    name = f"optimizer={kind.__name__}"
+    if kind in _NOT_IN_PARTS:
+        raise _does_not_go(name, "use AdamW", f" (torch: {_NOT_IN_PARTS[kind]})")
+    by_value = kind in _BY_VALUE or getattr(kind, "by_value", False)
+    if not by_value and not gather_for_steps(optimizer):
         raise ConfigError(
-            f"optimizer={kind.__name__}: may look at several weights or at a whole one, of which "
-            "a rank has a part with trainer.parallel=fsdp; use trainer.parallel=ddp, or one of "
-            f"torch.optim: {', '.join(_NAMES.split())}, Adafactor, Muon"
+            f"{name}: may look at several weights or at a whole one, of which a rank has a part "
+            "with trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in "
+            "its class, else use trainer.parallel=ddp"
         )
 
 
@@ -192,7 +193,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     layout = build_layout(config)
     if sharded:
-        refuse_beside_sharding(config, task, layout)
+        refuse_beside_sharding(config, layout)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = _build_deferred(config) if sharded else (build_model(config).to(home), None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling.scaler import largest_power_below
 from mpframe.core.objective import Objective, compute
 from mpframe.core.precision import Precision
@@ -41,7 +42,13 @@ def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None
     return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))
 
 
-def probe_amax(model: nn.Module, objective: Objective, precision: Precision, batch: Any) -> Tensor:
+def probe_amax(
+    model: nn.Module,
+    objective: Objective,
+    precision: Precision,
+    batch: Any,
+    comm: Comm = SINGLE_PROCESS,
+) -> Tensor:
     """Return the largest gradient of the unscaled loss on a batch, 0-d float32, inf or nan.
 
     Args:
@@ -49,6 +56,7 @@ def probe_amax(model: nn.Module, objective: Objective, precision: Precision, bat
         objective: computes the loss.
         precision: the mode the model was prepared with.
         batch: on the model's device, as the objective takes it.
+        comm: the ranks, each of which measures its gradients before they are summed.
     """
     amaxes: list[Tensor] = []
 
@@ -57,7 +65,7 @@ def probe_amax(model: nn.Module, objective: Objective, precision: Precision, bat
         if values.numel():
             amaxes.append(values.detach().abs().max().float())
 
-    probe(model, objective, precision, batch, see)
+    probe(model, objective, precision, batch, see, comm)
     return torch.stack(amaxes).max() if amaxes else torch.zeros(())
 
 
@@ -67,19 +75,24 @@ def probe(
     precision: Precision,
     batch: Any,
     see: Callable[[Tensor], None],
+    comm: Comm = SINGLE_PROCESS,
 ) -> None:
     """Call `see` with each gradient of the unscaled loss: every module's output, then parameters.
 
-    The arguments are `probe_amax`'s, and the model is left as it was.
+    The arguments are `probe_amax`'s, and the model is left as it was. Of a divided weight `see`
+    gets the gradient as it is on this rank, in the format in which the weight is gathered.
     """
     with preserve_state(model), _wide_weights(model):
-        with _watch_outputs(model, see), _all_fp32(precision).cast():
+        with _watch_outputs(model, see), _all_fp32(precision).cast(), ExitStack() as stack:
             loss = compute(objective, model, batch).loss
+            if comm.sharding is not None:
+                stack.enter_context(comm.sharding.usage.watch(lambda _, weight: see(weight.grad)))
             with UserCode("model: the backward pass of", model):
-                loss.backward()  # type: ignore[no-untyped-call]
+                comm.backward(loss, 1.0, 1, None)
         for parameter in model.parameters():
             if parameter.grad is not None:
-                see(parameter.grad)
+                if comm.sharding is None:
+                    see(parameter.grad)
                 parameter.grad = None
 
 

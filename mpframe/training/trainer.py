@@ -135,7 +135,8 @@ class Trainer(StepTrainer):
         for name, scaler in self.scalers.items():
             if wants_probe(scaler):
                 scaled = [o.objective for o in self.objectives if name in ("", o.name)]
-                amaxes = [probe_amax(self.model, one, self.precision, batch) for one in scaled]
+                about = self.precision, batch, self.comm
+                amaxes = [probe_amax(self.model, one, *about) for one in scaled]
                 scaler.start_from(self.comm.max(largest(amaxes)))
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:

@@ -26,6 +26,7 @@ from mpframe.tracking.summary import Status
 DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
            "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
            "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
+TOO_HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=1048576"]  # for one of two parts
 REFUSED = {
     "dataset.batch_size=1": "2 ranks share each batch, and each needs a sample; use 2 or more",
     "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
@@ -210,6 +211,38 @@ def test_fsdp_leaves_what_ddp_leaves(two: Ranks, run_of: Any, tmp_path: Path) ->
     found = differing(state_of(divided_run), state_of(tmp_path / "ddp"))
     # The norm is a sum in another order; all else is the same bit for bit.
     assert [path for path in found if not path.endswith("/grad_norm")] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [(["experiment=digits_gan", "optimizer.skip=all", "loss_scaling=LogMax"], [0, 0]),
+     (["experiment=digits_gan", "optimizer.skip=each", "optimizer.scalers=shared", *TOO_HIGH],
+      [3, 0]),
+     (["model=mlp", "optimizer=muon_adamw", "optimizer.skip=each", *TOO_HIGH], [0, 2])],
+)  # fmt: skip
+def test_several_losses_and_optimizers_leave_what_they_leave_with_ddp(
+    two: Ranks, tmp_path: Path, options: list[str], skipped: list[int]
+) -> None:
+    """Also the first scale by a probe, and a part that is skipped where the other moves."""
+    words = [*options, "trainer.max_steps=3", "dataset.batch_size=32", "dtype=mixed"]
+    for parallel in ("ddp", "fsdp"):
+        own = [*words, f"trainer.parallel={parallel}", "callbacks.autopsy=null"]
+        ends = two(ranked.run, tmp_path / parallel, *own)
+        assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
+    ddp, fsdp = (state_of(tmp_path / name) for name in ("ddp", "fsdp"))
+    assert [path for path in differing(ddp, fsdp) if not path.endswith("/grad_norm")] == []
+    assert list(fsdp["trainer"]["progress"]["part_skips"].values()) == skipped
+
+
+def test_ranks_go_the_same_way_with_lbfgs(two: Ranks, tmp_path: Path) -> None:
+    """To where one process gets with the whole batch, whose mean is rounded otherwise."""
+    optimizer = ["optimizer=own", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=0.1"]
+    options = [*NET, *optimizer, "dtype=fp32", "scheduler=none", "trainer.max_steps=2"]
+    first, second = two(ranked.run, tmp_path / "two", *options)
+    one = train(tmp_path / "one", *options)
+    assert first.val_loss == second.val_loss == pytest.approx(one.val_loss, rel=1e-4)
+    start = train(tmp_path / "start", *options, "trainer.max_steps=1")
+    assert one.train_loss < start.train_loss - 0.1
 
 
 def test_other_commands_read_it_in_one_process(run_of: Any) -> None:

@@ -140,7 +140,7 @@ class MasterWeights(OptimizerWrapper):
         amax, sharding = gradients.amax, self.comm.sharding
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
-            amax = sharding.amax_before_sums(amax, gradients.scale)
+            amax = sharding.amax_before_sums(amax, gradients.scale, self._stepped)
         if isinstance(count, Tensor) or not count:  # No samples: the gradients mean nothing.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
         gradients.count = count

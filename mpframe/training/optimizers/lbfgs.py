@@ -20,7 +20,6 @@ from mpframe.core.optim.gradients import measure_grads
 from mpframe.core.optim.master_weights import MasterWeights, evaluate
 from mpframe.core.step_result import StepResult, Verdict
 from mpframe.core.tree import HALF
-from mpframe.core.user_code import name_of
 from mpframe.training.callbacks.loss_spike import spikes_of
 from mpframe.training.trainer import Trainer
 
@@ -75,14 +74,19 @@ class ClosureTrainer(Trainer):
     """
 
     def train_step(self, *batches: Batch) -> StepResult:
-        """Make one step on one batch, whose loss the optimizer evaluates as often as it likes."""
-        batch = self.on_device(*batches)
+        """Make one step on one batch, whose loss the optimizer evaluates as often as it likes.
+
+        All ranks get the mean loss and the mean gradients, and so go the same way.
+        """
+        optimizer: Any = self.optimizer
+        self.comm.begin_step(optimizer, "after_backward")
 
         def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            return self.forward_backward(self.objectives[0], batch).value
+            (loss,) = self.accumulate_losses(optimizer, self.objectives, batches)
+            for parameter, gradient in optimizer.collect_step_grads(1.0).by_master.items():
+                parameter.grad = gradient
+            return loss
 
-        optimizer: Any = self.optimizer
         result = step_with_closure(optimizer, closure)
         if result.loss is not None:
             for algorithm in self.algorithms.values():  # No such step is skipped.
@@ -92,12 +96,6 @@ class ClosureTrainer(Trainer):
     def check_fit(self) -> None:
         """Raise ConfigError if anything is used that does not go with a closure."""
         require_objective("objective", self.objective)
-        if self.comm.size > 1:
-            optimizer = name_of(getattr(self.optimizer, "optimizer", self.optimizer))
-            raise ConfigError(
-                f"trainer.parallel=ddp: optimizer={optimizer} evaluates "
-                "the loss itself, and each rank would go its own way; use one process"
-            )
         spikes = spikes_of(self)
         if isinstance(self.optimizer, MasterWeights):
             _check_closure(

@@ -10,12 +10,14 @@ gradient there.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from mpframe.core.callback import Batch
+from mpframe.core.comm import Loss
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
@@ -50,6 +52,11 @@ class MultiObjectiveTrainer(Trainer):
             NamedObjective(name, one, scaler[name] if each else scaler, parts[name].parameters)
             for name, one in self.objective.items()
         ]
+
+    def forward_backward(self, part: NamedObjective, batch: Batch) -> Loss:
+        sharding = self.comm.sharding
+        with sharding.train_only(part.parameters) if sharding else nullcontext():
+            return super().forward_backward(part, batch)
 
     def train_step(self, *batches: Batch) -> StepResult:
         single = len(batches) == len(self.objective) == 1
