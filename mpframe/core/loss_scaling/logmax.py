@@ -161,9 +161,12 @@ class LogMax(AdaptiveScaler):
                 now = {name: value.item() for name, value in self.state.items()}
                 self.state = _on_cpu(self._after(now, seen, ON_HOST))
             return
-        new = self._after(self.state, amax.double(), ON_DEVICE)
+        self.state = self._observe(self.state, amax)
+
+    def _observe(self, state: dict[str, Tensor], amax: Tensor) -> dict[str, Tensor]:
+        new = self._after(state, amax.double(), ON_DEVICE)
         ignored = amax == 0
-        self.state = {n: torch.where(ignored, old, new[n]) for n, old in self.state.items()}
+        return {n: torch.where(ignored, old, new[n]) for n, old in state.items()}
 
     def _after(self, now: _State, amax: Number, on: Arithmetic) -> dict[str, Number]:
         """Return the state after an observation, by the equations above."""

@@ -48,6 +48,7 @@ class Gradients:
     wide: list[Tensor]  # the others
     scale: Tensor | float  # Half ones will be divided by it; 1.0 if they are not scaled.
     amax: Tensor  # 0-d float32, the largest unscaled magnitude, inf or nan if any is
+    measured: Tensor | None  # `amax` as long as it follows from the values and nothing else
     count: Tensor | float = 1  # how many samples the loss is the mean of, >= 0
     clip_factor: Tensor | None = None  # 0-d, half ones will be multiplied by it
     max_value: float | None = None  # Each value will be clamped to this magnitude.
@@ -68,8 +69,9 @@ class Gradients:
                 scaled = [torch.linalg.vector_norm(value.float()) for value in self.half]
             else:
                 scaled = list(torch._foreach_norm(self.half, 2, torch.float32))
-            of_half = iter(_unscale(torch.stack(scaled), self.scale).unbind())
-            of_wide = iter(norms)
+            if isinstance(self.scale, Tensor):
+                torch._foreach_div_(scaled, self.scale)
+            of_half, of_wide = iter(scaled), iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
         stacked = torch.stack(norms)
@@ -81,7 +83,8 @@ class Gradients:
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping."""
-        self.clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        inverse = torch.reciprocal(norm + 1e-6)  # What max_norm / (norm + 1e-6) is made of.
+        self.clip_factor = torch.clamp(inverse if max_norm == 1 else max_norm * inverse, max=1.0)
         if self.wide:
             torch._foreach_mul_(self.wide, self.clip_factor)
 
@@ -101,7 +104,10 @@ class Gradients:
             torch._foreach_copy_(widened, half)
         if widened and self.clip_factor is not None:
             # With a scale that is a power of two, unscaling loses no bit.
-            torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
+            scaled = isinstance(self.scale, Tensor)
+            torch._foreach_mul_(
+                widened, self.clip_factor / self.scale if scaled else self.clip_factor
+            )
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
         if popped and self.max_value is not None:
@@ -133,11 +139,11 @@ def measure_grads(
             (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
-    if amax is None:
-        amax = _unscale(_amax(half, wide, device), scale)
-    if wide and isinstance(scale, Tensor):
-        torch._foreach_div_(wide, scale)
-    return Gradients(by_master, values, half, wide, scale, amax)
+    measured = None if amax is not None else _amax(half, wide, device)
+    largest = amax if measured is None else measured
+    if isinstance(scale, Tensor):
+        torch._foreach_div_([*wide, largest], scale)
+    return Gradients(by_master, values, half, wide, scale, largest, measured)
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
@@ -169,10 +175,6 @@ def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tenso
         return torch.zeros((), device=device)
     largest: Tensor = torch.linalg.vector_norm(torch.stack(ends), torch.inf)
     return largest.float()
-
-
-def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
-    return value / scale if isinstance(scale, Tensor) else value
 
 
 class Accumulator:

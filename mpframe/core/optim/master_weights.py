@@ -203,8 +203,10 @@ class MasterWeights(OptimizerWrapper):
         norm = self.norm_of(gradients)
         if max_norm is not None:
             gradients.clip(norm, max_norm)
-        # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
-        largest = amax if max_norm is None else torch.maximum(amax, norm)
+        largest = amax
+        if max_norm is not None:
+            # A norm beyond fp32, as one of inf or nan is, would clip every gradient to zero.
+            largest = norm if amax is gradients.measured else torch.maximum(amax, norm)
         skipped = ~(largest < torch.inf)  # inf or nan
         if skip_mask is not None:
             skipped = skipped | skip_mask
