@@ -105,9 +105,8 @@ class Gradients:
         if widened and self.clip_factor is not None:
             # With a scale that is a power of two, unscaling loses no bit.
             scaled = isinstance(self.scale, Tensor)
-            torch._foreach_mul_(
-                widened, self.clip_factor / self.scale if scaled else self.clip_factor
-            )
+            factor = self.clip_factor / self.scale if scaled else self.clip_factor
+            torch._foreach_mul_(widened, factor)
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
         if popped and self.max_value is not None:
@@ -194,34 +193,34 @@ class Accumulator:
         if not self.filled:
             self._only, self.filled = gradients, True
             return
-        if self._only is not None:
-            self._sum(self._only)
-            self._only = None
-        self._sum(gradients)
+        for each in filter(None, (self._only, gradients)):
+            self._sum(each)
+        self._only = None
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
         """Return the mean over all ranks' good micro-batches, in the memory of the sums.
 
-        Its amax is inf if there are none. All ranks have `masters` in the same order.
+        Its amax is inf or nan if there are none. All ranks have `masters` in the same order.
         """
         if self._only is not None and comm.size == 1:  # As it is: nothing is copied.
             only, count, amax = self._only, self._only.count, self._only.amax
             if isinstance(count, Tensor) or not count:  # Without samples, skip.
                 only.scaler_amax = amax
-                only.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
+                only.amax = amax.masked_fill(as_count(count, amax.device) == 0, torch.inf)
             return only
-        if self._only is not None:
-            self._keep(self._only)
+        if self._only is not None:  # A rank's only micro-batch. Its amax is that of all ranks.
+            self._unit, kept = self._note(self._only), list(self._only.by_master)
+            self._sums = dict(zip(kept, self._only.pop_fp32(kept), strict=True))
         unit, count = self._unit, torch.stack(self._counts).sum()
         if comm.size > 1 and comm.sharding is None:  # Shards were summed in the backward pass.
             unit, count = comm.mean(torch.stack([unit, count])).unbind()
             self._sum_over(comm, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        divisor = comm.data_size * torch.where(count > 0, count / unit, 1.0).float()
+        divisor = comm.data_size * (count / unit).float()  # Without good ones the mean is 0 / 0.
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: one of the ranks may have received damaged sums.
-        mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))
+        mean.amax = comm.max(mean.amax)
         mean.dropped = None if len(amaxes) == 1 else bad.sum()
         mean.scaler_amax = amaxes.max()
         return mean
@@ -230,20 +229,14 @@ class Accumulator:
         """Note a micro-batch's amax and what it counts; return its count, 0-d float64."""
         count = as_count(gradients.count, gradients.amax.device)
         self._amaxes.append(gradients.amax)
-        self._counts.append(torch.where(not_finite(gradients.amax), 0.0, count))
+        self._counts.append(count * (gradients.amax < torch.inf))
         return count
-
-    def _keep(self, gradients: Gradients) -> None:
-        """Take a rank's only micro-batch as it is. Its amax is that of all ranks."""
-        masters = list(gradients.by_master)
-        self._unit = self._note(gradients)
-        self._sums = dict(zip(masters, gradients.pop_fp32(masters), strict=True))
 
     def _sum(self, gradients: Gradients) -> None:
         """Add one of several micro-batches, times its count, or nothing if it is bad."""
         count = self._note(gradients)
         if len(self._counts) == 1:
-            self._unit = torch.where(count > 0, count, 1.0)
+            self._unit = count.masked_fill(count == 0, 1.0)
         weight, bad = (count / self._unit).float(), self._counts[-1] == 0
         for masters in in_chunks(list(gradients.by_master)):
             fresh, added = [], defaultdict(list)
