@@ -131,9 +131,9 @@ class LogMax(AdaptiveScaler):
         zero = torch.zeros_like(scale, dtype=torch.float64)
         # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
         mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
-        moments = {"mean": mean, "variance": zero + PRIOR_STD**2, "count": zero}
-        rest = dict.fromkeys(("margin", "highs", "lows", "retreat"), zero)
-        return {"scale": scale, **moments, **rest}
+        counts = ("count", "margin", "highs", "lows", "retreat")
+        rest = {name: zero.clone() for name in counts}  # A graph of aliases would be another one.
+        return {"scale": scale, "mean": mean, "variance": zero + PRIOR_STD**2, **rest}
 
     @property
     def log2_mean(self) -> Tensor:

@@ -138,8 +138,8 @@ def measure_grads(
             (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
-    measured = None if amax is not None else _amax(half, wide, device)
-    largest = amax if measured is None else measured
+    measured = _amax(half, wide, device) if amax is None else None
+    largest: Any = amax if measured is None else measured
     if isinstance(scale, Tensor):
         torch._foreach_div_([*wide, largest], scale)
     return Gradients(by_master, values, half, wide, scale, largest, measured)
