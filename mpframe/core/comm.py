@@ -104,8 +104,8 @@ class Comm:
         one = values.new_ones((), dtype=widest(values.device))
         counts = torch.stack([(one * loss.samples).detach() for loss in losses])
         if len(losses) > 1:  # A single bad one skips the step anyway.
-            values = torch.where(torch.stack([*amaxes]) < torch.inf, values, torch.nan)
-            counts = torch.where(values.isnan(), 0.0, counts)
+            values = values.masked_fill(~(torch.stack([*amaxes]) < torch.inf), torch.nan)
+            counts = counts.masked_fill(values.isnan(), 0.0)
         weights = (counts / counts.max()).float()  # exactly 1 where all are equal
         mean = apply_weight(values, weights).sum() / weights.sum()
         return self.mean(apply_weight(mean, self.weight(counts.sum())))
@@ -157,7 +157,7 @@ SINGLE_PROCESS = Comm()
 
 def apply_weight(value: Tensor, weight: Tensor) -> Tensor:
     """Return value * weight, or 0 if the weight is 0, because a mean over nothing is nan."""
-    return torch.where(weight == 0, 0.0, value * weight)
+    return (value * weight).masked_fill(weight == 0, 0.0)
 
 
 def weigh_(values: list[Tensor], weight: Tensor) -> None:

@@ -6,13 +6,15 @@ consecutive clean steps, and o the overflows since the last growth:
     clean:     c <- c + 1;          if c = N:   s <- min(g s, max),  c <- 0,  o <- 0
     overflow:  c <- 0,  o <- o + 1; if o >= h:  s <- max(b s, min)
 
-This is the rule of `torch.amp.GradScaler` (h = 1) with Megatron's hysteresis, a floor and a
-ceiling. Without a floor the scale can reach 0, and dividing by it writes inf into the weights.
+This is the rule of `torch.amp.GradScaler` (h = 1), and its kernel, with Megatron's hysteresis, a
+floor and a ceiling. The kernel leaves s if g s is beyond float32. o is counted if h > 1. Without a
+floor the scale can reach 0, and dividing by it writes inf into the weights.
 """
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -138,26 +140,28 @@ class Backoff(AdaptiveScaler):
             require_whole(f"loss_scaling.{name}", steps, 1, _MOST_STEPS, DEFAULT)
 
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
-        none = torch.zeros_like(scale, dtype=torch.int64)
-        return {"scale": scale, "clean_steps": none, "overflows": none}
+        none = torch.zeros_like(scale, dtype=torch.int32)
+        return {"scale": scale, "clean_steps": none, "overflows": none.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        # The kernel grows the scale at the interval, and a longer one may have been counted.
+        self.state["clean_steps"].clamp_(max=self._growth_interval - 1)
 
     def update(self, amax: Tensor) -> None:
         """Grow or shrink, told `amax` as a `LossScaler` is."""
         self.wants_probe = False
-        scale, clean_steps, overflows = self.state.values()
-        overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
-        clean_steps = (clean_steps + 1).masked_fill(overflow, 0)
-        overflows = overflows + overflow
-        grow = clean_steps >= self._growth_interval
-        shrink = overflow & (overflows >= self._hysteresis)
-
-        grown = torch.where(grow, scale * self._growth_factor, scale)
-        scale = torch.where(shrink, scale * self._backoff_factor, grown)
-        self.state = {
-            "scale": scale.clamp(self._min, self._max),
-            "clean_steps": clean_steps.masked_fill(grow, 0),
-            "overflows": overflows.masked_fill(grow, 0),
-        }
+        before, clean_steps, overflows = self.state.values()
+        # In one kernel a copy, which the next one writes, and 0, or nan, which counts as true.
+        scale, overflow = torch._foreach_mul([before, amax], [1.0, 0.0])
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(scale, clean_steps, overflow, *factors)
+        if self._hysteresis > 1:
+            bad = overflow.isnan()
+            overflows += bad
+            scale = torch.where(bad & (overflows < self._hysteresis), before, scale)
+            overflows.masked_fill_((clean_steps == 0) & ~bad, 0)
+        self.state["scale"] = scale.clamp_(self._min, self._max)
 
 
 def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:

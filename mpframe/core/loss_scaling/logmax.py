@@ -38,19 +38,23 @@ Why it is so (docs/loss_scaling.md has the evidence):
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
 """
 
+import functools
+import logging
 import math
-from collections.abc import Mapping
 from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, make_range_error
-from mpframe.core.tree import is_async
+from mpframe.core.tree import is_async, widest
+
+log = logging.getLogger(__name__)
 
 PRIOR_STD = 1.0  # σ₀ in octaves: batches differ by less in most training
 PRIOR_WEIGHT = 4.0  # ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves
@@ -60,32 +64,21 @@ SURPRISE = 2.0  # in σ: one normal observation in 44 lies beyond it on one side
 RESTART_AFTER = 4  # beyond chance, and a jump costs about this many skips
 MAX_RETREAT = 255.0  # octaves, after 8 overflows in a row, taken back by 8 clean steps
 
-Number = Any  # a float, or a 0-d float64 tensor; comparing two gives a bool of the same kind
-_State = Mapping[str, Number]
-
-
-def _log2(value: float) -> float:
-    return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math.log2 differs.
-
-
-def _where(condition: Tensor, value: Tensor | float, other: Tensor) -> Tensor:
-    if isinstance(value, float):  # A float among tensors would be sent to the device.
-        return other.masked_fill(condition, value)
-    return torch.where(condition, value, other)
-
-
+Number = Any  # a float, or a 0-d tensor, the `widest`; comparing two gives a bool of the same kind
+_State = dict[str, Number]
 Arithmetic = SimpleNamespace  # The functions of the equations beside + - * / and comparisons.
 ON_HOST = Arithmetic(  # of floats, which on a CPU take an eighth of the time of tensors
     where=lambda condition, value, other: value if condition else other,
     clamp=lambda value, low, high: min(max(value, low), high),
     sqrt=math.sqrt,
-    log2=_log2,
+    log2=lambda value: torch.tensor(value, dtype=torch.float64).log2().item(),  # math.log2 differs.
     floor=math.floor,
     power_of_two=lambda exponent: math.ldexp(1.0, int(exponent)),
     exponent_of=lambda power: math.frexp(power)[1] - 1,  # frexp's mantissa is in [0.5, 1)
 )
 ON_DEVICE = Arithmetic(  # of 0-d tensors, without waiting for the device
-    where=_where,
+    # A float among tensors would be sent to the device.
+    where=lambda c, v, o: o.masked_fill(c, v) if type(v) is float else torch.where(c, v, o),
     clamp=torch.clamp,
     sqrt=torch.sqrt,
     log2=torch.log2,
@@ -135,12 +128,12 @@ class LogMax(AdaptiveScaler):
             _octaves("init_scale", float(init_scale))
 
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
-        zero = torch.zeros_like(scale, dtype=torch.float64)
+        zero = torch.zeros_like(scale, dtype=widest(scale.device))
         # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
         mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
-        moments = {"mean": mean, "variance": zero + PRIOR_STD**2, "count": zero}
-        rest = dict.fromkeys(("margin", "highs", "lows", "retreat"), zero)
-        return {"scale": scale, **moments, **rest}
+        counts = ("count", "margin", "highs", "lows", "retreat")
+        rest = {name: zero.clone() for name in counts}  # A graph of aliases would be another one.
+        return {"scale": scale, "mean": mean, "variance": zero + PRIOR_STD**2, **rest}
 
     @property
     def log2_mean(self) -> Tensor:
@@ -159,13 +152,24 @@ class LogMax(AdaptiveScaler):
             seen = amax.item()
             if seen != 0:
                 now = {name: value.item() for name, value in self.state.items()}
-                self.state = _on_cpu(self._after(now, seen, ON_HOST))
+                new = self._after(now, seen, ON_HOST)
+                values = torch.tensor([*new.values()], dtype=torch.float64).unbind()
+                self.state = dict(zip(new, values, strict=True))
+                self.state["scale"] = torch.tensor(new["scale"], dtype=torch.float32)
             return
-        new = self._after(self.state, amax.double(), ON_DEVICE)
-        ignored = amax == 0
-        self.state = {n: torch.where(ignored, old, new[n]) for n, old in self.state.items()}
+        ways = _ways()
+        try:
+            self.state = ways[-1](self, self.state, amax)
+        except Exception as error:  # For instance there is no C compiler.
+            log.warning("loss_scaling=LogMax: not compiled, so it takes longer: %s", error)
+            self.state = ways[0](self, self.state, amax)
+            del ways[1:]
 
-    def _after(self, now: _State, amax: Number, on: Arithmetic) -> dict[str, Number]:
+    def _observe(self, state: dict[str, Tensor], amax: Tensor) -> dict[str, Tensor]:
+        new, ignored = self._after(state, amax.to(state["mean"].dtype), ON_DEVICE), amax == 0
+        return {n: torch.where(ignored, old, new[n]) for n, old in state.items()}
+
+    def _after(self, now: _State, amax: Number, on: Arithmetic) -> _State:
         """Return the state after an observation, by the equations above."""
         clean = amax < math.inf  # nan compares false, so it counts as an overflow
         mean, bound = now["mean"], SURPRISE * on.sqrt(now["variance"])
@@ -178,11 +182,10 @@ class LogMax(AdaptiveScaler):
         margin = on.clamp(now["margin"] + exceeded - self._probability, 0.0, MAX_MARGIN)
         further = on.clamp(2 * now["retreat"] + 1, 0.0, MAX_RETREAT)
         count = on.where(restart, 0.0, now["count"])
+        counted = {"margin": margin, "highs": highs, "lows": lows}
         new = {
             **self._moments(now, surprise, count, clean, on),
-            "margin": on.where(restart, 0.0, margin),
-            "highs": on.where(restart, 0.0, highs),
-            "lows": on.where(restart, 0.0, lows),
+            **{name: on.where(restart, 0.0, value) for name, value in counted.items()},
             "retreat": on.where(clean, on.floor(now["retreat"] / 2), further),
         }
         return new | self._choose_scale(now["scale"], new, clean, on)
@@ -193,7 +196,7 @@ class LogMax(AdaptiveScaler):
 
     def _moments(
         self, now: _State, surprise: Number, count: Number, clean: Number, on: Arithmetic
-    ) -> dict[str, Number]:
+    ) -> _State:
         """Return mean, variance and count after an observation. An overflow changes none."""
         mean, variance = now["mean"], now["variance"]
         mean_gain = on.clamp(1 / (count + 1), self._mean_gain, math.inf)
@@ -206,9 +209,7 @@ class LogMax(AdaptiveScaler):
             "count": count + clean,
         }
 
-    def _choose_scale(
-        self, scale: Number, new: _State, clean: Number, on: Arithmetic
-    ) -> dict[str, Number]:
+    def _choose_scale(self, scale: Number, new: _State, clean: Number, on: Arithmetic) -> _State:
         """Return the scale for the new state, and the mean relative to that scale."""
         exponent = on.exponent_of(scale)
         room = self._top - new["mean"] - self._reserve(new, on)
@@ -220,6 +221,13 @@ class LogMax(AdaptiveScaler):
         return {"scale": on.power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
 
 
+@functools.cache
+def _ways() -> list[Any]:
+    """Return how to run `LogMax._observe`: op by op, and if Triton is there as one kernel."""
+    observe: Any = LogMax._observe
+    return [observe, torch.compile(observe, dynamic=False)] if has_triton() else [observe]
+
+
 def _octaves(argument: str, scale: float) -> int:
     """Return e if `scale` is 2^e, else raise ConfigError."""
     mantissa, exponent = math.frexp(scale)
@@ -227,10 +235,3 @@ def _octaves(argument: str, scale: float) -> int:
         nearest = f"use 2**{exponent - 1} or 2**{exponent}"
         raise make_range_error(f"loss_scaling.{argument}", scale, "a power of two", nearest)
     return exponent - 1
-
-
-def _on_cpu(state: _State) -> dict[str, Tensor]:
-    """Return floats as 0-d tensors: the scale float32, the others float64."""
-    others = torch.tensor([*state.values()], dtype=torch.float64).unbind()
-    tensors = dict(zip(state, others, strict=True))
-    return {**tensors, "scale": torch.tensor(state["scale"], dtype=torch.float32)}

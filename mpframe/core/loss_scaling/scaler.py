@@ -71,7 +71,7 @@ def name_of(scaler: LossScaler) -> str:
 
 
 class Scaler:
-    """Keeps a scaler's state. `update` replaces the tensors and never writes into them.
+    """Keeps a scaler's state. `update` replaces `scale` and never writes into it.
 
     So a scale from an earlier step, in a log or in the graph of a loss, keeps its value.
 
@@ -133,16 +133,11 @@ class Scaler:
         self.wants_probe = state.get("wants_probe") is True
 
 
-_WIDE = {torch.float32, torch.float64}
-
-
 def _damage(name: str, saved: object, present: Tensor) -> str:
     """Return what is wrong with a saved entry of the state, if anything is."""
     if not isinstance(saved, Tensor):
         return "is missing"
-    formats = {saved.dtype, present.dtype}
-    elsewhere = name != "scale" and formats == _WIDE  # Saved on MPS, or loaded there.
-    if saved.shape != present.shape or (len(formats) > 1 and not elsewhere):
+    if saved.shape != present.shape or not torch.can_cast(saved.dtype, present.dtype):
         return f"is {saved.dtype} of shape {tuple(saved.shape)}"
     if not saved.isfinite().all():
         return "is not finite"

@@ -48,6 +48,7 @@ class Gradients:
     wide: list[Tensor]  # the others
     scale: Tensor | float  # Half ones will be divided by it; 1.0 if they are not scaled.
     amax: Tensor  # 0-d float32, the largest unscaled magnitude, inf or nan if any is
+    measured: Tensor | None  # `amax` as long as it follows from the values and nothing else
     count: Tensor | float = 1  # how many samples the loss is the mean of, >= 0
     clip_factor: Tensor | None = None  # 0-d, half ones will be multiplied by it
     max_value: float | None = None  # Each value will be clamped to this magnitude.
@@ -68,8 +69,9 @@ class Gradients:
                 scaled = [torch.linalg.vector_norm(value.float()) for value in self.half]
             else:
                 scaled = list(torch._foreach_norm(self.half, 2, torch.float32))
-            of_half = iter(_unscale(torch.stack(scaled), self.scale).unbind())
-            of_wide = iter(norms)
+            if isinstance(self.scale, Tensor):
+                torch._foreach_div_(scaled, self.scale)
+            of_half, of_wide = iter(scaled), iter(norms)
             # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
         stacked = torch.stack(norms)
@@ -81,7 +83,8 @@ class Gradients:
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping."""
-        self.clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        inverse = torch.reciprocal(norm + 1e-6)  # What max_norm / (norm + 1e-6) is made of.
+        self.clip_factor = torch.clamp(inverse if max_norm == 1 else max_norm * inverse, max=1.0)
         if self.wide:
             torch._foreach_mul_(self.wide, self.clip_factor)
 
@@ -101,7 +104,9 @@ class Gradients:
             torch._foreach_copy_(widened, half)
         if widened and self.clip_factor is not None:
             # With a scale that is a power of two, unscaling loses no bit.
-            torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
+            scaled = isinstance(self.scale, Tensor)
+            factor = self.clip_factor / self.scale if scaled else self.clip_factor
+            torch._foreach_mul_(widened, factor)
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
         if popped and self.max_value is not None:
@@ -133,11 +138,11 @@ def measure_grads(
             (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
-    if amax is None:
-        amax = _unscale(_amax(half, wide, device), scale)
-    if wide and isinstance(scale, Tensor):
-        torch._foreach_div_(wide, scale)
-    return Gradients(by_master, values, half, wide, scale, amax)
+    measured = _amax(half, wide, device) if amax is None else None
+    largest: Any = amax if measured is None else measured
+    if isinstance(scale, Tensor):
+        torch._foreach_div_([*wide, largest], scale)
+    return Gradients(by_master, values, half, wide, scale, largest, measured)
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
@@ -171,10 +176,6 @@ def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tenso
     return largest.float()
 
 
-def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
-    return value / scale if isinstance(scale, Tensor) else value
-
-
 class Accumulator:
     """Sums of the gradients of one step's micro-batches, in fp32."""
 
@@ -192,34 +193,34 @@ class Accumulator:
         if not self.filled:
             self._only, self.filled = gradients, True
             return
-        if self._only is not None:
-            self._sum(self._only)
-            self._only = None
-        self._sum(gradients)
+        for each in filter(None, (self._only, gradients)):
+            self._sum(each)
+        self._only = None
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
         """Return the mean over all ranks' good micro-batches, in the memory of the sums.
 
-        Its amax is inf if there are none. All ranks have `masters` in the same order.
+        Its amax is inf or nan if there are none. All ranks have `masters` in the same order.
         """
         if self._only is not None and comm.size == 1:  # As it is: nothing is copied.
             only, count, amax = self._only, self._only.count, self._only.amax
             if isinstance(count, Tensor) or not count:  # Without samples, skip.
                 only.scaler_amax = amax
-                only.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
+                only.amax = amax.masked_fill(as_count(count, amax.device) == 0, torch.inf)
             return only
-        if self._only is not None:
-            self._keep(self._only)
+        if self._only is not None:  # A rank's only micro-batch. Its amax is that of all ranks.
+            self._unit, kept = self._note(self._only), list(self._only.by_master)
+            self._sums = dict(zip(kept, self._only.pop_fp32(kept), strict=True))
         unit, count = self._unit, torch.stack(self._counts).sum()
         if comm.size > 1 and comm.sharding is None:  # Shards were summed in the backward pass.
             unit, count = comm.mean(torch.stack([unit, count])).unbind()
             self._sum_over(comm, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        divisor = comm.data_size * torch.where(count > 0, count / unit, 1.0).float()
+        divisor = comm.data_size * (count / unit).float()  # Without good ones the mean is 0 / 0.
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: one of the ranks may have received damaged sums.
-        mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))
+        mean.amax = comm.max(mean.amax)
         mean.dropped = None if len(amaxes) == 1 else bad.sum()
         mean.scaler_amax = amaxes.max()
         return mean
@@ -228,20 +229,14 @@ class Accumulator:
         """Note a micro-batch's amax and what it counts; return its count, 0-d float64."""
         count = as_count(gradients.count, gradients.amax.device)
         self._amaxes.append(gradients.amax)
-        self._counts.append(torch.where(not_finite(gradients.amax), 0.0, count))
+        self._counts.append(count * (gradients.amax < torch.inf))
         return count
-
-    def _keep(self, gradients: Gradients) -> None:
-        """Take a rank's only micro-batch as it is. Its amax is that of all ranks."""
-        masters = list(gradients.by_master)
-        self._unit = self._note(gradients)
-        self._sums = dict(zip(masters, gradients.pop_fp32(masters), strict=True))
 
     def _sum(self, gradients: Gradients) -> None:
         """Add one of several micro-batches, times its count, or nothing if it is bad."""
         count = self._note(gradients)
         if len(self._counts) == 1:
-            self._unit = torch.where(count > 0, count, 1.0)
+            self._unit = count.masked_fill(count == 0, 1.0)
         weight, bad = (count / self._unit).float(), self._counts[-1] == 0
         for masters in in_chunks(list(gradients.by_master)):
             fresh, added = [], defaultdict(list)

@@ -195,25 +195,25 @@ class MasterWeights(OptimizerWrapper):
         given: Any = scaler
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
-        scale, used = scale_of(scaling), None if scaling is None else scaling.scale
-        gradients = self.collect_step_grads(scale)
+        gradients = self.collect_step_grads(scale_of(scaling))
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
         norm = self.norm_of(gradients)
+        largest = amax
         if max_norm is not None:
             gradients.clip(norm, max_norm)
-        # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
-        largest = amax if max_norm is None else torch.maximum(amax, norm)
+            # A norm beyond fp32, as one of inf or nan is, would clip every gradient to zero.
+            largest = norm if amax is gradients.measured else torch.maximum(amax, norm)
         skipped = ~(largest < torch.inf)  # inf or nan
         if skip_mask is not None:
             skipped = skipped | skip_mask
         verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
         gradients.max_value = max_value
         self.apply(gradients, skipped, verdict)
+        used = torch.ones_like(norm) if scaling is None else scaling.scale
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
-        used = torch.ones_like(norm) if used is None else used
         return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
 
     def norm_of(self, gradients: Gradients) -> Tensor:

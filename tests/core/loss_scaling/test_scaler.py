@@ -62,7 +62,7 @@ def test_logmax_stays_in_bounds_and_on_powers_of_two(
 @pytest.mark.parametrize("kind", [Backoff, LogMax])
 def test_a_loaded_scaler_continues_bit_for_bit(kind) -> None:
     for stop in (1, 7, 20):
-        first, second, rows = kind(), kind(), gradients(stop, 30)
+        first, second, rows = kind(), kind(), gradients(stop, 30)[:, 0]
         second.update(rows[-1])  # another state of the same shape, which the load must replace
         for amax in rows[:stop]:
             first.update(amax)

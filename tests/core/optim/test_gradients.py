@@ -78,6 +78,18 @@ def test_sums_of_finite_gradients_are_no_overflow() -> None:
     assert result.amax.item() == pytest.approx(3e38)
 
 
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_clipped_step_without_samples_is_skipped(count, window) -> None:
+    """Its norm is finite."""
+    weight, optimizer = one(torch.zeros(2))
+    for _ in range(window):
+        weight.grad = torch.ones(2)
+        optimizer.accumulate(1.0, count)
+    assert optimizer.step(max_norm=1.0).skipped
+    assert not weight.any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "values"), [(FP32, (2.0, INF, 8.0, NAN)), (HALF, (INF, 2.0, NAN, 8.0))]
 )
