@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from mpframe.core.comm import rows_of_a_part
 from mpframe.core.tree import tensors_in
+from mpframe.training.memory import weight_behind
 
 _AGREED = 3 * 4  # bytes: the amaxes of one rank and of the average, the loss
 _BUCKET = 25 * 2**20  # bytes of gradients in a bucket of torch's DDP on a GPU
@@ -202,6 +203,8 @@ def measure(
 ) -> tuple[int, int, int]:
     """Run a forward pass, and return the bytes that autograd saves beside the model.
 
+    Casts of sharded weights, made by a precision that `use_shards`, do not count.
+
     Args:
         model: in training mode, perhaps of fake tensors.
         forward: runs it.
@@ -216,7 +219,7 @@ def measure(
 
     def pack(value: Tensor) -> Tensor:
         alive.append(value)  # So that no address is used twice.
-        if _address(value) not in known:
+        if _address(value) not in known and weight_behind(value) is None:
             saved[_address(value)] = value.untyped_storage().nbytes()
         return value
 
