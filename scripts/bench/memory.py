@@ -2,7 +2,7 @@
 
 Usage, in scripts/: python -m bench.memory [OPTION=VALUE ...], which prints a table. The options are
 those of a run, as `trainer.async_save=true`. The largest rank of each number of ranks is shown, in
-MB (10^6 bytes) above the same run of a GPT of 0.03 MB, the median of three resumed runs each.
+MB (10^6 bytes) above the same run of a GPT of 0.06 MB, the median of three resumed runs each.
 
 Two peaks: all that is resident (the kernel's own count), and of that what is private, which is
 sampled every 2 ms. The rest are pages of mapped files, which the kernel drops when memory is short.

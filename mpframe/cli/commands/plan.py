@@ -98,13 +98,15 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     held = footprint.held(weights, way, master=masters, average=average)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     traffic = footprint.payload(weights, way, buffers=buffers, activations=summed)
-    least = sum(held.values()) + buffers
-    held |= {"activations": activations, "recomputed": recomputed, "total": least + activations}
+    update, gathered = held["update"], held["gathered"]
+    rest = sum(held.values()) + buffers - update - gathered
+    total, least = (rest + max(update, gathered + n) for n in (activations, recomputed))
+    held |= {"activations": activations, "recomputed": recomputed, "total": total}
     sizes = {
         "sent": round(footprint.sent(traffic)),
         "longest": footprint.longest_message(weights, way),
     }
-    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least + recomputed}
+    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least}
 
 
 def _run(
@@ -168,7 +170,7 @@ def _weights(
                 shapes[parameter][axis] = parameter.shape[axis] // tensor
     return [
         Weight(
-            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0)), block_of.get(p, 0)),
+            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0, 0)), block_of.get(p, 0)),
         )
         for p, shape in shapes.items()
     ]
