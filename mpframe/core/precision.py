@@ -158,13 +158,13 @@ class Precision:
         """Return the ops that read each weight in the model's traces, if there were any."""
         return self._uses.get(model, WeightUses())
 
-    def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any]) -> None:
+    def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any], saving: Any) -> None:
         """Carry a trace over to the sharded parameters that replaced the traced ones.
 
-        Call it before `prepare`.
+        Call it before `prepare`. Half ops run in contexts that `saving` makes.
         """
         if self._casts is not None:
-            self._casts.keeps_weights = False  # Kept casts would outlive the gathered weights.
+            self._casts.saving = saving  # Kept casts would outlive the gathered weights.
         uses = self.uses(model)
         by_weight = {sharded[weight]: ops for weight, ops in uses.by_weight.items()}
         self._uses[model] = WeightUses(by_weight, uses.called)

@@ -174,7 +174,7 @@ class Sharding:
             weight = self.weight.to(gradients.device)
             amax = torch.where(weight > 0, amax, 0.0)
             weigh_([gradients], weight)
-        self._amaxes[self.usage.loss].append(amax)
+        self._amaxes.setdefault(self.usage.loss, []).append(amax)
 
 
 class _Sum:

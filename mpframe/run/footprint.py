@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 
 from mpframe.core.comm import rows_of_a_part
 from mpframe.core.tree import tensors_in
+from mpframe.training.memory import weight_behind
 
 _AGREED = 3 * 4  # bytes: the amaxes of one rank and of the average, the loss
 _BUCKET = 25 * 2**20  # bytes of gradients in a bucket of torch's DDP on a GPU
+_UPDATED = 2**26  # half weights that are updated at once on a GPU
 _PRIMES = (2, 3, 5, 7, 11, 13)  # The sizes of a stand-in tell its dimensions apart.
 
 
@@ -38,6 +40,7 @@ class Weight:
     trained: bool = True
     state: int = 0  # bytes of the optimizer's state for each value
     whole_state: int = 0  # bytes of its other state, which each rank holds
+    update: int = 0  # bytes of each value that the optimizer's step takes for a while
     block: int = 0  # which weights are gathered together; 0: the rest of the model
 
     def part(self, shards: int = 1) -> int:
@@ -130,19 +133,23 @@ def held(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at the end of a step, without activations.
 
-    `gathered` is the rest of the model, a block, the next one, and the block's gradients. `master`
-    and `average` are the bytes of a half weight's master, and of a weight's moving average.
+    `gathered` is the rest of the model, a block, the next one, and the block's gradients. `update`
+    is held without these. `master` and `average` are the bytes of a half weight's master, and of a
+    weight's moving average.
     """
     ddp, parts = way.name == "ddp", [(weight, weight.part(way.shards)) for weight in weights]
     trained = [(weight, part) for weight, part in parts if weight.trained]
     half = 4 if way.ranks > 1 else 0  # Beside a half gradient ranks have the fp32 mean.
     gradients = (part * (w.stored + (w.stored < 4) * half if ddp else 4) for w, part in trained)
+    in_buckets = sum(part * w.update for w, part in trained if ddp and w.stored < 4)
+    update = sum(part * w.update for w, part in trained) - in_buckets
     return {
         "weights": sum(part * (weight.stored if ddp else 4) for weight, part in parts),
         "masters": sum(part * master for w, part in parts if ddp and w.stored < 4),
         "state": sum(part * (w.state + average) + w.whole_state for w, part in trained),
         "gradients": sum(gradients),
         "gathered": 0 if ddp else _count_gathered(_by_block(weights, way.shards)),
+        "update": max(update, min(in_buckets, 4 * _UPDATED)),
     }
 
 
@@ -161,15 +168,19 @@ def _by_block(weights: Iterable[Weight], shards: int) -> dict[int, tuple[int, in
     return found
 
 
-def state_bytes(optimizers: Iterable[Optimizer]) -> dict[Tensor, tuple[int, int]]:
+def state_bytes(optimizers: Iterable[Optimizer]) -> dict[Tensor, tuple[int, int, int]]:
     """Step each optimizer once on tiny stand-ins, which replace its parameters.
 
-    Returns by parameter: the bytes of its state for each value, and the bytes of other state.
+    Returns by parameter: the bytes of its state for each value, the bytes of other state, and the
+    bytes for each value that a step takes for a while: 4 (as of AdamW) if it steps many at once.
     """
     found = {}
     for optimizer in optimizers:
         stand_ins: dict[Tensor, Tensor] = {}
+        update: dict[Tensor, int] = {}
         for group in optimizer.param_groups:
+            at_once = group.get("foreach", False) is not False and not group.get("fused")
+            update |= dict.fromkeys(group["params"], 4 * at_once)
             small = {parameter: _stand_in(parameter) for parameter in group["params"]}
             group["params"] = list(small.values())
             stand_ins |= small
@@ -183,7 +194,7 @@ def state_bytes(optimizers: Iterable[Optimizer]) -> dict[Tensor, tuple[int, int]
                 for state in states
                 if state.shape != small_one.shape
             )
-            found[parameter] = alike, other
+            found[parameter] = alike, other, update[parameter]
     return found
 
 
@@ -202,6 +213,8 @@ def measure(
 ) -> tuple[int, int, int]:
     """Run a forward pass, and return the bytes that autograd saves beside the model.
 
+    Casts of sharded weights, made by a precision that `use_shards`, do not count.
+
     Args:
         model: in training mode, perhaps of fake tensors.
         forward: runs it.
@@ -216,7 +229,7 @@ def measure(
 
     def pack(value: Tensor) -> Tensor:
         alive.append(value)  # So that no address is used twice.
-        if _address(value) not in known:
+        if _address(value) not in known and weight_behind(value) is None:
             saved[_address(value)] = value.untyped_storage().nbytes()
         return value
 

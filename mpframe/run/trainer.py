@@ -42,7 +42,7 @@ from mpframe.run.parts import (
 )
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.memory import recompute, to_channels_last
+from mpframe.training.memory import cast_again, recompute, to_channels_last
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights, sums_of
 from mpframe.training.trainer import Trainer
@@ -127,7 +127,7 @@ def shard(
     comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
     replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
     refuse_other_weights(comm, sums)
-    precision.use_shards(model, replaced)
+    precision.use_shards(model, replaced, cast_again)
     for handler in precision.op_handlers:  # It knows a weight by its name, gathered ones as well.
         comm.sharding.usage.on_gathered.append(partial(handler.attach, model))
     for optimizer in optimizers.values():

@@ -4,6 +4,7 @@
 changes. A convolution passes the order on to its output, so batches need no change.
 
 `recompute` keeps no activations of some modules, for a second forward pass (Chen et al. 2016).
+`cast_again` keeps no casts of weights from the forward to the backward pass.
 `keep_freed_memory` keeps the memory a step frees for the next step (glibc on Linux).
 """
 
@@ -15,16 +16,19 @@ from fnmatch import fnmatchcase
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from mpframe.core.buffers import State
 from mpframe.core.casting.cast import casts_here
+from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.training.optimizers.selection import refuse_idle
 
 _SAFE_CHANNELS = 8
+_autograd: Any = torch._C._autograd
 
 
 def to_channels_last(model: nn.Module) -> None:
@@ -99,6 +103,39 @@ class _AsFirst(ExitStack):
         self.enter_context(self._block())
         self.enter_context(self._state)
         return self
+
+
+def cast_again() -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves weights in place of their casts, and casts again.
+
+    A sharded weight that was gathered is given back after its forward pass, and a cast of it would
+    stay. Where others decide what is saved, as `recompute` does, they do.
+    """
+    if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled():
+        return nullcontext()
+    others = _autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if others else saved_tensors_hooks(_pack, _unpack)
+
+
+def weight_behind(saved: Tensor) -> tuple[Tensor, torch.dtype] | None:
+    """Return the weight of which this is a cast, or a view of one, and the half format."""
+    cast = saved if saved._base is None else saved._base
+    return None if is_sharded(saved) else getattr(cast, "cast_of", None)
+
+
+def _pack(saved: Tensor) -> Any:
+    behind = weight_behind(saved)
+    if behind is None:
+        return saved
+    return *behind, saved.dtype, saved.shape, saved.stride(), saved.storage_offset()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    weight, half, dtype, *place = packed
+    cast: Tensor = weight.to(half).to(dtype).as_strided(*place)
+    return cast
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -13,7 +13,9 @@ from fixtures import Shown
 from ranked import in_group, parts, setup
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Precision
 from mpframe.cli.commands import plan as command
@@ -24,7 +26,7 @@ from mpframe.core.tree import map_tensors, tensors_in
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.sharding import blocks_of
 from mpframe.run.footprint import Way, Weight, held, longest_message, measure, payload, state_bytes
-from mpframe.training.memory import recompute
+from mpframe.training.memory import cast_again, recompute
 
 RATIO = 0.05
 
@@ -99,6 +101,24 @@ def test_activations_are_those_that_autograd_saves(name: str, mode: str) -> None
     assert largest < saved
 
 
+def test_sharded_weights_leave_no_casts() -> None:
+    """A rank casts a gathered weight again in the backward pass, here from fp32 to bfloat16."""
+    model, data, loss = parts("gpt")
+    batch, saved = tuple(t[:2].clone() for t in data.tensors), []
+
+    def forward() -> None:
+        with precision.cast():
+            supervised(loss)(model.train(), batch)
+
+    for sharded in (False, True):
+        precision = Precision("amp", "bfloat16", compute="native")
+        if sharded:
+            precision.use_shards(model, {}, cast_again)
+        saved.append(measure(model, forward)[0])
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)]
+    assert saved[0] - saved[1] == pytest.approx(2 * sum(linear), rel=RATIO)
+
+
 def test_layers_that_ranks_divide_keep_and_sum_their_parts() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
     styles = {model[0]: "colwise", model[2]: "rowwise"}
@@ -117,7 +137,60 @@ def test_layers_that_ranks_divide_keep_and_sum_their_parts() -> None:
 def test_the_optimizer_s_state_is_counted_on_stand_ins(kind: Any, each: int, other: int) -> None:
     """Adafactor keeps a mean for each row and for each column."""
     weight = nn.Parameter(torch.empty(30, 10))
-    assert state_bytes([kind([weight], lr=0.1)]) == {weight: (each, other)}
+    assert state_bytes([kind([weight], lr=0.1)]) == {weight: (each, other, 4)}
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
+def test_a_step_of_one_weight_after_another_takes_nothing_more(options: Any) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(3))], lr=0.1, **options)
+    assert [took for *_, took in state_bytes([optimizer]).values()] == [0]
+
+
+def test_adamw_takes_four_bytes_for_each_value_that_it_steps_at_once() -> None:
+    """As many as its parameters have, and none if it is fused."""
+    for options, expected in (({"foreach": True}, 4 * 4000), ({"fused": True}, 0)):
+        weights = [nn.Parameter(torch.ones(1000)) for _ in range(4)]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, **options)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with Made() as made:
+            optimizer.step()
+        assert expected <= made.most <= expected + 4000  # Also the counts of steps.
+
+
+class Made(TorchDispatchMode):
+    """The bytes of tensors that ops make, as many as live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._made = 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        for storage in (tensor.untyped_storage() for tensor in tensors_in(result)):
+            if storage._cdata not in known:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        alive = sum(size for made, size in self._made.values() if not made.expired())
+        self.most = max(self.most, alive)
+        return result
+
+
+def test_a_step_of_many_weights_counts_where_nothing_is_gathered(capsys: Shown) -> None:
+    words = ["model=mlp", "model.hidden=512", "dataset.batch_size=4", "gpus=2"]
+    totals = []
+    for more in ([], ["+optimizer.foreach=false"]):
+        command.main([*words, *more])
+        _, names, line, *_ = capsys.readouterr().out.splitlines()
+        row = dict(zip(names.split()[2:], map(float, line.split()[2:]), strict=True))
+        least = sum(row[name] for name in ("weights", "masters", "state", "gradients"))
+        totals.append(row["total"])
+        assert row["total"] == pytest.approx(least + max(row["update"], row["activations"]), 0.01)
+    assert totals[0] > totals[1]
+    half = Weight((2**27,), stored=2, update=4)
+    assert held([half], Way("ddp", 2))["update"] == 4 * 2**26  # One bucket after another.
+    assert held([half], Way("fsdp", shards=2))["update"] == 4 * 2**26
 
 
 def test_buckets_and_blocks_are_the_longest_messages() -> None:
@@ -193,6 +266,8 @@ def test_the_command_prints_what_fits(capsys: Shown) -> None:
     values = 64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10
     assert float(rows["ddp", "fp32"][2]) == pytest.approx(4 * values / 1e6, rel=0.01)
     assert {row[-1] for row in rows.values()} == {"yes", "no"}
+    saved = names.split().index("activations")
+    assert float(rows["fsdp", "amp"][saved]) < float(rows["ddp", "amp"][saved])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from mpframe.run import footprint
 from mpframe.run.footprint import Way, Weight
 from mpframe.run.optimizer import build_optimizers
 from mpframe.run.parts import build_layout, build_model, build_precision, build_task
-from mpframe.training.memory import recompute
+from mpframe.training.memory import cast_again, recompute
 
 _MODES = ("fp32", "amp", "mixed")
 _MASTERS = {"on": 4, "split": 2, "off": 0}  # bytes beside a half weight
@@ -89,7 +89,7 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
             model = build_model(config).train()
             batch = map_tensors(shapes.from_tensor, batch)
             styles = _styles(model, names)
-            activations, recomputed, summed = _run(config, task, model, batch, styles, way.tensor)
+            activations, recomputed, summed = _run(config, task, model, batch, styles, way)
     except (RuntimeError, NotImplementedError) as error:
         raise UserCodeError(f"model: cannot run without values: {first_line(error)}") from error
     weights = _weights(config, model, styles, way.tensor)
@@ -98,17 +98,19 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     held = footprint.held(weights, way, master=masters, average=average)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     traffic = footprint.payload(weights, way, buffers=buffers, activations=summed)
-    least = sum(held.values()) + buffers
-    held |= {"activations": activations, "recomputed": recomputed, "total": least + activations}
+    update, gathered = held["update"], held["gathered"]
+    rest = sum(held.values()) + buffers - update - gathered
+    total, least = (rest + max(update, gathered + n) for n in (activations, recomputed))
+    held |= {"activations": activations, "recomputed": recomputed, "total": total}
     sizes = {
         "sent": round(footprint.sent(traffic)),
         "longest": footprint.longest_message(weights, way),
     }
-    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least + recomputed}
+    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least}
 
 
 def _run(
-    config: Config, task: Task, model: nn.Module, batch: Any, styles: Any, tensor: int
+    config: Config, task: Task, model: nn.Module, batch: Any, styles: Any, way: Way
 ) -> tuple[int, int, int]:
     """Bring weights to their formats; measure activations, kept and recomputed, and sums."""
     precision, blocks = build_precision(config), blocks_of(model)
@@ -122,11 +124,13 @@ def _run(
         precision.trace(model, partial(objective, batch=batch))
     for weight, dtype in formats_of(model, precision.policy, precision.uses(model)).items():
         weight.data = weight.data.to(dtype)
+    if way.shards > 1 and way.tensor == 1:
+        precision.use_shards(model, {weight: weight for weight in model.parameters()}, cast_again)
     precision.attach(model)
     names = [name for name, module in model.named_modules() if module in blocks]
-    saved, largest, summed = footprint.measure(model, forward, blocks, styles, tensor)
+    saved, largest, summed = footprint.measure(model, forward, blocks, styles, way.tensor)
     recompute(model, config.trainer.recompute or names)
-    kept, _, _ = footprint.measure(model, forward, (), styles, tensor)
+    kept, _, _ = footprint.measure(model, forward, (), styles, way.tensor)
     return saved, kept + largest, summed
 
 
@@ -166,7 +170,7 @@ def _weights(
                 shapes[parameter][axis] = parameter.shape[axis] // tensor
     return [
         Weight(
-            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0)), block_of.get(p, 0)),
+            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0, 0)), block_of.get(p, 0)),
         )
         for p, shape in shapes.items()
     ]

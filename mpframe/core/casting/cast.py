@@ -12,8 +12,8 @@ each op, so torch casts nothing itself. In a `torch.autocast` region of the mode
 the region's dtype. With `enabled=False` nothing is cast, except that mixed formats are widened.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class Casts:
     """A policy, and the rules of its ops, which the blocks of one precision share.
 
     Attributes:
-        keeps_weights: whether a weight is cast once in a block, not once for each op.
+        saving: makes the context of each half op. If None, a block casts a weight only once.
         autocasts: whether torch.autocast is on in the blocks, for `device_type`.
         emulated: the half formats that are emulated, as an autocast region may choose either.
         found: for each pin, what `find_rule` returned for each function.
@@ -59,7 +59,8 @@ class Casts:
 
     def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
         self.policy, self.op_handlers = policy, tuple(op_handlers)
-        self.keeps_weights, self.autocasts = True, policy.mode != "fp32"
+        self.saving: Callable[[], AbstractContextManager[Any]] | None = None
+        self.autocasts = policy.mode != "fp32"
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
@@ -182,7 +183,11 @@ class CastMode(TorchFunctionMode):
         formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
-        result = call_with(self._cast_to_half, func, args, kwargs)
+        if self.casts.saving is None:  # No context: this runs in every step.
+            result = call_with(self._cast_to_half, func, args, kwargs)
+        else:
+            with self.casts.saving():
+                result = call_with(self._cast_to_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
     def run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -195,7 +200,7 @@ class CastMode(TorchFunctionMode):
                 self._kept_weights.pop((id(args[0]), enabled), None)
         return func(*args, **kwargs)
 
-    def _cast_to_half(self, tensor: Tensor) -> Tensor:
+    def _cast_to_half(self, tensor: Tensor) -> Any:
         """Cast `tensor` for a half op, a weight only once in a block."""
         if tensor.dtype not in self._to_half:
             return tensor
@@ -210,9 +215,10 @@ class CastMode(TorchFunctionMode):
         if kept is not None and kept[1] == tensor._version:
             return reuse_operand(kept[2], kept[3])
         half = tensor.to(dtype=self._half)  # As a keyword it is parsed in half the time.
-        operand = self._make_operand(half)
-        keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
-        if keeps and _is_weight(tensor):
+        operand: Any = self._make_operand(half)
+        if self.casts.saving is not None:
+            operand.cast_of = (tensor, self._half) if isinstance(tensor, nn.Parameter) else None
+        elif _is_weight(tensor) and id(tensor) not in self._open_weights:
             # The weight is kept beside its cast: an id is only unique while its object lives.
             self._kept_weights[key] = (tensor, tensor._version, half, operand)
         return operand

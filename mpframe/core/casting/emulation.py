@@ -106,13 +106,9 @@ def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype, copy=True)
 
 
-@_opaque_convert.register_fake
-def _(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(tensor, dtype=dtype)
-
-
 def _convert_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return _convert(gradient, ctx.dtype), None
 
 
+_opaque_convert.register_fake(lambda tensor, dtype: torch.empty_like(tensor, dtype=dtype))
 _opaque_convert.register_autograd(_convert_gradient, setup_context=_keep_format)

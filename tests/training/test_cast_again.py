@@ -1,0 +1,140 @@
+"""Weights that are gathered for a while: their casts do not stay until the backward pass."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from ranked import in_group, parts, setup
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from vocabulary import same_bits
+
+from mpframe import Precision
+from mpframe.core.comm import Comm
+from mpframe.training.memory import cast_again, recompute
+
+CPU_MODES = [("amp", "bfloat16", "native"), ("amp", "float16", "emulated"),
+             ("mixed", "float16", "emulated")]  # fmt: skip
+
+
+class Net(nn.Module):
+    """A weight of each kind of product, one that is used twice, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.first = nn.Conv1d(3, 7, 3), nn.Linear(8, 10)
+        self.twice, self.frozen = nn.Linear(10, 10), nn.Linear(10, 10).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(self.conv(inputs)).tanh()
+        return self.twice(self.frozen(self.twice(hidden))) @ self.first.weight
+
+
+def keep() -> Any:
+    """Autograd saves casts, as it does by itself."""
+    return nullcontext()
+
+
+def made(mode: str, half: str, compute: str, saving: Any) -> tuple[Net, Precision]:
+    model, precision = Net(), Precision(mode, half, compute=compute)
+    precision.use_shards(model, {}, saving)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, precision
+
+
+class Watch(TorchDispatchMode):
+    """Counts the casts of tensors of some shapes that are still in memory."""
+
+    def __init__(self, weights: nn.Module) -> None:
+        super().__init__()
+        self._shapes = {weight.shape for weight in weights.parameters()}
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape in self._shapes:
+            self._made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def alive(self) -> int:
+        assert self._made
+        return sum(not cast.expired() for cast in self._made)
+
+
+def step(
+    precision: Precision, model: nn.Module, run: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor | None], int]:
+    """The gradients of a backward pass, and how many casts the forward pass has left."""
+    torch.manual_seed(1)
+    watch, inputs = Watch(model), torch.randn(2, 3, 10)
+    with precision.cast(), watch:
+        loss = run(inputs).float().square().sum()
+    alive = watch.alive()
+    loss.backward()
+    return [weight.grad for weight in model.parameters()], alive
+
+
+@pytest.mark.parametrize(("mode", "half", "compute"), CPU_MODES)
+def test_weights_are_cast_again_to_the_same_values(mode: str, half: str, compute: str) -> None:
+    found = []
+    for saving in (keep, cast_again):
+        model, precision = made(mode, half, compute, saving)
+        found.append(step(precision, model, model))
+    (plain, kept), (again, left) = found
+    assert same_bits([g for g in plain if g is not None], [g for g in again if g is not None])
+    # `conv`, `first` and `frozen` once and again, `twice` twice; their biases need no cast.
+    assert kept == 6
+    assert left == 0
+
+
+def test_a_second_derivative_goes_through_the_cast() -> None:
+    found = []
+    for saving in (keep, cast_again):
+        model, precision = made("amp", "bfloat16", "native", saving)
+        inputs = torch.linspace(-1, 1, 60).view(2, 3, 10).requires_grad_()
+        with precision.cast():
+            output = model(inputs).float().square().sum()
+        (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
+        slope.square().sum().backward()
+        found.append([model.first.weight.grad, model.conv.weight.grad])
+    assert same_bits(*found)
+
+
+def test_others_decide_what_is_saved() -> None:
+    """A module that runs again keeps nothing, and torch.func takes no hooks at all."""
+    model, precision = made("amp", "bfloat16", "native", cast_again)
+    plain, _ = step(precision, model, model)
+    model.zero_grad()
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        assert step(precision, model, model)[1] > 0
+    assert any(saved.dtype == torch.bfloat16 for saved in seen)
+    model.zero_grad()
+    recompute(model, [""])
+    again, left = step(precision, model, model)
+    assert left == 0
+    assert same_bits([g for g in plain if g is not None], [g for g in again if g is not None])
+    with precision.cast():
+        slope = torch.func.grad(lambda inputs: Net.forward(model, inputs).float().sum())
+        assert slope(torch.ones(2, 3, 10)).any()
+
+
+def casts_left(comm: Comm, half: str) -> int:
+    """How many casts of a divided GPT's weights live when its backward pass begins."""
+    watch = Watch(parts("gpt")[0].get_submodule("blocks"))
+    trainer, train, _ = setup("amp", comm, {"name": "gpt", "fsdp": True, "half": half})
+    with trainer.precision.cast(), watch:
+        output = trainer.model(next(iter(train.epoch(0)))[0])
+    left = watch.alive()
+    output.float().sum().backward()
+    return left
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_ranks_keep_no_casts_of_gathered_weights(two: Ranks, half: str) -> None:
+    assert two(in_group, casts_left, half) == [0, 0]
