@@ -52,11 +52,12 @@ def _copy(value: Any, copies: dict[Any, Tensor]) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of torch's generators (CPU and every CUDA device), numpy's and Python's."""
+    """Return the states of torch's generators (CPU and every GPU), numpy's and Python's."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else [],
         "numpy": [str(kind), torch.from_numpy(np.asarray(keys).copy()), *map(float, rest)],
         "python": random.getstate(),
     }
@@ -67,6 +68,8 @@ def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for number, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, number)
+    for mps in state.get("mps", ()) if torch.backends.mps.is_available() else ():
+        torch.mps.set_rng_state(mps)
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy(), int(position), int(has_gauss), gauss))
     random.setstate(state["python"])
@@ -74,7 +77,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's generators of the CPU and a CUDA device, from which models draw."""
+    """The states of torch's generators of the CPU and a GPU, from which models draw."""
 
     cpu: Tensor
     device: Tensor | None = None
@@ -83,6 +86,8 @@ class RandomState:
     def now(cls, device: torch.device) -> "RandomState":
         """Take the present states without waiting for the device."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        if device.type == "mps":
+            on_device = torch.mps.get_rng_state()
         return cls(torch.get_rng_state(), on_device)
 
     def restore(self, device: torch.device) -> None:
@@ -90,6 +95,8 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device, device)
+        if self.device is not None and device.type == "mps":
+            torch.mps.set_rng_state(self.device)
 
 
 OTHER_RANKS = "other_ranks"  # the entry of a state with the list of the states of ranks 1, 2, ...

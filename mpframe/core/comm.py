@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.buffers import Buffers
+from mpframe.core.tree import widest
 
 T = TypeVar("T")
 Scale = Tensor | float
@@ -100,7 +101,7 @@ class Comm:
     def mean_loss(self, losses: Sequence[Loss], amaxes: Sequence[Tensor]) -> Tensor:
         """Return the mean of a loss over the samples of all ranks' good micro-batches, 0-d."""
         values = torch.stack([loss.value for loss in losses])
-        one = values.new_ones((), dtype=torch.float64)
+        one = values.new_ones((), dtype=widest(values.device))
         counts = torch.stack([(one * loss.samples).detach() for loss in losses])
         if len(losses) > 1:  # A single bad one skips the step anyway.
             values = values.masked_fill(~(torch.stack([*amaxes]) < torch.inf), torch.nan)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
 HALF = tuple(HALVES.values())
+APPLE = frozenset({"mps"})  # the type of device
 _NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
 _SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
 
@@ -33,6 +34,16 @@ def device_of(model: nn.Module) -> torch.device:
 def is_async(device: torch.device) -> bool:
     """Return whether a read from `device` makes the host wait, as all but a CPU's do."""
     return device.type != "cpu"
+
+
+def is_apple(device: torch.device) -> bool:
+    """Return whether `device` has no float64, and fused optimizers that ignore `found_inf`."""
+    return device.type in APPLE
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the format of counts and their sums: float64, or float32 on Apple's GPUs."""
+    return torch.float32 if is_apple(device) else torch.float64
 
 
 def not_finite(magnitude: Tensor) -> Tensor:

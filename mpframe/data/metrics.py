@@ -14,6 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mpframe.core.errors import DataError
+from mpframe.core.tree import widest
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return values in float64, or in float32 on MPS, which lacks it."""
+    return values.to(widest(values.device))
 
 
 def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
@@ -44,7 +50,7 @@ class Mean:
 
     def compute(self) -> Tensor:
         """Return the mean so far."""
-        return torch.as_tensor(self._sum, dtype=torch.float64) / self._seen
+        return widen(torch.as_tensor(self._sum)) / self._seen
 
 
 class Accuracy(Mean):
@@ -71,7 +77,7 @@ class Nats(Mean):
         require_same_shape(self.name, outputs[..., 0], targets)
         logits = outputs.flatten(0, -2).to(torch.promote_types(outputs.dtype, torch.float32))
         losses = cross_entropy(logits, targets.flatten(), reduction="none")
-        self.add(losses.double().sum(), targets.numel())
+        self.add(widen(losses).sum(), targets.numel())
 
 
 class BitsPerByte(Nats):
@@ -105,7 +111,7 @@ class RMSE(Mean):
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the squared errors of one batch of predictions, summed in float64."""
         require_same_shape(self.name, outputs, targets)
-        errors = self._errors(outputs.double(), targets.double())
+        errors = self._errors(widen(outputs), widen(targets))
         self.add(errors.square().sum(), targets.numel())
 
     def compute(self) -> Tensor:
@@ -160,7 +166,7 @@ class Overlap(ABC):
         """Return the mean so far, 0 to 1."""
         if isinstance(self._counts, int):
             return torch.tensor(torch.nan, dtype=torch.float64)
-        counts = self._counts.view(math.isqrt(len(self._counts)), -1).double()
+        counts = widen(self._counts).view(math.isqrt(len(self._counts)), -1)
         shared, wanted, chosen = counts.diagonal(), counts.sum(1), counts.sum(0)
         values = self.measure(shared, wanted, chosen)[self._first :]
         return values.nanmean()  # 0 / 0 is a class that occurs nowhere.

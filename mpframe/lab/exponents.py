@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpframe.core.tree import widest
+
 LOWEST, HIGHEST = -127, 127
 """The exponents that are counted. All subnormal fp32 numbers, below 2^-126, share one bin."""
 BINS = HIGHEST - LOWEST + 1
@@ -88,11 +90,12 @@ def count_exponents(
         count(scaled > limits.largest),
         there.max() if there.numel() else torch.zeros((), device=wide.device),
     ]
-    row = torch.stack([field.double() for field in fields])
+    kind = widest(wide.device)
+    row = torch.stack([field.to(kind) for field in fields])
     bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent, 0 for subnormals and zero.
     bins = tally(bits, 256, counts)
     bins[0] -= zeros
-    return torch.cat([row, bins[:BINS].double()])  # The last one, 255, stands for inf and nan.
+    return torch.cat([row, bins[:BINS].to(kind)])  # The last one, 255, stands for inf and nan.
 
 
 def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:

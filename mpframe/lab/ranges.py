@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from mpframe.core.comm import part_of
 from mpframe.core.errors import DataError
-from mpframe.core.tree import device_of, tensors_in
+from mpframe.core.tree import device_of, tensors_in, widest
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.lab.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
 from mpframe.tracking import tags
@@ -112,7 +112,7 @@ class RangeProbe:
             handle.remove()
         away = self._measure_weights()
         device = device_of(self._trainer.model)
-        empty = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+        empty = torch.zeros(WIDTH, dtype=widest(device), device=device)
         keys = [(kind, layer) for kind in KINDS for layer in self.layers]
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
         rows = self._add_ranks(rows.view(len(KINDS), -1, WIDTH))
@@ -121,7 +121,7 @@ class RangeProbe:
         if self._sharding is not None:
             self._trainer.comm.sum_([counts])
             counts /= self._sharding.replicas
-        scale = torch.as_tensor(self._scale, dtype=torch.float64, device=device)
+        scale = torch.as_tensor(self._scale, dtype=widest(device), device=device)
         flat = torch.cat([scale.reshape(1), counts, rows.ravel()]).cpu().numpy()
         layers = len(self.layers)
         return Ranges(
@@ -202,7 +202,7 @@ class RangeProbe:
             after = self._trainer.optimizer.master_of(parameter)
             self._count("updates", layer, after - before)
             stuck = after.to(self._half) == before.to(self._half)
-            count = (stuck & (after != before)).sum().double()
+            count = (stuck & (after != before)).sum().to(widest(after.device))
             away[layer] = away[layer] + count if layer in away else count
         return away
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpframe.core.tree import widest
 from mpframe.lowbit.formats import FORMATS, Draw, ElementFormat, round_finite_, round_to, transform
 
 PER = ("tensor", "row", "block")
@@ -262,23 +263,23 @@ def count_noise(
     """Count what a quantisation loses. It takes the arguments and the result of `quantize`.
 
     Returns:
-        [7] float64 on the device of `values`: the number of values, the sums of v^2 and of
+        [7], the `widest` on the device of `values`: the number of values, the sums of v^2 and of
         (q - v)^2 over values v and their quantised q, how many values are saturated (beyond the
         format's largest number at their scale) and lost (quantised to zero, but not zero), and log2
         of the largest and of the smallest scale.
     """
-    values = apply_hadamard(values, axes, how)
+    values, kind = apply_hadamard(values, axes, how), widest(values.device)
     lost = (quantized == 0) & (values != 0)
     if how.scale == "none":
         beyond = values.abs() > how.format.max
-        highest = lowest = values.new_zeros((), dtype=torch.float64)
+        highest = lowest = values.new_zeros((), dtype=kind)
     else:
         split = find_scales(values, axes, how, known_amax)
         beyond = (split.blocks * split.inverse).abs() > how.format.max
-        octaves = split.scale.double().log2()
+        octaves = split.scale.to(kind).log2()
         # A block of zeros has the smallest possible scale, which says nothing.
         highest = octaves.where(split.amax > 0, -math.inf).amax()
         lowest = octaves.where(split.amax > 0, math.inf).amin()
-    signal, noise = (t.square().sum(dtype=torch.float64) for t in (values, quantized - values))
+    signal, noise = (t.square().sum(dtype=kind) for t in (values, quantized - values))
     count = torch.full_like(signal, values.numel())
     return torch.stack([count, signal, noise, beyond.sum(), lost.sum(), highest, lowest])

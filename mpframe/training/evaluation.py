@@ -23,7 +23,7 @@ from mpframe.core.comm import Comm, apply_weight
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.optim.gradients import as_count
-from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.tree import device_of, map_tensors, widest
 from mpframe.core.user_code import UserCode, describe, name_of
 from mpframe.training.trainer import InBatch, Loader, Trainer, run_callbacks
 
@@ -152,7 +152,7 @@ class Metrics:
         """Return the result, the same on all ranks.
 
         Args:
-            sums: of this rank's losses, each times its count, and of the counts: [2] float64.
+            sums: of this rank's losses, each times its count, and of the counts: [2], the `widest`.
         """
         self._comm.sum_([sums])
         total, count = sums.tolist()
@@ -194,7 +194,7 @@ class Evaluator:
         """
         device = device_of(trainer.model)
         metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=widest(device), device=device)
         with ExitStack() as stack:
             for algorithm in trainer.algorithms.values():
                 stack.enter_context(algorithm.evaluating(trainer))
@@ -209,18 +209,18 @@ class Evaluator:
     def _evaluate_batch(
         self, trainer: Trainer, number: int, batch: Batch | None, metrics: Metrics
     ) -> Tensor:
-        """Return this rank's losses times their counts, and the counts: [2] float64."""
+        """Return this rank's losses times their counts, and the counts: [2]."""
         device, missing = device_of(trainer.model), batch is None
         batch = _batch_of_any(trainer.comm, batch)
         computed = [] if batch is None else self._compute(trainer, batch)
         if missing or not computed:
             metrics.update(None)
-            return torch.zeros(2, dtype=torch.float64, device=device)
+            return torch.zeros(2, dtype=widest(device), device=device)
         first = computed[0]
         metrics.update((first.outputs, first.targets))
         run_callbacks(trainer.callbacks, "on_prediction_end", trainer, number, batch, first)
         count = as_count(count_of(first.count, batch), device)
-        losses = [apply_weight(output.loss.double(), count) for output in computed]
+        losses = [apply_weight(output.loss.to(count.dtype), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
     def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:

@@ -34,6 +34,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
+from mpframe.run.trainer import _step_parts as refuse_whole_weights
 from mpframe.run.trainer import refuse_beside_sharding, shard
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
@@ -231,6 +232,8 @@ def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
         with pytest.raises(ConfigError) as refused:
             shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU)
         assert str(refused.value) == f"optimizer={kind.__name__}: {text}"
+    own.by_value = True
+    refuse_whole_weights(own(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
 def composed(*words: str) -> Config:

@@ -115,7 +115,7 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
     scalers = state["trainer"]["scaler"]
     scaled = {o.name: scalers.get(o.name, scalers.get("")) for o in trainer.objectives}
     scales = {n: 1.0 if scaler is None else float(scaler["scale"]) for n, scaler in scaled.items()}
-    cuda = state["rng"]["cuda"]
+    gpus = [*state["rng"]["cuda"], *state["rng"].get("mps", ())]
     return Evidence(
         step=steps + 1,
         reason=f"asked for, after the checkpoint of step {steps}",
@@ -126,7 +126,7 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
         scales=scales,
         floors={},
         scaling=next((str(scaler["kind"]) for scaler in scalers.values()), "none"),
-        random=RandomState(state["rng"]["torch"], cuda[0] if cuda else None),
+        random=RandomState(state["rng"]["torch"], gpus[0] if gpus else None),
         updates=progress.steps,
         clips=trainer.plan.clip_norm is not None,
     )

@@ -52,7 +52,7 @@ from torch.utils._triton import has_triton
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, make_range_error
-from mpframe.core.tree import is_async
+from mpframe.core.tree import is_async, widest
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ SURPRISE = 2.0  # in σ: one normal observation in 44 lies beyond it on one side
 RESTART_AFTER = 4  # beyond chance, and a jump costs about this many skips
 MAX_RETREAT = 255.0  # octaves, after 8 overflows in a row, taken back by 8 clean steps
 
-Number = Any  # a float, or a 0-d float64 tensor; comparing two gives a bool of the same kind
+Number = Any  # a float, or a 0-d tensor, the `widest`; comparing two gives a bool of the same kind
 _State = dict[str, Number]
 Arithmetic = SimpleNamespace  # The functions of the equations beside + - * / and comparisons.
 ON_HOST = Arithmetic(  # of floats, which on a CPU take an eighth of the time of tensors
@@ -128,7 +128,7 @@ class LogMax(AdaptiveScaler):
             _octaves("init_scale", float(init_scale))
 
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
-        zero = torch.zeros_like(scale, dtype=torch.float64)
+        zero = torch.zeros_like(scale, dtype=widest(scale.device))
         # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
         mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
         counts = ("count", "margin", "highs", "lows", "retreat")
@@ -166,7 +166,7 @@ class LogMax(AdaptiveScaler):
             del ways[1:]
 
     def _observe(self, state: dict[str, Tensor], amax: Tensor) -> dict[str, Tensor]:
-        new, ignored = self._after(state, amax.double(), ON_DEVICE), amax == 0
+        new, ignored = self._after(state, amax.to(state["mean"].dtype), ON_DEVICE), amax == 0
         return {n: torch.where(ignored, old, new[n]) for n, old in state.items()}
 
     def _after(self, now: _State, amax: Number, on: Arithmetic) -> _State:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mpframe.core.errors import CheckpointError
 from mpframe.core.ranges import Range, require
+from mpframe.core.tree import is_apple, widest
 
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS, _MANTISSA_BITS = 127, 23  # of float32
@@ -100,7 +101,8 @@ class Scaler:
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to `device`, in place, and return self."""
-        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
+        kind = {torch.float64: widest(torch.device(device))}
+        self.state = {n: t.to(kind.get(t.dtype)).to(device) for n, t in self.state.items()}
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,12 +185,14 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def exponent_of(power: Tensor) -> Tensor:
-    """Return e of 2^e, as int32."""
-    return torch.frexp(power).exponent - 1  # frexp gives a mantissa in [0.5, 1)
+    """Return e of 2^e, a normal float32, as int32."""
+    return (power.view(torch.int32) >> _MANTISSA_BITS) - _BIAS
 
 
 def largest_power_below(limit: float, amax: Tensor) -> Tensor:
     """Return the largest e with 2^e * amax <= limit, as int32, for a finite amax > 0."""
-    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
-    used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
-    return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+    value = amax.cpu() if is_apple(amax.device) else amax
+    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=value.device))
+    used = torch.frexp(value.double())  # float64 holds the subnormal float32 as normal numbers
+    exponent = room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+    return exponent.to(amax.device)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import POSITIVE, require
-from mpframe.core.tree import HALF, not_finite, to_fp32
+from mpframe.core.tree import HALF, is_apple, not_finite, to_fp32, widest
 
 _FEW = 2**20  # values: 4 MB in fp32
 # values: 16 MB of fp32 gradients fit in a CPU's cache. On an accelerator launches count more.
@@ -146,10 +146,10 @@ def measure_grads(
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
-    """Return a count as a 0-d float64 tensor, without waiting for the device."""
+    """Return a count as a 0-d tensor, the `widest`, without waiting for the device."""
     if isinstance(count, Tensor):
-        return count.detach().to(device, torch.float64)
-    return torch.full((), count, dtype=torch.float64, device=device)
+        return count.detach().to(device, widest(device))
+    return torch.full((), count, dtype=widest(device), device=device)
 
 
 def check_clipping(**bounds: float | None) -> None:
@@ -289,6 +289,10 @@ def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Ten
 
     Only torch's fused optimizers skip on the device: this is a step of SGD, upwards.
     """
+    if is_apple(bad.device):
+        for kept, gradient in pairs:
+            kept.add_((gradient * weight).masked_fill_(bad, 0.0))
+        return
     sums, gradients = [], []
     for kept, gradient in pairs:
         if gradient.stride() != kept.stride():  # The kernel takes both as they lie in memory.

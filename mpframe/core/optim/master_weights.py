@@ -35,7 +35,7 @@ from mpframe.core.optim.masters import Master, Pair, master_class
 from mpframe.core.optim.optimizer import OptimizerWrapper
 from mpframe.core.optim.widening import Frozen, frozen_beside, widen_turned, widen_written
 from mpframe.core.step_result import StepResult, Verdict, read
-from mpframe.core.tree import HALF, is_async
+from mpframe.core.tree import HALF, is_apple, is_async
 
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
@@ -279,7 +279,8 @@ class MasterWeights(OptimizerWrapper):
             self._stepped_once.update(moved)
             takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
             fused = all(group.get("fused") for group in self.optimizer.param_groups)
-            self.skips_on_device = takes_found_inf and fused and is_async(self._device)
+            waits = is_async(self._device) and not is_apple(self._device)
+            self.skips_on_device = takes_found_inf and fused and waits
 
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:

@@ -21,6 +21,7 @@ from mpframe.core.errors import CheckpointError
 from mpframe.core.optim.masters import master_behind, round_into
 from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
+from mpframe.core.tree import widest
 from mpframe.training.trainer import Trainer
 
 
@@ -70,7 +71,7 @@ class Ema:
         """Do the same on the device, in float64, which gives the same numbers."""
         device = self._averages[0].device
         skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
-        count = torch.as_tensor(self._updates, dtype=torch.float64, device=device)
+        count = torch.as_tensor(self._updates, dtype=widest(device), device=device)
         weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
         for average, master in zip(self._averages, self._present(), strict=True):
             moved = torch.lerp(average, master, weight.to(average.dtype))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.tree import widest
 from mpframe.data.samples import draw_uniforms, hold_out
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.text.classification import (
@@ -128,8 +129,9 @@ class WordJaccard:
 
 def best_spans(start: Tensor, end: Tensor, allowed: Tensor) -> Tensor:
     """Return the allowed tokens s <= e with the largest start[s] + end[e]: int64 [N, 2]."""
-    low = torch.finfo(torch.float64).min
-    start, end = (logits.double().masked_fill(~allowed, low) for logits in (start, end))
+    kind = widest(start.device)
+    low = torch.finfo(kind).min
+    start, end = (logits.to(kind).masked_fill(~allowed, low) for logits in (start, end))
     sums = start[:, :, None] + end[:, None, :]
     behind = torch.ones_like(sums, dtype=torch.bool).tril(-1)
     best = sums.masked_fill(behind, -torch.inf).flatten(1).argmax(1)
