@@ -102,8 +102,7 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
         Phases.mark("save")
 
     load, Resume.into = Resume.into, into  # type: ignore[method-assign, assignment]
-    close = Checkpoints.close
-    Checkpoints.close = close_after_saving  # type: ignore[method-assign, assignment]
+    close, Checkpoints.close = Checkpoints.close, close_after_saving  # type: ignore[method-assign, assignment]
     composed = without_hydra(compose_named(list(options))[1])
     config = check_config(composed)
     Path(folder).mkdir(exist_ok=True)
