@@ -135,9 +135,9 @@ def parse_words(words: list[str]) -> list[Override]:
         try:
             override = parser.parse_override(word)
         except HydraException as error:
-            reason = str(error).splitlines()[0]
             what = f"{word or repr(word)}: not of the form option=value"
-            raise ConfigError(f"{what}; {reason}") from None
+            reason = f"; {str(error).splitlines()[0]}" if "=" in word else ""
+            raise ConfigError(what + reason) from None
         if not override.key_or_group:
             raise ConfigError(f"{word}: not of the form option=value; the option is missing")
         overrides.append(override)

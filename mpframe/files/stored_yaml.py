@@ -39,7 +39,10 @@ def parse_stored(text: str, path: Path) -> dict[str, Any]:
             f"letters and at most {_DEEPEST} levels"
         )
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: not a stored configuration; use a checkpoint of a run")
+        raise CheckpointError(
+            f"{path}: no stored options, which a run made in Python does not have; use a "
+            "checkpoint of a YAML run"
+        )
     return tree
 
 

@@ -1,7 +1,7 @@
 """The state or the weights that a run starts from: `resume` and `init_from`.
 
 Begin with `Resume`. It finds the newest good checkpoint, verifies it, and loads all of it or
-nothing. Then it reports why the resumed run cannot equal the undisturbed one bit for bit, if it
+nothing. Then it reports why the resumed run cannot equal the uninterrupted one bit for bit, if it
 cannot. Callbacks get their states by name. `init_from` loads saved weights.
 """
 
@@ -191,7 +191,7 @@ def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, traine
     differing += other_arithmetic(snapshot.facts.get("made_on"), here)
     if differing:
         log.warning(
-            "warning: the resumed run will not equal an undisturbed one bit for bit: %s",
+            "warning: the resumed run will not equal an uninterrupted one bit for bit: %s",
             ", ".join(differing),
         )
     if unused:

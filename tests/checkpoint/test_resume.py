@@ -80,7 +80,7 @@ def test_what_forbids_exactness_and_what_is_not_used_are_named(
     (line,) = (line for line in caplog.messages if "bit for bit" in line)
     options = r".*seed=1 \(was 0\).*trainer\.clip_norm=2\.0 \(was 1\.0\)"
     machine = r"torch=2\.99 \(was \S+\), threads=7 \(was \d+\)$"
-    assert re.search(rf"undisturbed one bit for bit: {options}.*{machine}", line), line
+    assert re.search(rf"uninterrupted one bit for bit: {options}.*{machine}", line), line
     assert (
         "warning: not used, because the checkpoint holds its own: optimizer.lr=0.5 (goes on with "
         "0.01); start a new run with init_from to change it"

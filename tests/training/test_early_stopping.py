@@ -104,7 +104,7 @@ def test_more_is_better_or_less_as_said(values: Any, options: Any, higher: Any, 
 
 
 def test_the_reason_names_the_best_and_a_resumed_run_stays_stopped_unless_patience_grew() -> None:
-    words = "early stopping: val_accuracy was not better than {} in the last 2 validations"
+    words = "early stopping: val_accuracy was not better than {}, validations since then: 2"
     assert told(EarlyStopping(patience=2), [NAN, NAN]).stop_reason == words.format("nan")
     first = EarlyStopping(patience=2)
     assert told(first, [0.25, 0.5, 0.25, 0.125]).stop_reason == words.format("0.5 (step 2)")

@@ -98,7 +98,8 @@ def test_a_users_class_is_made_once_it_is_named_again_and_no_optimizer(trained: 
         text, target = yaml.safe_dump(stored_in(trained) | node), f"{again}._target_=own.Top"
         assert refused(CheckpointError, config_of, text, trained, []) == (
             f"{trained}: {target.lstrip('+')} is not mpframe's own, and a stored configuration "
-            f"runs nothing; if you trust it, add {target}"
+            f"runs nothing; if you trust it, add --config-dir FOLDER with the YAML files that name "
+            f"it, or {target}"
         )
         assert vars(config_of(text, trained, [target])).items() >= node.items()
     # Of an optimizer, which an evaluation needs not, none is looked at.
@@ -126,8 +127,9 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
     ("", {"trainer": [1]}, "trainer=\\[1\\]: must be a mapping"),
     ("file", "a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
     ("file", "model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
-    ("file", "", "not a stored configuration; use a checkpoint of a run"),
-    ("file", "- 1\n", "not a stored configuration"),
+    ("file", "", "no stored options, which a run made in Python does not have; use a checkpoint "
+     "of a YAML run"),
+    ("file", "- 1\n", "no stored options"),
     ("file", "[" * 60_000, "at most 16 levels"),
     ("file", "a: " + "x" * 2**16, "at most 65536 letters"),
     ("file", "at: 2026-11-21\n", "at is a date; refused"),

@@ -166,8 +166,9 @@ class EarlyStopping(Callback):
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
             trainer.stop(
-                f"early stopping: val_{self._best.name} was not better than {self._best} in the "
-                f"last {self._waited} validations"
+                f"early stopping: val_{self._best.name} was not better than {self._best}"
+                + f" by {self._min_delta:g}" * bool(self._min_delta)
+                + f", validations since then: {self._waited}"
             )
 
 
