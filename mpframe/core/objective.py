@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.casting.cast import block
+from mpframe.core.casting.cast import cast_block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
@@ -186,7 +186,7 @@ class Supervised:
             outputs = model(inputs)
         except BaseException:
             blame("model:", model, inputs=inputs)
-        with block(None):  # The loss is fp32: none of its ops is cast.
+        with cast_block(None):  # The loss is fp32: none of its ops is cast.
             outputs = to_fp32(outputs)
             try:
                 loss = self.loss(outputs, targets)
@@ -202,4 +202,4 @@ def supervised(loss: Loss) -> Supervised:
 
 def outside_casts() -> AbstractContextManager[None]:
     """Context manager in which no op is cast, for a loss whose inputs are in fp32 already."""
-    return block(None)
+    return cast_block(None)

@@ -30,7 +30,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def is_async(device: torch.device) -> bool:
+def host_waits_for(device: torch.device) -> bool:
     """Return whether a read from `device` makes the host wait, as all but a CPU's do."""
     return device.type != "cpu"
 

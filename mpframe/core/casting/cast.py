@@ -261,7 +261,7 @@ def count_steps() -> int:
 
 
 @contextmanager
-def block(
+def cast_block(
     casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
 ) -> Iterator[None]:
     """Context manager in which ops are cast by `casts`, or not at all if it is None.
@@ -302,9 +302,9 @@ def casts_here() -> MakeBlock:
     """Return a function that makes a block with this thread's present casts."""
     mode = active_mode()
     if mode is None:
-        return partial(block, None)
+        return partial(cast_block, None)
     state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
-    return partial(block, mode.casts, tuple(mode.pins), state)
+    return partial(cast_block, mode.casts, tuple(mode.pins), state)
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:

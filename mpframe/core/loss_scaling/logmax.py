@@ -50,7 +50,7 @@ from torch import Tensor
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, make_range_error
-from mpframe.core.tree import is_async
+from mpframe.core.tree import host_waits_for
 
 PRIOR_STD = 1.0  # σ₀ in octaves: batches differ by less in most training
 PRIOR_WEIGHT = 4.0  # ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves
@@ -155,7 +155,7 @@ class LogMax(AdaptiveScaler):
     def update(self, amax: Tensor) -> None:
         """Observe `amax`, given as to any `LossScaler`, and choose the scale."""
         self.wants_probe = False
-        if amax.dim() == 0 and not is_async(amax.device):
+        if amax.dim() == 0 and not host_waits_for(amax.device):
             seen = amax.item()
             if seen != 0:
                 now = {name: value.item() for name, value in self.state.items()}

@@ -42,13 +42,13 @@ class _Seen:
         if weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4):
             words = rows.view(torch.int64)  # Over words of 16 bits sums take 60 times as long.
         seen.address, seen.words = weight.data_ptr(), words
-        if _values_count(weight):
+        if _compares_values(weight):
             large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
             seen.summed, seen.bits = large, torch.empty_like(words[:, 0] if large else words)
         return seen
 
 
-def _values_count(weight: Tensor) -> bool:
+def _compares_values(weight: Tensor) -> bool:
     return weight.is_cpu
 
 
