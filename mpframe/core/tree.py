@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
 HALF = tuple(HALVES.values())
-_NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
-_SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
+_SIMPLE = frozenset({int, float, complex, str, bool, type(None)})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -112,6 +111,5 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 
 def _is_dict(node: Any) -> bool:
-    # An abstract class takes four times as long to ask, so numbers and words are not asked.
-    simple = isinstance(node, _NUMBERS_AND_WORDS)
-    return isinstance(node, dict) or (not simple and isinstance(node, UserDict))
+    # UserDict is an abstract class, which takes four times as long to ask.
+    return isinstance(node, dict) or UserDict in type(node).__mro__

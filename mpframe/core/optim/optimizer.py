@@ -266,9 +266,6 @@ class ParamGroup(UserDict[str, Any]):
     def __delitem__(self, key: str) -> None:
         del self._writable(key)[key]
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
     def _writable(self, key: str) -> dict[str, Any]:
         if key == "params":
             raise ConfigError(
