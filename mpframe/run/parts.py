@@ -28,7 +28,7 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import UserCode, describe, name_of
-from mpframe.data.loading import Loader, make_loader
+from mpframe.data.loading import Loader, make_loader, training_loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.layout import Layout
@@ -169,12 +169,8 @@ class Loaders(NamedTuple):
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
     """Make the loaders: training data shuffled and in whole batches only, the others in order."""
     require_workers(config.data.workers)
-    size = config.data.batch_size
-    common = _common(config, task, comm)
-    each = task.batches_per_epoch
-    train = make_loader(
-        task.train, size, shuffle=True, drop_last=True, batches_per_epoch=each, **common
-    )
+    options = _in_processes(config, comm)
+    train = training_loader(task, config.data.batch_size, config.run.seed, **options)
     if config.run.resume != "none":
         train.require_resumable(f"resume={config.run.resume}")
     val = evaluation_loader(config, task, task.val, "validation", comm)
@@ -190,16 +186,15 @@ def evaluation_loader(
     size, option = config.data.batch_size, "dataset.batch_size"
     if config.data.eval_batch_size is not None:
         size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
-    common = _common(config, task, comm)
-    return make_loader(samples, size, shuffle=False, split=split, option=option, **common)
+    options = {"split": split, "option": option, **_in_processes(config, comm)}
+    seed, collate = config.run.seed, task.collate
+    return make_loader(samples, size, shuffle=False, seed=seed, collate=collate, **options)
 
 
-def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
+def _in_processes(config: Config, comm: Comm) -> dict[str, Any]:
     return {
-        "seed": config.run.seed,
         "workers": config.data.workers,
         "worker_timeout": config.trainer.timeout,
-        "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
         "comm": comm,
     }
