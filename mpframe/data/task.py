@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import Loss, Objective, Supervised
+from mpframe.core.objective import LossFunction, Objective, Supervised
 from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import describe, name_of
 from mpframe.data.fetching import Collate
@@ -70,13 +70,13 @@ class Task:
     objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
     metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
-    loss: InitVar[Loss | None] = None
+    loss: InitVar[LossFunction | None] = None
     test: Dataset[Any] | None = None
     class_names: Sequence[str] | None = None
     preprocessing: Mapping[str, Any] | None = None
     batches_per_epoch: int | None = None
 
-    def __post_init__(self, loss: Loss | None) -> None:
+    def __post_init__(self, loss: LossFunction | None) -> None:
         stated: Any = self.objective
         if loss is not None:
             if stated is not None:

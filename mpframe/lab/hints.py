@@ -192,7 +192,7 @@ def check_layers(run: PlannedRun) -> Iterator[Finding]:
     names = [name for name, _ in run.trainer.model.named_modules()]
     for pattern in run.options.get("callbacks.ranges.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            more = "".join(f"; {hint}" for hint in [nearest(pattern, names)] if hint)
+            more = nearest(pattern, names, before="; ")
             yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
 
 

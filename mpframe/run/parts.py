@@ -86,10 +86,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
-        hint = nearest(name, ["auto", "cpu", "cuda", "mps"])
-        raise ConfigError(
-            f"device={name}: choose auto, cpu, cuda, cuda:N or mps" + f"; {hint}" * bool(hint)
-        )
+        hint = nearest(name, ["auto", "cpu", "cuda", "mps"], before="; ")
+        raise ConfigError(f"device={name}: choose auto, cpu, cuda, cuda:N or mps{hint}")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "
@@ -217,10 +215,9 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
         NamedMetric(name, code)  # An error is reported now, not at the first validation.
     monitor, known = config.trainer.monitor, [*metrics, LOSS]
     if monitor is not None and monitor not in known:
-        hint = nearest(monitor, known)
+        hint = nearest(monitor, known, before="; ")
         raise ConfigError(
-            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}"
-            + f"; {hint}" * bool(hint)
+            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}{hint}"
         )
     return metrics
 

@@ -111,11 +111,12 @@ class CastMode(TorchFunctionMode):
         found = self.casts.found[pin].get(func)
         if found is None:
             found = self.casts.found[pin][func] = self.casts.find_rule(func, pin)
-        if found[1] or not on:
-            return found[0](self, func, args, kwargs)
+        run, stays_on = found
+        if stays_on or not on:
+            return run(self, func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
         try:
-            return found[0](self, func, args, kwargs)
+            return run(self, func, args, kwargs)
         finally:
             set_autocast_enabled(self._device_type, True)
 
@@ -144,7 +145,11 @@ class CastMode(TorchFunctionMode):
         return True
 
     def follow_pins(self) -> None:
-        """Choose the pin for each state of autocast: a change since the last pin is a region."""
+        """Choose the pin to obey while torch.autocast is off, and while it is on.
+
+        The innermost pin holds in the state it was set in. The other state is the model's own
+        region inside the pinned module: turned off, nothing is cast, and turned on, no pin holds.
+        """
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
@@ -303,7 +308,7 @@ def casts_here() -> MakeBlock:
     mode = active_mode()
     if mode is None:
         return partial(cast_block, None)
-    state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
+    state = is_autocast_enabled(mode.casts.device_type), mode.half()
     return partial(cast_block, mode.casts, tuple(mode.pins), state)
 
 

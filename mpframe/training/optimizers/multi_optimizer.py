@@ -51,8 +51,7 @@ class MultiOptimizer:
         self, parts: Mapping[str, MasterWeights], *, skip: str = "all", own_losses: bool = False
     ) -> None:
         if skip not in SKIPS:
-            hint = nearest(skip, SKIPS)
-            hint = f"; {hint}" * bool(hint)
+            hint = nearest(skip, SKIPS, before="; ")
             raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
         _check_parts(parts)
         self.parts, self.skip, self.own_losses = dict(parts), skip, own_losses
