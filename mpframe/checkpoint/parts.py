@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from mpframe.checkpoint.state import address_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
-from mpframe.core.comm import cuts_of, ends_of, is_copy, is_sharded, part_of
+from mpframe.core.comm import cuts_of, ends_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import map_tensors
 
@@ -115,6 +115,13 @@ def _take_out(value: Any, place: Place, parts: dict[Place, Part], take: Take) ->
         kept = (_take_out(held, (*place, n), parts, take) for n, held in enumerate(value))
         return type(value)(kept)
     return value
+
+
+def is_copy(value: Any) -> bool:
+    """Return whether another rank stands for this one, which holds the same part of a DTensor."""
+    axes, mesh = enumerate(value.placements), value.device_mesh
+    repeats = any(p.is_replicate() and mesh.get_local_rank(n) for n, p in axes)
+    return repeats or int(mesh.mesh.min()) > 0  # Rank 0 and these ranks hold the same parts.
 
 
 def put_together(state: dict[str, Any], files: Sequence[Path], in_parts: bool = False) -> None:

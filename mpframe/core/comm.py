@@ -205,13 +205,6 @@ def copies_of(place: Any) -> int:
     return torch.distributed.get_world_size() // parts
 
 
-def is_copy(place: Any) -> bool:
-    """Return whether another rank stands for this one, which holds the same part of a DTensor."""
-    axes, mesh = enumerate(place.placements), place.device_mesh
-    repeats = any(p.is_replicate() and mesh.get_local_rank(n) for n, p in axes)
-    return repeats or int(mesh.mesh.min()) > 0  # Rank 0 and these ranks hold the same parts.
-
-
 def ends_of(shape: Iterable[int], cuts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Return where the part that `cuts_of` leads to begins and ends along each dimension."""
     ends = [(0, size) for size in shape]

@@ -1,12 +1,9 @@
 """`Precision`: one object that makes a model and its optimizer run in a dtype mode.
 
-    precision = Precision("mixed", half="float16")
-    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
-    with precision.cast():
-        loss = loss_fn(model(inputs), targets)
-
-`prepare` stores the weights as the mode says and puts fp32 masters in the optimizer. In a `cast`
-block ops run by the lists.
+precision = Precision("mixed", half="float16")
+model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
+with precision.cast():
+    loss = loss_fn(model(inputs), targets)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

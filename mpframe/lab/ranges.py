@@ -33,7 +33,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.comm import is_copy, is_sharded, part_of
+from mpframe.checkpoint.parts import is_copy
+from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.files.durable import AppendLog, write_atomically

@@ -271,11 +271,8 @@ def cast_block(
 ) -> Iterator[None]:
     """Context manager in which ops are cast by `casts`, or not at all if it is None.
 
-    Args:
-        casts: the casts of a precision.
-        pins: the pins at the start. If None, they are the pins of a block of the same casts around
-            it, or none.
-        autocast: torch.autocast's state at the start, enabled and dtype. If None, it is on.
+    It begins with these `pins`, if None with those of a block of the same casts around it, and with
+    `autocast`, torch's state of enabled and dtype, by default enabled.
     """
     outer = active_mode()
     state: Any = nullcontext() if outer is None else outer.autocast(False)
