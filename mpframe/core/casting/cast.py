@@ -93,7 +93,7 @@ class CastMode(TorchFunctionMode):
         self.pins = list(pins)  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
-        self._compute_in(self.policy.half_dtype)
+        self._set_half(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
         self.follow_pins()
@@ -103,7 +103,7 @@ class CastMode(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **kwargs)
         on = is_autocast_enabled(self._device_type)
-        pin = self._pin_if[on]
+        pin = self._pin_when[on]
         if is_compiling():
             run, stays_on = self.casts.find_rule(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):
@@ -126,7 +126,7 @@ class CastMode(TorchFunctionMode):
 
     def half(self) -> torch.dtype:
         """Return the half format here: the run's, or the one of a torch.autocast region."""
-        no_region = self._pin_if[0] == "half"  # torch.autocast is off: its dtype means nothing.
+        no_region = self._pin_when[0] == "half"  # torch.autocast is off: its dtype means nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
     def push_pin(self, module: str, pin: str) -> None:
@@ -151,7 +151,7 @@ class CastMode(TorchFunctionMode):
         region inside the pinned module: turned off, nothing is cast, and turned on, no pin holds.
         """
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
-        self._pin_if = (UNCAST, pin) if on else (pin, None)
+        self._pin_when = (UNCAST, pin) if on else (pin, None)  # while off, while on
 
     def run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op that calls functions among its arguments, whose ops are cast."""
@@ -174,7 +174,8 @@ class CastMode(TorchFunctionMode):
 
         return run
 
-    def _compute_in(self, half: torch.dtype) -> None:
+    def _set_half(self, half: torch.dtype) -> None:
+        """Cast to this half format from now on: an autocast region may choose the other one."""
         if half == self._half:
             return
         castable = CASTABLE if self.casts.autocasts else frozenset()  # In fp32 only OpHandlers act.
@@ -183,7 +184,7 @@ class CastMode(TorchFunctionMode):
         self._kept_weights.clear()
 
     def run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        self._compute_in(self.half())
+        self._set_half(self.half())
         formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)

@@ -122,7 +122,10 @@ class Master:
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
-        """Take over the weight's values. Return whether any differs from the rounded `value`."""
+        """Take over the weight's values. Return whether any differs from the rounded `value`.
+
+        `noticed`: its version or bits show a write, so the values need not be compared.
+        """
         half = weight.dtype if weight.dtype in HALF else self.half
         now = weight.detach().to(self.value.device)
         rounded = torch.empty_like(self.value, dtype=half)
