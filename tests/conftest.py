@@ -81,7 +81,7 @@ def _handlers(root: logging.Logger) -> set[logging.Handler]:
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
     for module in ("optim.master_weights", "loss_scaling.logmax"):
-        monkeypatch.setattr(f"mpframe.core.{module}.is_async", lambda device: True)
+        monkeypatch.setattr(f"mpframe.core.{module}.host_waits_for", lambda device: True)
 
 
 @pytest.fixture(scope="session")

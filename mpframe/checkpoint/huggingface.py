@@ -19,12 +19,12 @@ from torch import nn
 from mpframe.checkpoint.export import as_json, as_safetensors, beside, sidecar
 from mpframe.checkpoint.export_graph import quiet
 from mpframe.checkpoint.folder import hidden_path
-from mpframe.checkpoint.init_from import few
 from mpframe.checkpoint.model_card import Facts, format_card
 from mpframe.checkpoint.saving import put_in_place
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.core.user_code import describe_error, name_of
 from mpframe.files.durable import sync_paths
+from mpframe.files.text import few
 
 _WEIGHTS = "model.safetensors"
 _IMAGES = {"mean", "std", "size", "resize", "value_range"}  # as `Normalize` describes them
@@ -128,4 +128,4 @@ def _refuse_changed(model: nn.Module, load: Callable[[], nn.Module]) -> None:
     both = ours.keys() & loaded.keys()
     alike = {n for n in both if torch.equal(ours[n], loaded[n].to(ours[n].dtype))}
     if other := sorted({*ours, *loaded} - alike):
-        raise CheckpointError(f"{found}: {few(other)}; use format=safetensors")
+        raise CheckpointError(f"{found}: {few(other, 5)}; use format=safetensors")

@@ -25,6 +25,7 @@ from mpframe.core.comm import part_for, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
+from mpframe.files.text import few
 
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 
@@ -63,12 +64,7 @@ def rename_weights(
 def hint(pattern: str, names: Iterable[str]) -> str:
     """Return a clause with the names nearest to a pattern, or the first ones."""
     names = sorted(names)
-    return nearest(pattern, names) or "there are " + few(names)
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first five of some names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return nearest(pattern, names) or "there are " + few(names, 5)
 
 
 def _rule(old: str, new: str) -> Callable[[str], str | None]:
@@ -154,7 +150,7 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
         "tied, and of different values": list(_of_other_value(taken, saved, model)),
     }
     if any(lists.values()) or not taken:
-        found = "; ".join(f"{what}: {few(names)}" for what, names in lists.items() if names)
+        found = "; ".join(f"{what}: {few(names, 5)}" for what, names in lists.items() if names)
         first = next((name for names in lists.values() for name in names), "head.weight")
         raise CheckpointError(
             f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from mpframe.checkpoint.state import address_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
-from mpframe.core.comm import cuts_of, is_sharded, part_of, rows_of_a_part
+from mpframe.core.comm import cuts_of, ends_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import map_tensors
 
@@ -105,8 +105,9 @@ def split_off_parts(state: Any, copied: bool) -> tuple[Any, dict[Place, Part]]:
 
 def _take_out(value: Any, place: Place, parts: dict[Place, Part], take: Take) -> Any:
     if isinstance(value, Tensor) and is_sharded(value):
-        if not _is_replica(value):
-            parts[place] = (tuple(value.shape), _start_of(value), take(value))
+        if not is_copy(value):
+            start = tuple(low for low, _ in ends_of(value.shape, cuts_of(value)))
+            parts[place] = (tuple(value.shape), start, take(value))
         return None
     if isinstance(value, dict):
         return {key: _take_out(held, (*place, key), parts, take) for key, held in value.items()}
@@ -116,20 +117,11 @@ def _take_out(value: Any, place: Place, parts: dict[Place, Part], take: Take) ->
     return value
 
 
-def _is_replica(value: Any) -> bool:
+def is_copy(value: Any) -> bool:
+    """Return whether another rank stands for this one, which holds the same part of a DTensor."""
     axes, mesh = enumerate(value.placements), value.device_mesh
     repeats = any(p.is_replicate() and mesh.get_local_rank(n) for n, p in axes)
     return repeats or int(mesh.mesh.min()) > 0  # Rank 0 and these ranks hold the same parts.
-
-
-def _start_of(value: Any) -> Index:
-    """Return the index in the whole tensor at which this rank's part begins."""
-    starts, sizes = [0] * value.dim(), list(value.shape)
-    for dim, count, number in cuts_of(value):
-        rows = rows_of_a_part(sizes[dim], count)
-        starts[dim] += min(rows * number, sizes[dim])
-        sizes[dim] = min(rows, max(0, sizes[dim] - rows * number))
-    return tuple(starts)
 
 
 def put_together(state: dict[str, Any], files: Sequence[Path], in_parts: bool = False) -> None:

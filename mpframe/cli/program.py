@@ -82,7 +82,7 @@ def take_own(
     for name, known in (choices or {}).items():
         value = options.get(name, known[0])
         if value not in known:
-            hint = "".join(f"; {found}" for found in [nearest(value, known)] if found)
+            hint = nearest(value, known, before="; ")
             raise ConfigError(f"{name}={value}: choose {', '.join(known)}{hint}")
     return options, rest
 

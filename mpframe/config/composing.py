@@ -145,10 +145,9 @@ def _other_way(group: str, choice: str) -> str:
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
     """Refuse a choice that a group does not have, naming the nearest ones."""
     if choice not in choices:
-        hint = _other_way(group, choice) or nearest(choice, choices)
-        raise ConfigError(
-            f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
-        )
+        other = _other_way(group, choice)
+        hint = f"; {other}" if other else nearest(choice, choices, before="; ")
+        raise ConfigError(f"{group}={choice}: choose {', '.join(choices)}{hint}")
 
 
 def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
@@ -159,8 +158,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     known = {path for path in paths(base) if path.startswith("hydra") is of_hydra}
     if of_hydra:
         if override.type is OverrideType.CHANGE and key not in known:
-            hint = f"{key}: no such option of Hydra; {nearest(key, known)}"
-            raise ConfigError(hint.rstrip("; "))
+            raise ConfigError(f"{key}: no such option of Hydra{nearest(key, known, before='; ')}")
         return
     section, _, rest = key.partition(".")
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)

@@ -62,8 +62,8 @@ def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str
             known = paths(compose_words([*given, *(w for w in job if w not in options)], name))
             for key in (option.lstrip("+").partition("=")[0] for option in options):
                 if key not in known:
-                    hint = nearest(key, known)
-                    raise ConfigError(f"{key}: no such option of {word}; {hint}".rstrip("; "))
+                    hint = nearest(key, known, before="; ")
+                    raise ConfigError(f"{key}: no such option of {word}{hint}")
 
 
 def _words_of(override: Override, words: list[str], draws: bool, name: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mpframe.core.step_result import read
+from mpframe.core.step_result import read_verdicts
 from mpframe.core.tree import not_finite
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
@@ -26,7 +26,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hoo
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 
 
-class State:
+class ModuleState:
     """Buffers and plain attributes of modules as they are now.
 
     A list, dict, set or deque gets back its present items, not changes inside of them. In a `with`
@@ -50,7 +50,7 @@ class State:
         return cls([m._buffers for m in modules] + plain)
 
     def __enter__(self) -> None:
-        self._present = State(home for home, _ in self._kept)
+        self._present = ModuleState(home for home, _ in self._kept)
         self.with_copies().restore()
 
     def __exit__(self, *_: object) -> None:
@@ -121,13 +121,13 @@ class Buffers:
         self._homes: list[Any] = [module._buffers for module in modules]
         # torch's own modules note nothing there about their buffers.
         self._attributes_of = [vars(module) for module in modules if not _is_of_torch(module)]
-        self._kept, self._attributes = State(), State()
+        self._kept, self._attributes = ModuleState(), ModuleState()
 
     def save(self) -> None:
         """Copy the buffers as they are now, and the plain attributes of their modules."""
         if self._homes:  # In a tiny model without buffers the calls would cost.
-            self._kept = State(self._homes).with_copies()
-            self._attributes = State(self._attributes_of)
+            self._kept = ModuleState(self._homes).with_copies()
+            self._attributes = ModuleState(self._attributes_of)
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers themselves."""
@@ -150,7 +150,7 @@ class Buffers:
         moved = self._kept.find_replaced()  # All buffers: a copy is another object.
         only_values = all(takes(buffer, kept) for _, _, buffer, kept in moved)
         if isinstance(skipped, Tensor) and not (only_values and not self._attributes.has_changed()):
-            skipped = read([(skipped, None)])[0].skipped
+            skipped = read_verdicts([(skipped, None)])[0].skipped
         for home, name, buffer, kept in moved:
             if isinstance(skipped, Tensor):
                 buffer.copy_(torch.where(skipped.to(buffer.device), kept, buffer))

@@ -42,7 +42,8 @@ class Comm:
         rank: this process's number, 0 to size - 1. Rank 0 writes the run's folder.
         size: how many processes there are.
         tensor: how many neighbouring ranks divide layers, and read the same share of the data.
-        sharding: shards the model's weights across them, or None if each process has all weights.
+        sharding: None if each process has all weights. Else it shards them, and `MasterWeights`
+            asks its `amax_before_sums(amax, scale)` how large this rank's gradients were.
     """
 
     rank, size, tensor = 0, 1, 1
@@ -205,12 +206,19 @@ def copies_of(place: Any) -> int:
     return torch.distributed.get_world_size() // parts
 
 
+def ends_of(shape: Iterable[int], cuts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return where the part that `cuts_of` leads to begins and ends along each dimension."""
+    ends = [(0, size) for size in shape]
+    for dim, parts, index in cuts:
+        low, high = ends[dim]
+        rows = rows_of_a_part(high - low, parts)
+        ends[dim] = min(low + rows * index, high), min(low + rows * (index + 1), high)
+    return ends
+
+
 def cut(values: Tensor, cuts: Iterable[tuple[int, int, int]]) -> Tensor:
     """Return the view of whole values that `cuts_of` leads to."""
-    for dim, parts, index in cuts:
-        size = rows_of_a_part(values.shape[dim], parts)
-        values = values[(slice(None),) * dim + (slice(size * index, size * (index + 1)),)]
-    return values
+    return values[tuple(slice(low, high) for low, high in ends_of(values.shape, cuts))]
 
 
 def shard_like(place: Any, part: Tensor) -> Tensor:

@@ -52,15 +52,15 @@ class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loo
         self.received, self.exit_code = received, 128 + received
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return a clause with the nearest known names, e.g. `nearest: matmul`, or an empty one."""
+def nearest(name: str, known: Iterable[str], count: int = 3, before: str = "") -> str:
+    """Return `before` and the nearest known names, e.g. `; nearest: matmul`, or an empty text."""
     if len(name) > _LONGEST:
         return ""
     alike = {other: _compare(name.lower(), other.lower()) for other in known}
     least = max(_NEAR, _AS_NEAR * max(alike.values(), default=0.0))
     ranked = sorted(alike, key=lambda other: -alike[other])
     near = [other for other in ranked if alike[other] >= least][:count]
-    return "nearest: " + ", ".join(near) if near else ""
+    return f"{before}nearest: {', '.join(near)}" if near else ""
 
 
 def _compare(name: str, other: str) -> float:

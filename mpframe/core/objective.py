@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.casting.cast import block
+from mpframe.core.casting.cast import cast_block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
@@ -120,7 +120,7 @@ def _to_one_number(loss: Any, objective: Objective) -> Tensor:
             "as a tensor, the mean over the batch"
         )
     wide: Tensor = loss.float() if loss.dtype in HALF else loss
-    return wide.reshape(()) if wide.dim() else wide
+    return wide.reshape(())
 
 
 def _check_count(count: Any, objective: Objective) -> None:
@@ -144,11 +144,11 @@ def _explain_no_gradient(objective: Objective, model: nn.Module, output: StepOut
 
 
 def _source(objective: Objective) -> str:
-    """Return the name of an objective in errors."""
+    """Return the name of an objective in errors, its `source` if it has one."""
     return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
 
 
-Loss = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Supervised:
@@ -160,14 +160,9 @@ class Supervised:
         option: the option that chose the loss, for error messages.
     """
 
-    def __init__(self, loss: Loss, option: str = "objective") -> None:
-        self.loss = loss
-        self._option = f"{option}: the loss"
-
-    @property
-    def source(self) -> str:
-        """The name of this objective in errors."""
-        return f"{self._option} {name_of(self.loss)}"
+    def __init__(self, loss: LossFunction, option: str = "objective") -> None:
+        self.loss, self._option = loss, f"{option}: the loss"
+        self.source = f"{self._option} {name_of(loss)}"
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the loss, the outputs in fp32, and the targets.
@@ -186,7 +181,7 @@ class Supervised:
             outputs = model(inputs)
         except BaseException:
             blame("model:", model, inputs=inputs)
-        with block(None):  # The loss is fp32: none of its ops is cast.
+        with cast_block(None):  # The loss is fp32: none of its ops is cast.
             outputs = to_fp32(outputs)
             try:
                 loss = self.loss(outputs, targets)
@@ -195,11 +190,11 @@ class Supervised:
         return StepOutput(loss, outputs, targets)
 
 
-def supervised(loss: Loss) -> Supervised:
+def supervised(loss: LossFunction) -> Supervised:
     """Return the objective of a loss such as `nn.CrossEntropyLoss()`."""
     return Supervised(loss)
 
 
 def outside_casts() -> AbstractContextManager[None]:
     """Context manager in which no op is cast, for a loss whose inputs are in fp32 already."""
-    return block(None)
+    return cast_block(None)

@@ -1,12 +1,9 @@
 """`Precision`: one object that makes a model and its optimizer run in a dtype mode.
 
-    precision = Precision("mixed", half="float16")
-    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
-    with precision.cast():
-        loss = loss_fn(model(inputs), targets)
-
-`prepare` stores the weights as the mode says and puts fp32 masters in the optimizer. In a `cast`
-block ops run by the lists.
+precision = Precision("mixed", half="float16")
+model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
+with precision.cast():
+    loss = loss_fn(model(inputs), targets)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.casting.cast import Casts, block, casts_here, pin_modules
+from mpframe.core.casting.cast import Casts, cast_block, casts_here, pin_modules
 from mpframe.core.casting.handlers import OpHandler, cast_to
 from mpframe.core.casting.op_lists import PINS, OpLists
 from mpframe.core.casting.policy import NO_PRODUCTS, Policy
 from mpframe.core.casting.storage import store
 from mpframe.core.casting.torch_functions import follow_backward_passes, stop_following
-from mpframe.core.casting.trace import WeightUses, materialize, trace
+from mpframe.core.casting.trace import WeightUses, initialize_lazy, trace
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
@@ -146,7 +143,7 @@ class Precision:
             example: a tuple is the model's arguments, a mapping its keyword arguments, anything
                 else its only argument. A function is called with the model.
         """
-        materialize(model, example)
+        initialize_lazy(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
             uses = self.uses(model)
@@ -198,7 +195,7 @@ class Precision:
         """
         if self._casts is not None:
             follow_backward_passes(self._casts, casts_here)
-        return block(self._casts)
+        return cast_block(self._casts)
 
     def release(self) -> None:
         """Undo what this precision's blocks replaced in torch, as garbage collection also does."""

@@ -15,7 +15,7 @@ class Verdict(NamedTuple):
     dropped: int  # micro-batches that were left out
 
 
-def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
+def read_verdicts(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
     """THE HOST WAITS HERE for the device, and nowhere else in a step: one transfer for all steps.
 
     Args:

@@ -9,7 +9,7 @@ Trainers in training/ are composed of the two halves: for several losses, for LB
 `mpframe.Trainer`, which adds the loop over epochs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -41,8 +41,7 @@ class StepOptimizer(Protocol):
     def set_comm(self, comm: Comm) -> None: ...
     def zero_grad(self) -> None: ...
     def accumulate(self, scale: Any, count: Any) -> Tensor: ...
-    @property
-    def step(self) -> Callable[..., StepResult]: ...
+    def step(self, *args: Any, **kwargs: Any) -> StepResult: ...
     def master_of(self, parameter: Tensor) -> Tensor: ...
     def inner_state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
@@ -133,8 +132,9 @@ class StepTrainer:
         # Not after the step: a CPU's allocator would give the memory back and ask for it again.
         optimizer.zero_grad()
         self._buffers.save()
-        # With a single micro-batch, undoing the step is enough.
-        buffers, done = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS, []
+        done = []
+        # A single micro-batch is undone with its step.
+        buffers = self._micro_buffers if len(micro_batches) > 1 else NO_BUFFERS
         for batch in map(self.on_device, micro_batches):
             buffers.save()
             losses = [self.forward_backward(objective, batch) for objective in objectives]

@@ -17,8 +17,7 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
 HALF = tuple(HALVES.values())
 APPLE = frozenset({"mps"})  # the type of device
-_NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
-_SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
+_SIMPLE = frozenset({int, float, complex, str, bool, type(None)})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -31,7 +30,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def is_async(device: torch.device) -> bool:
+def host_waits_for(device: torch.device) -> bool:
     """Return whether a read from `device` makes the host wait, as all but a CPU's do."""
     return device.type != "cpu"
 
@@ -123,6 +122,5 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 
 def _is_dict(node: Any) -> bool:
-    # An abstract class takes four times as long to ask, so numbers and words are not asked.
-    simple = isinstance(node, _NUMBERS_AND_WORDS)
-    return isinstance(node, dict) or (not simple and isinstance(node, UserDict))
+    # UserDict is an abstract class, which takes four times as long to ask.
+    return isinstance(node, dict) or UserDict in type(node).__mro__

@@ -23,6 +23,7 @@ from mpframe.core.tree import fields_of, map_tensors, tensors_in
 from mpframe.core.user_code import describe, describe_error
 from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
+from mpframe.files.text import few
 
 Collate = Callable[[list[Any]], Any]
 
@@ -208,8 +209,7 @@ def require_finite(
 def name_samples(indices: Sequence[int]) -> str:
     if list(indices) == list(range(indices[0], indices[0] + len(indices))):
         return f"samples {indices[0]} to {indices[-1]}"
-    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
-    return f"samples {', '.join(map(str, indices[:3]))}{more}"
+    return f"samples {few(map(str, indices))}"
 
 
 def named_leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:

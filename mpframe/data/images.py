@@ -38,9 +38,8 @@ DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, fli
 def require_augmentation(name: str) -> None:
     """Refuse a name that is not in `AUGMENTATIONS`."""
     if name not in AUGMENTATIONS:
-        hint = nearest(str(name), AUGMENTATIONS)
-        allowed = ", ".join(AUGMENTATIONS) + (f" ({hint})" if hint else "")
-        raise ConfigError(f"dataset.augment={name}: allowed are {allowed}")
+        hint = nearest(str(name), AUGMENTATIONS, before="; ")
+        raise ConfigError(f"dataset.augment={name}: allowed are {', '.join(AUGMENTATIONS)}{hint}")
 
 
 def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import UserCode, name_of
 from mpframe.data.fetching import Collate, Fetcher
 from mpframe.data.samples import hash_key
+from mpframe.data.task import Task
 from mpframe.data.workers import (
     POLL_SECONDS,
     CurrentSamples,
@@ -205,6 +206,12 @@ def make_loader(
             f"and {type(dataset).__name__} has a length; leave it out"
         )
     return Loader(dataset, batch_size, **options)
+
+
+def training_loader(task: Task, batch_size: int, seed: int, **options: Any) -> Loader:
+    """Make the loader of a task's training data, shuffled and in whole batches only."""
+    options |= {"seed": seed, "collate": task.collate, "batches_per_epoch": task.batches_per_epoch}
+    return make_loader(task.train, batch_size, shuffle=True, drop_last=True, **options)
 
 
 def is_stream(dataset: Any) -> bool:

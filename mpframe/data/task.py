@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.core.objective import Loss, Objective, Supervised
+from mpframe.core.objective import LossFunction, Objective, Supervised, require_objective
 from mpframe.core.ranges import require_whole
-from mpframe.core.user_code import describe, name_of
+from mpframe.core.user_code import describe
 from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 
@@ -63,6 +63,7 @@ class Task:
         batches_per_epoch: for a stream, after how many batches it is validated, >= 1.
 
     DataError: an attribute cannot be used as described, or there are an objective and a loss.
+    UserCodeError: an objective is a loss, or no function.
     """
 
     train: Dataset[Any]
@@ -70,13 +71,13 @@ class Task:
     objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
     metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
-    loss: InitVar[Loss | None] = None
+    loss: InitVar[LossFunction | None] = None
     test: Dataset[Any] | None = None
     class_names: Sequence[str] | None = None
     preprocessing: Mapping[str, Any] | None = None
     batches_per_epoch: int | None = None
 
-    def __post_init__(self, loss: Loss | None) -> None:
+    def __post_init__(self, loss: LossFunction | None) -> None:
         stated: Any = self.objective
         if loss is not None:
             if stated is not None:
@@ -88,14 +89,8 @@ class Task:
         _require_callable("collate", self.collate)
         _require_names(self.class_names)
         _require_json(self.preprocessing)
-        several = isinstance(self.objective, Mapping)
         for name, objective in objectives.items():
-            _require_callable(f"objective {name}" if several else "objective", objective)
-            if isinstance(objective, nn.modules.loss._Loss):
-                raise DataError(
-                    f"dataset: the objective of its Task is {name_of(objective)}, a loss; give it "
-                    f"as Task(..., loss={name_of(objective)}())"
-                )
+            require_objective(f"dataset: the objective {name}".strip(), objective)
 
     @property
     def objectives(self) -> Mapping[str, Objective]:

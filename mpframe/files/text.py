@@ -23,6 +23,13 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
+def few(names: Iterable[str], shown: int = 3) -> str:
+    """List the first names, and say how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
+    return ", ".join(listed[:shown]) + more
+
+
 @contextmanager
 def unreachable_in_one_line() -> Iterator[None]:
     """Make one line of an OSError about a path that is too long, or may not be entered."""

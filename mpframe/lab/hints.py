@@ -55,13 +55,6 @@ def _finder(severity: Severity) -> Callable[..., Finding]:
 error, warning, note = map(_finder, Severity)
 
 
-def few(names: Iterable[str], shown: int = 3) -> str:
-    """List the first names, and say how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
-    return ", ".join(listed[:shown]) + more
-
-
 ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, for any gradients.
 _STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
@@ -192,7 +185,7 @@ def check_layers(run: PlannedRun) -> Iterator[Finding]:
     names = [name for name, _ in run.trainer.model.named_modules()]
     for pattern in run.options.get("callbacks.ranges.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            more = "".join(f"; {hint}" for hint in [nearest(pattern, names)] if hint)
+            more = nearest(pattern, names, before="; ")
             yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
 
 

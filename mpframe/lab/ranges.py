@@ -33,7 +33,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.comm import part_of
+from mpframe.checkpoint.parts import is_copy
+from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in, widest
 from mpframe.files.durable import AppendLog, write_atomically
@@ -120,7 +121,6 @@ class RangeProbe:
         counts = torch.stack([away.get(layer, empty[0]) for layer in self.layers])
         if self._sharding is not None:
             self._trainer.comm.sum_([counts])
-            counts /= self._sharding.replicas
         scale = torch.as_tensor(self._scale, dtype=widest(device), device=device)
         flat = torch.cat([scale.reshape(1), counts, rows.ravel()]).cpu().numpy()
         layers = len(self.layers)
@@ -135,13 +135,11 @@ class RangeProbe:
 
     def _add_ranks(self, rows: Tensor) -> Tensor:
         """Add the other ranks' samples and parts of weights to rows [KINDS, layers, WIDTH]."""
-        comm, sharding = self._trainer.comm, self._sharding
-        kinds = [n for n, kind in enumerate(KINDS) if sharding is not None or kind in OF_SAMPLES]
+        comm, divided = self._trainer.comm, self._sharding is not None
+        kinds = [n for n, kind in enumerate(KINDS) if divided or kind in OF_SAMPLES]
         seen, amax = rows[kinds], FIELDS.index("amax")
         largest = comm.max(seen[..., amax])
         comm.sum_([seen])
-        if sharding is not None:  # Each replica has counted all parts.
-            seen[[n for n in kinds if KINDS[n] not in OF_SAMPLES]] /= sharding.replicas
         seen[..., amax] = largest
         rows[kinds] = seen
         return rows
@@ -192,6 +190,8 @@ class RangeProbe:
         """Count weights and updates, and return how many half would round away, by layer."""
         away: dict[str, Tensor] = {}
         for layer, parameter in _parameters(self._trainer.model):
+            if is_sharded(parameter) and is_copy(parameter):
+                continue
             stored = part_of(parameter)
             if self._sharding is not None:
                 stored = stored.to(self._sharding.formats[parameter])

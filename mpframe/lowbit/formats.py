@@ -6,7 +6,7 @@ device, and a new one is one more line. The Hadamard transform spreads an outlie
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,15 +94,9 @@ def find_format(name: str) -> ElementFormat:
     if name not in FORMATS:
         raise ConfigError(
             f"format={name}: choose {', '.join(FORMATS)}, or give exponent_bits and mantissa_bits"
-            f"{hint(name, FORMATS)}"
+            + nearest(name, FORMATS, before="; ")
         )
     return FORMATS[name]
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about a name that is not known."""
-    names = nearest(name, known)
-    return f"; {names}" if names else ""
 
 
 def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:

@@ -18,9 +18,9 @@ from typing import Any, Self, cast
 from omegaconf import OmegaConf
 
 from mpframe.config.locations import CONF
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import ElementFormat, find_format, hint
+from mpframe.lowbit.formats import ElementFormat, find_format
 from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
@@ -49,7 +49,7 @@ class Recipe:
         if name not in list_recipes():
             raise ConfigError(
                 f"dtype.products={name}: choose none, {', '.join(list_recipes())}, or a recipe of "
-                f"dtype.recipes{hint(name, list_recipes())}"
+                f"dtype.recipes{nearest(name, list_recipes(), before='; ')}"
             )
         return cls.from_mapping(name, _read(name))
 
@@ -152,6 +152,5 @@ def _require_known(path: str, node: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"{path}={node}: must be a mapping with {choices}")
     for key in node:
         if key not in known:
-            raise ConfigError(
-                f"{path}.{key}: no such option; choose {choices}{hint(str(key), known)}"
-            )
+            hint = nearest(str(key), known, before="; ")
+            raise ConfigError(f"{path}.{key}: no such option; choose {choices}{hint}")

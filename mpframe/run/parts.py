@@ -28,7 +28,7 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import UserCode, describe, name_of
-from mpframe.data.loading import Loader, make_loader
+from mpframe.data.loading import Loader, make_loader, training_loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.layout import Layout
@@ -86,10 +86,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
-        hint = nearest(name, ["auto", "cpu", "cuda", "mps"])
-        raise ConfigError(
-            f"device={name}: choose auto, cpu, cuda, cuda:N or mps" + f"; {hint}" * bool(hint)
-        )
+        hint = nearest(name, ["auto", "cpu", "cuda", "mps"], before="; ")
+        raise ConfigError(f"device={name}: choose auto, cpu, cuda, cuda:N or mps{hint}")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "
@@ -169,12 +167,8 @@ class Loaders(NamedTuple):
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
     """Make the loaders: training data shuffled and in whole batches only, the others in order."""
     require_workers(config.data.workers)
-    size = config.data.batch_size
-    common = _common(config, task, comm)
-    each = task.batches_per_epoch
-    train = make_loader(
-        task.train, size, shuffle=True, drop_last=True, batches_per_epoch=each, **common
-    )
+    options = _in_processes(config, comm)
+    train = training_loader(task, config.data.batch_size, config.run.seed, **options)
     if config.run.resume != "none":
         train.require_resumable(f"resume={config.run.resume}")
     val = evaluation_loader(config, task, task.val, "validation", comm)
@@ -190,16 +184,15 @@ def evaluation_loader(
     size, option = config.data.batch_size, "dataset.batch_size"
     if config.data.eval_batch_size is not None:
         size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
-    common = _common(config, task, comm)
-    return make_loader(samples, size, shuffle=False, split=split, option=option, **common)
+    options = {"split": split, "option": option, **_in_processes(config, comm)}
+    seed, collate = config.run.seed, task.collate
+    return make_loader(samples, size, shuffle=False, seed=seed, collate=collate, **options)
 
 
-def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
+def _in_processes(config: Config, comm: Comm) -> dict[str, Any]:
     return {
-        "seed": config.run.seed,
         "workers": config.data.workers,
         "worker_timeout": config.trainer.timeout,
-        "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
         "comm": comm,
     }
@@ -222,10 +215,9 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
         NamedMetric(name, code)  # An error is reported now, not at the first validation.
     monitor, known = config.trainer.monitor, [*metrics, LOSS]
     if monitor is not None and monitor not in known:
-        hint = nearest(monitor, known)
+        hint = nearest(monitor, known, before="; ")
         raise ConfigError(
-            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}"
-            + f"; {hint}" * bool(hint)
+            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}{hint}"
         )
     return metrics
 

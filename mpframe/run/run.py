@@ -34,6 +34,7 @@ from mpframe.core.errors import (
     MpframeError,
     RunInterrupted,
     UserCodeError,
+    first_line,
 )
 from mpframe.core.user_code import describe_error
 from mpframe.data.loading import Loader
@@ -146,7 +147,7 @@ class Run:
             at_once = self.interruption.raised
             if received is not None and (at_once or isinstance(error, RunInterrupted)):
                 raise self._stop(received) from None
-            self._finish(Status.FAILED, _first_line(error))
+            self._finish(Status.FAILED, first_line(error))
             self.run_folder.log_traceback(error)
             raise
         assert self.trainer is not None
@@ -265,7 +266,7 @@ class Run:
         except LostRankError:
             raise
         except BaseException as error:
-            self.comm.report_failure(_first_line(error))
+            self.comm.report_failure(first_line(error))
             raise
 
     def _renew_callbacks(self, train: Loader, trainer: Trainer) -> None:
@@ -336,10 +337,6 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     refuse_unwritable("folder", path)
     path.mkdir(parents=True, exist_ok=True)
     return Run(checked_config, config, path).train()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else repr(error)
 
 
 def _of_this_rank(config: Config) -> Config:

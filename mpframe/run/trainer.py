@@ -26,7 +26,7 @@ from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.precision import Precision
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
-from mpframe.data.loading import make_loader
+from mpframe.data.loading import training_loader
 from mpframe.data.task import Task
 from mpframe.parallel.layout import Layout
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
@@ -292,15 +292,7 @@ def _trace(
     """
     if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
-    size, each = config.data.batch_size, task.batches_per_epoch
-    train = make_loader(
-        *(task.train, size),
-        seed=config.run.seed,
-        shuffle=True,
-        drop_last=True,
-        collate=task.collate,
-        batches_per_epoch=each,
-    )
+    train = training_loader(task, config.data.batch_size, config.run.seed)
     device = device_of(model)
     model.train()
     try:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from mpframe.core.buffers import State
+from mpframe.core.buffers import ModuleState
 from mpframe.core.casting.cast import casts_here
 from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
@@ -97,7 +97,7 @@ class _AsFirst(ExitStack):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._block, self._state = casts_here(), State.of(module).with_copies()
+        self._block, self._state = casts_here(), ModuleState.of(module).with_copies()
 
     def __enter__(self) -> Self:
         self.enter_context(self._block())

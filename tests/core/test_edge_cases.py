@@ -14,7 +14,7 @@ from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
-from mpframe.core.step_result import read
+from mpframe.core.step_result import read_verdicts
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
@@ -151,7 +151,7 @@ def test_a_verdict_reaches_buffers_and_optimizers_of_other_devices() -> None:
     model(torch.ones(1, 4))
     buffers.restore_where(torch.tensor(True))
     assert model.mean == 0.0
-    verdicts = read([(torch.tensor(True), None), (torch.tensor(False), torch.tensor(2))])
+    verdicts = read_verdicts([(torch.tensor(True), None), (torch.tensor(False), torch.tensor(2))])
     assert [tuple(verdict) for verdict in verdicts] == [(True, 0), (False, 2)]
 
 

@@ -76,7 +76,7 @@ def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
 def _a_host_that_knows(monkeypatch) -> None:
     """The first step reads its verdict, which fake tensors cannot tell."""
     good = [Verdict(skipped=False, dropped=0)]
-    monkeypatch.setattr(master_weights, "read", lambda steps: good * len(steps))
+    monkeypatch.setattr(master_weights, "read_verdicts", lambda steps: good * len(steps))
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ THREE = torch.zeros(3, 1, 4, 4)
     (DataError, lambda: ArrayImages(THREE, torch.zeros(2), PLAIN),
      "dataset: 3 images but 2 targets; give one for each"),
     (ConfigError, lambda: ArrayImages(THREE, torch.zeros(3), PLAIN, "flips"),
-     "dataset.augment=flips: allowed are none, crop, crop_flip (nearest: crop_flip)"),
+     "dataset.augment=flips: allowed are none, crop, crop_flip; nearest: crop_flip"),
     (ConfigError, lambda: require_augmentation("cropp"), "nearest: crop"),
     (ConfigError, lambda: require_augmentation("xyz"), "dataset.augment=xyz: allowed are none"),
     (DataError, lambda: classification(make(), make(), class_names="cat"),

@@ -142,6 +142,16 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
     assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
 
 
+@pytest.mark.slow
+def test_the_ranges_of_replicas_count_each_weight_once(four: Ranks) -> None:
+    options: dict[str, Any] = {"fsdp": True, "clip_norm": None, "layout": {"replicas": 2}}
+    first, *others = four(in_group, ranges, "mixed", options)
+    for other in others:
+        assert_same(first, other)
+    alone = {"clip_norm": None, "reduce": "after_backward", "accumulate": 4, "batch": 4}
+    assert_same(first, ranges(SINGLE_PROCESS, "mixed", alone))
+
+
 class Counted(TorchDispatchMode):
     """Counts the bytes of the tensors that collectives are called with."""
 

@@ -228,7 +228,7 @@ def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DataParallel, "_reduce", watched)
         # On a CPU masters remember the bits of small weights.
-        patched.setattr(masters, "_values_count", lambda weight: False)
+        patched.setattr(masters, "_compares_values", lambda weight: False)
         trainer, train, _ = setup(mode, comm, options)
         for batch in list(train.epoch(0))[:2]:
             buckets.clear()

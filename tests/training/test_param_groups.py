@@ -127,7 +127,7 @@ ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    ("optimizer.groups.g={parameters:[hed.*],lr:1}", "optimizer.groups.g.parameters: 'hed.*' matches no parameter; nearest: head.bias"),
+    ("optimizer.groups.g={parameters:[hed.*],lr:1}", "optimizer.groups.g.parameters=[hed.*]: matches no parameter; nearest: head.bias"),
     ("optimizer.groups.g={ndim:7}", "optimizer.groups.g.parameters=['*']: no parameter is left for it; the names are hidden1.linear.weight"),
     ("optimizer.groups.g={ndim:1,weight_decai:0}", "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
     ("optimizer.groups.g={ndim:1,weight_decay:-1}", "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),

@@ -27,7 +27,7 @@ from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.stored import config_of
-from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
 from mpframe.data.loading import Loader
 from mpframe.files.durable import write_atomically
 from mpframe.lab.autopsy import evidence
@@ -103,8 +103,7 @@ def _examine(step: Evidence, trainer: Trainer, path: Path) -> Report:
     try:
         return examine(step, trainer)
     except (UserCodeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        first = (str(error) or repr(error)).splitlines()[0]
-        what = f"{path}: its step does not run with this model and data ({first})"
+        what = f"{path}: its step does not run with this model and data ({first_line(error)})"
         raise CheckpointError(f"{what}; give the options and the code of the run") from error
 
 

@@ -41,7 +41,6 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES, Exported
-from mpframe.checkpoint.init_from import few
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
 from mpframe.cli.program import command, refuse_words, take_own, writing
 from mpframe.cli.restored import checkpoint_of
@@ -50,7 +49,7 @@ from mpframe.config.redaction import redact, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import dtype_name
-from mpframe.files.text import printable
+from mpframe.files.text import few, printable
 from mpframe.run.parts import build_model
 
 _FOLDER = "huggingface"
@@ -186,7 +185,7 @@ def _text(source: Source, out: Path, facts: dict[str, Any], guide: str) -> str:
     return (
         f"{out}: {count} tensors in {dtype}, weights {options['weights']}, step "
         f"{facts['run']['step']}"
-        + f"{beyond}({few(worst)})" * bool(held)
+        + f"{beyond}({few(worst, 5)})" * bool(held)
         + f"; {guide} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)
     )

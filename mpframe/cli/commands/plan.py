@@ -33,7 +33,7 @@ from mpframe.config.schema import Config, parse_measure
 from mpframe.core.casting.storage import formats_of
 from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
-from mpframe.data.loading import make_loader
+from mpframe.data.loading import training_loader
 from mpframe.data.task import Task
 from mpframe.files.text import align
 from mpframe.parallel.layout import Layout
@@ -83,7 +83,8 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     dtype = replace(config.dtype, mode=mode, compute="native", products="none")
     config = replace(config, dtype=dtype)
     names = (layout.plan or {}) if way.tensor > 1 else {}
-    batch = _batch(config, task, way.ranks // way.tensor)
+    largest_share = -(-config.data.batch_size * way.tensor // way.ranks)
+    batch = next(training_loader(task, largest_share, config.run.seed).epoch(0))
     try:
         with FakeTensorMode() as shapes:
             model = build_model(config).train()
@@ -132,14 +133,6 @@ def _run(
     recompute(model, config.trainer.recompute or names)
     kept, _, _ = footprint.measure(model, forward, (), styles, way.tensor)
     return saved, kept + largest, summed
-
-
-def _batch(config: Config, task: Task, readers: int) -> Any:
-    """Return the largest part of the first batch that one of the ranks reads."""
-    size, each = -(-config.data.batch_size // readers), task.batches_per_epoch
-    options: dict[str, Any] = {"seed": config.run.seed, "shuffle": True, "drop_last": True}
-    train = make_loader(task.train, size, collate=task.collate, batches_per_epoch=each, **options)
-    return next(train.epoch(0))
 
 
 def _styles(model: nn.Module, patterns: Mapping[str, Any]) -> dict[nn.Module, str]:

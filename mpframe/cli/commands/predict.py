@@ -137,8 +137,7 @@ def _refuse_file(out: Path, overwrite: bool) -> None:
 def _part(task: Task, split: str | None) -> Samples:
     """Return a part of the run's dataset, not augmented."""
     split = split or ("val" if task.test is None else "test")
-    parts: Mapping[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
-    dataset = parts[split]
+    dataset: Any = getattr(task, split)
     if dataset is None:
         raise ConfigError("split=test: the dataset has no test part; use split=val")
     if hasattr(dataset, "unaugmented"):

@@ -18,7 +18,7 @@ from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import write_atomically
-from mpframe.lab.hints import few
+from mpframe.files.text import few
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import group_runs

@@ -94,7 +94,7 @@ class CastMode(TorchFunctionMode):
         self.pins = list(pins)  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
-        self._compute_in(self.policy.half_dtype)
+        self._set_half(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
         self.follow_pins()
@@ -104,7 +104,7 @@ class CastMode(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **kwargs)
         on = is_autocast_enabled(self._device_type)
-        pin = self._pin_if[on]
+        pin = self._pin_when[on]
         if is_compiling():
             run, stays_on = self.casts.find_rule(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):
@@ -112,11 +112,12 @@ class CastMode(TorchFunctionMode):
         found = self.casts.found[pin].get(func)
         if found is None:
             found = self.casts.found[pin][func] = self.casts.find_rule(func, pin)
-        if found[1] or not on:
-            return found[0](self, func, args, kwargs)
+        run, stays_on = found
+        if stays_on or not on:
+            return run(self, func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
         try:
-            return found[0](self, func, args, kwargs)
+            return run(self, func, args, kwargs)
         finally:
             set_autocast_enabled(self._device_type, True)
 
@@ -126,7 +127,7 @@ class CastMode(TorchFunctionMode):
 
     def half(self) -> torch.dtype:
         """Return the half format here: the run's, or the one of a torch.autocast region."""
-        no_region = self._pin_if[0] == "half"  # torch.autocast is off: its dtype means nothing.
+        no_region = self._pin_when[0] == "half"  # torch.autocast is off: its dtype means nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
     def push_pin(self, module: str, pin: str) -> None:
@@ -145,9 +146,13 @@ class CastMode(TorchFunctionMode):
         return True
 
     def follow_pins(self) -> None:
-        """Choose the pin for each state of autocast: a change since the last pin is a region."""
+        """Choose the pin to obey while torch.autocast is off, and while it is on.
+
+        The innermost pin holds in the state it was set in. The other state is the model's own
+        region inside the pinned module: turned off, nothing is cast, and turned on, no pin holds.
+        """
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
-        self._pin_if = (UNCAST, pin) if on else (pin, None)
+        self._pin_when = (UNCAST, pin) if on else (pin, None)  # while off, while on
 
     def run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op that calls functions among its arguments, whose ops are cast."""
@@ -170,7 +175,8 @@ class CastMode(TorchFunctionMode):
 
         return run
 
-    def _compute_in(self, half: torch.dtype) -> None:
+    def _set_half(self, half: torch.dtype) -> None:
+        """Cast to this half format from now on: an autocast region may choose the other one."""
         if half == self._half:
             return
         castable = CASTABLE if self.casts.autocasts else frozenset()  # In fp32 only OpHandlers act.
@@ -179,7 +185,7 @@ class CastMode(TorchFunctionMode):
         self._kept_weights.clear()
 
     def run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        self._compute_in(self.half())
+        self._set_half(self.half())
         formats = dtypes_in(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
@@ -267,16 +273,13 @@ def count_steps() -> int:
 
 
 @contextmanager
-def block(
+def cast_block(
     casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
 ) -> Iterator[None]:
     """Context manager in which ops are cast by `casts`, or not at all if it is None.
 
-    Args:
-        casts: the casts of a precision.
-        pins: the pins at the start. If None, they are the pins of a block of the same casts around
-            it, or none.
-        autocast: torch.autocast's state at the start, enabled and dtype. If None, it is on.
+    It begins with these `pins`, if None with those of a block of the same casts around it, and with
+    `autocast`, torch's state of enabled and dtype, by default enabled.
     """
     outer = active_mode()
     state: Any = nullcontext() if outer is None else outer.autocast(False)
@@ -308,9 +311,9 @@ def casts_here() -> MakeBlock:
     """Return a function that makes a block with this thread's present casts."""
     mode = active_mode()
     if mode is None:
-        return partial(block, None)
-    state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
-    return partial(block, mode.casts, tuple(mode.pins), state)
+        return partial(cast_block, None)
+    state = is_autocast_enabled(mode.casts.device_type), mode.half()
+    return partial(cast_block, mode.casts, tuple(mode.pins), state)
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:

@@ -192,8 +192,8 @@ def _explain_unknown(op: str) -> str:
     theirs = sorted(n.replace("::", ".") for n in registered if n.startswith(f"{library}::"))
     if library and not theirs:
         return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
-    hint = nearest(op, theirs if library else known_ops())
-    return f"not an op of {library or 'PyTorch'}" + (f"; {hint}" if hint else "")
+    hint = nearest(op, theirs if library else known_ops(), before="; ")
+    return f"not an op of {library or 'PyTorch'}{hint}"
 
 
 @cache

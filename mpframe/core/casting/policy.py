@@ -65,9 +65,8 @@ class Policy:
         for name, allowed in {"mode": modes, "half": tuple(HALVES), "compute": computes}.items():
             value = getattr(self, name)
             if value not in allowed:
-                hint = nearest(str(value), allowed)
-                choice = f"choose {', '.join(allowed)}" + (f"; {hint}" if hint else "")
-                raise ConfigError(f"dtype.{name}={value}: {choice}")
+                hint = nearest(str(value), allowed, before="; ")
+                raise ConfigError(f"dtype.{name}={value}: choose {', '.join(allowed)}{hint}")
 
     @property
     def casts(self) -> bool:

@@ -24,7 +24,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from mpframe.core.buffers import State
+from mpframe.core.buffers import ModuleState
 from mpframe.core.casting.handlers import HANDS_OFF
 from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
 from mpframe.core.casting.policy import Compute, Policy
@@ -81,13 +81,13 @@ def trace(model: nn.Module, example: Any, casts: Any, uses: WeightUses) -> None:
         _call(model, example)
 
 
-def materialize(model: nn.Module, example: Any) -> None:
+def initialize_lazy(model: nn.Module, example: Any) -> None:
     """Give lazy layers their shapes and first values. The buffers of other modules stay."""
     if not any(map(is_lazy, model.parameters())):
         return
     training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad(), State.of(model):
+        with torch.no_grad(), ModuleState.of(model):
             _call(model.eval(), example)
     finally:
         for module in training:
@@ -110,7 +110,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if _has_values(p)]
     numpy: Any = sys.modules.get("numpy")  # If nobody imported it, nothing draws from it.
     with ExitStack() as stack:
-        stack.enter_context(State.of(model))
+        stack.enter_context(ModuleState.of(model))
         stack.callback(random.setstate, random.getstate())
         if numpy:
             stack.callback(numpy.random.set_state, numpy.random.get_state())

@@ -52,7 +52,7 @@ from torch.utils._triton import has_triton
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
 from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
 from mpframe.core.ranges import Range, make_range_error
-from mpframe.core.tree import is_async, widest
+from mpframe.core.tree import host_waits_for, widest
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class LogMax(AdaptiveScaler):
     def update(self, amax: Tensor) -> None:
         """Observe `amax`, given as to any `LossScaler`, and choose the scale."""
         self.wants_probe = False
-        if amax.dim() == 0 and not is_async(amax.device):
+        if amax.dim() == 0 and not host_waits_for(amax.device):
             seen = amax.item()
             if seen != 0:
                 now = {name: value.item() for name, value in self.state.items()}

@@ -34,8 +34,8 @@ from mpframe.core.optim.gradients import (
 from mpframe.core.optim.masters import Master, Pair, master_class
 from mpframe.core.optim.optimizer import OptimizerWrapper
 from mpframe.core.optim.widening import Frozen, frozen_beside, widen_turned, widen_written
-from mpframe.core.step_result import StepResult, Verdict, read
-from mpframe.core.tree import HALF, is_apple, is_async
+from mpframe.core.step_result import StepResult, Verdict, read_verdicts
+from mpframe.core.tree import HALF, host_waits_for, is_apple
 
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
@@ -208,7 +208,7 @@ class MasterWeights(OptimizerWrapper):
         skipped = ~(largest < torch.inf)  # inf or nan
         if skip_mask is not None:
             skipped = skipped | skip_mask
-        verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
+        verdict = None if self.skips_on_device else read_verdicts([(skipped, dropped)])[0]
         gradients.max_value = max_value
         self.apply(gradients, skipped, verdict)
         used = torch.ones_like(norm) if scaling is None else scaling.scale
@@ -279,7 +279,7 @@ class MasterWeights(OptimizerWrapper):
             self._stepped_once.update(moved)
             takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
             fused = all(group.get("fused") for group in self.optimizer.param_groups)
-            waits = is_async(self._device) and not is_apple(self._device)
+            waits = host_waits_for(self._device) and not is_apple(self._device)
             self.skips_on_device = takes_found_inf and fused and waits
 
     def _register_groups(self) -> None:

@@ -27,7 +27,7 @@ class _Seen:
     """A half weight as its master last wrote it. A new one matches no weight.
 
     `words` is a view of its bits, which keeps the memory: no other tensor gets this address. `bits`
-    is a copy of them, or the sums of their rows if `summed`. If None, values are not compared.
+    is a copy of what `read` returned. If None, values are not compared.
     """
 
     address, version = -1, -1
@@ -42,18 +42,18 @@ class _Seen:
         if weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4):
             words = rows.view(torch.int64)  # Over words of 16 bits sums take 60 times as long.
         seen.address, seen.words = weight.data_ptr(), words
-        if _values_count(weight):
+        if _compares_values(weight):
             large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
             seen.summed, seen.bits = large, torch.empty_like(words[:, 0] if large else words)
         return seen
 
+    def read(self) -> Tensor:
+        """Return the weight's present bits, or if they are many the sums of their rows."""
+        return self.words.sum(-1) if self.summed else self.words
 
-def _values_count(weight: Tensor) -> bool:
+
+def _compares_values(weight: Tensor) -> bool:
     return weight.is_cpu
-
-
-def _sums(words: Tensor) -> Tensor:
-    return words.sum(-1)
 
 
 def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor | bool]:
@@ -66,7 +66,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
         seen = master.seen
         same = seen.address == weight.data_ptr() and seen.version == weight._version
         if same and seen.bits is not None:
-            same = torch.equal(_sums(seen.words) if seen.summed else seen.words, seen.bits)
+            same = torch.equal(seen.read(), seen.bits)
         if not same or (look and seen.bits is None):
             changed.append(master.sync_from_weight(weight, not same))
             mark_known([(weight, master)])
@@ -81,7 +81,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
         if seen.bits is not None:
-            seen.bits.copy_(_sums(seen.words) if seen.summed else seen.words)
+            seen.bits.copy_(seen.read())
 
 
 class Master:
@@ -122,7 +122,10 @@ class Master:
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
-        """Take over the weight's values. Return whether any differs from the rounded `value`."""
+        """Take over the weight's values. Return whether any differs from the rounded `value`.
+
+        `noticed`: its version or bits show a write, so the values need not be compared.
+        """
         half = weight.dtype if weight.dtype in HALF else self.half
         now = weight.detach().to(self.value.device)
         rounded = torch.empty_like(self.value, dtype=half)
@@ -139,11 +142,9 @@ class Master:
     @staticmethod
     def round_to_weights(pairs: Collection[Pair]) -> None:
         """Round each `value` into its weight after an update."""
-        rounded = []
         for weight, master in pairs:
             master.half = weight.dtype
-            rounded.append((weight, master.value))
-        round_into(rounded)
+        round_into((weight, master.value) for weight, master in pairs)
         mark_known(pairs)
 
 

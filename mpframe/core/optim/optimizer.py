@@ -261,15 +261,12 @@ class ParamGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._options(key)[key] = value
+        self._writable(key)[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._options(key)[key]
+        del self._writable(key)[key]
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def _options(self, key: str) -> dict[str, Any]:
+    def _writable(self, key: str) -> dict[str, Any]:
         if key == "params":
             raise ConfigError(
                 "optimizer.param_groups: params stay as they are; add some with add_param_group, "

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import align, markdown
+from mpframe.files.text import align, few, markdown
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
-from mpframe.lab.hints import few
 from mpframe.training.trainer import Trainer
 
 _FEW = 8

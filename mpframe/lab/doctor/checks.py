@@ -26,12 +26,13 @@ from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
 from mpframe.core.tree import HALF
+from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.exponents import amax_of, lost_fraction
-from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, few, findings_of, note, warning
+from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, findings_of, note, warning
 from mpframe.lab.optimizer_numbers import find_rounded_numbers
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.tracking.dtype_map import Row

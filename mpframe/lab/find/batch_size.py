@@ -21,7 +21,7 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Batch
 from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.tree import device_of
-from mpframe.data.loading import Loader, make_loader
+from mpframe.data.loading import Loader, training_loader
 from mpframe.data.task import Task
 from mpframe.lab.find.rollback import rollback
 from mpframe.tracking.environment import peak_memory
@@ -92,10 +92,7 @@ def find(config: Config, trainer: Trainer, task: Task, train: Loader, folder: Pa
     """Find a run's batch size, and return what to type and how sure it is."""
 
     def load(size: int) -> Batch:
-        options = {"seed": config.run.seed, "shuffle": True, "drop_last": True}
-        each, collate = task.batches_per_epoch, task.collate
-        loader = make_loader(task.train, size, batches_per_epoch=each, collate=collate, **options)
-        return next(loader.epoch(0))
+        return next(training_loader(task, size, config.run.seed).epoch(0))
 
     most = train.size or _MOST_OF_A_STREAM
     fits, fails = find_batch_size(trainer, load, config.data.batch_size, most)

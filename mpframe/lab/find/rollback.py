@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.core.buffers import State
+from mpframe.core.buffers import ModuleState
 from mpframe.training.callbacks.loss_spike import LossSpikes
 from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.trainer import Trainer
@@ -21,7 +21,7 @@ def rollback(trainer: Trainer) -> Iterator[None]:
     host, so it takes no memory of an accelerator.
     """
     modes = [(module, module.training) for module in trainer.model.modules()]
-    attributes = State.of(trainer.model)
+    attributes = ModuleState.of(trainer.model)
     state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
     before = Snapshot(0, state).to_cpu().state
     parts = trainer.callbacks, trainer.algorithms, trainer.scaler

@@ -42,10 +42,9 @@ class LossSpikes(Algorithm):
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
         policy = str(policy or "off")  # YAML reads an unquoted off as false.
         if policy not in POLICIES:
-            hint = nearest(policy, POLICIES)
             raise ConfigError(
                 f"callbacks.loss_spikes.policy={policy}: must be one of {', '.join(POLICIES)}"
-                + f"; {hint}" * bool(hint)
+                + nearest(policy, POLICIES, before="; ")
             )
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy, self.factor = policy, factor

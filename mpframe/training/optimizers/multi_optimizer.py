@@ -24,7 +24,7 @@ from mpframe.core.loss_scaling.scaler import Scaling, scale_of
 from mpframe.core.optim.gradients import Gradients, check_clipping
 from mpframe.core.optim.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
 from mpframe.core.optim.masters import load_weights
-from mpframe.core.step_result import StepResult, Verdict, read
+from mpframe.core.step_result import StepResult, Verdict, read_verdicts
 from mpframe.core.tree import not_finite
 
 SKIPS = ("all", "each")
@@ -51,8 +51,7 @@ class MultiOptimizer:
         self, parts: Mapping[str, MasterWeights], *, skip: str = "all", own_losses: bool = False
     ) -> None:
         if skip not in SKIPS:
-            hint = nearest(skip, SKIPS)
-            hint = f"; {hint}" * bool(hint)
+            hint = nearest(skip, SKIPS, before="; ")
             raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
         _check_parts(parts)
         self.parts, self.skip, self.own_losses = dict(parts), skip, own_losses
@@ -137,7 +136,8 @@ class MultiOptimizer:
             self._clip(grads, norms, skips, max_norm)
         verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
         if not all(part.skips_on_device for part in self.parts.values()):
-            known = read([(skips[name], gradients.dropped) for name, gradients in grads.items()])
+            steps = [(skips[name], gradients.dropped) for name, gradients in grads.items()]
+            known = read_verdicts(steps)
             verdicts = dict(zip(self.parts, known, strict=True))
         results = {}
         for name, part in self.parts.items():
@@ -228,7 +228,8 @@ def with_verdicts(results: list[StepResult]) -> list[StepResult]:
     for result in results:
         if result.verdict is None:
             unread += result.each().values()
-    verdicts = iter(read([(part.skipped, part.dropped) for part in unread]) if unread else ())
+    steps = [(part.skipped, part.dropped) for part in unread]
+    verdicts = iter(read_verdicts(steps) if steps else ())
     complete = []
     for result in results:
         if result.verdict is None:

@@ -51,12 +51,8 @@ def group_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> S
     """Return each group's trainable parameters, first `default`. ConfigError for an idle group."""
     names = [name for name, _ in model.named_parameters()]
     for group, selection in selections.items():
-        for pattern in selection.parameters:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(
-                    f"optimizer.groups.{group}.parameters: {pattern!r} matches no parameter; "
-                    f"{hint(pattern, names)}"
-                )
+        option = f"optimizer.groups.{group}.parameters"
+        refuse_idle(option, "parameter", selection.parameters, names)
     groups, rest = _select(model, selections)
     _refuse_empty("optimizer.groups", model, groups, selections)
     return {DEFAULT: list(rest.values()), **groups} if rest else groups

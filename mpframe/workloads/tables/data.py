@@ -229,7 +229,7 @@ def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
     """
     splits = {"hold_out": _split_at_random, "time": _split_by_time}
     if name not in splits:
-        hint = f"; {nearest(str(name), splits)}".removesuffix("; ")
+        hint = nearest(str(name), splits, before="; ")
         raise ConfigError(f"dataset.split={name}: allowed are hold_out, time{hint}")
     parts = splits[name](torch.from_numpy(when)) if len(when) >= _FEWEST_ROWS else []
     if not parts or not all(map(len, parts)):

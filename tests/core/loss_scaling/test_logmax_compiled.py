@@ -15,7 +15,7 @@ from mpframe.core.loss_scaling import LogMax, logmax
 def _triton(monkeypatch) -> None:
     """As if the CPU were an accelerator that Inductor can compile for."""
     monkeypatch.setattr(logmax, "has_triton", lambda: True)
-    monkeypatch.setattr(logmax, "is_async", lambda _: True)
+    monkeypatch.setattr(logmax, "host_waits_for", lambda _: True)
     logmax._ways.cache_clear()
     yield
     logmax._ways.cache_clear()
@@ -38,7 +38,7 @@ def test_its_update_is_one_kernel_with_the_bits_of_the_host(monkeypatch) -> None
     compiled = observed(LogMax(), 200)
     assert (metrics.generated_kernel_count, counters["stats"]["unique_graphs"]) == (1, 1)
     assert not counters["graph_break"]
-    monkeypatch.setattr(logmax, "is_async", lambda _: False)
+    monkeypatch.setattr(logmax, "host_waits_for", lambda _: False)
     assert differing(compiled, observed(LogMax(), 200)) == []
 
 
@@ -54,5 +54,5 @@ def test_without_a_compiler_it_says_so_once_and_goes_on_op_by_op(monkeypatch, ca
     assert caplog.messages == [
         "loss_scaling=LogMax: not compiled, so it takes longer: Failed to find C compiler"
     ]
-    monkeypatch.setattr(logmax, "is_async", lambda _: False)
+    monkeypatch.setattr(logmax, "host_waits_for", lambda _: False)
     assert differing(by_op, observed(LogMax(), 3)) == []

@@ -76,7 +76,7 @@ WRITES = {
 def test_a_write_is_adopted(name, size, half, looks, monkeypatch) -> None:
     """Also without a look at values, as on an accelerator: counter and address tell of most."""
     if not looks:
-        monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
+        monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
     model, optimizer, _ = linear(half, size)
     step(optimizer, model.weight)
     before = model.weight.detach().clone()
@@ -95,7 +95,7 @@ def test_a_write_is_adopted(name, size, half, looks, monkeypatch) -> None:
 def test_new_data_at_the_old_address_is_adopted(looks, monkeypatch) -> None:
     """An allocator gives freed memory again: the master holds what it has seen."""
     if not looks:
-        monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
+        monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
     model, optimizer, _ = linear()
     for value in (1.0, 2.0, 3.0):
         model.weight.data = full(7.0, HALF)

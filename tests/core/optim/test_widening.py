@@ -233,7 +233,7 @@ def test_a_teacher_inside_the_model_turns_fp32_where_it_is_moved(
 @pytest.mark.parametrize(("way", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
 def test_a_teacher_turns_fp32_as_on_an_accelerator(way, grouped, monkeypatch) -> None:
     """There values are compared in the first steps alone: `.data.mul_` raises no counter."""
-    monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
+    monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
     model, *rest = student("bfloat16", grouped)
     for _ in steps(model, *rest, 3):
         move(model.teacher, model.online, way)
@@ -248,7 +248,7 @@ def test_a_teacher_that_nobody_moves_stays_half(half, looks, monkeypatch, caplog
     """Also if it was loaded before the first step, or is exchanged and put back."""
     caplog.set_level(logging.INFO)
     if not looks:
-        monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
+        monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
     model, *rest = student(half, grouped=False)
     weight = model.teacher[0].weight.detach()
     weight.fill_(0.5)
