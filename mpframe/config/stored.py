@@ -80,8 +80,8 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     raise CheckpointError(
         f"{path}: {' and '.join(word.lstrip('+') for word in words)} "
         f"{'are' if several else 'is'} not mpframe's own, and a stored configuration runs nothing; "
-        f"if you trust {'them' if several else 'it'}, add --config-dir FOLDER with the YAML files "
-        f"that name {'them' if several else 'it'}, or {shlex.join(words)}"
+        f"give the --config-dir whose files name {'them' if several else 'it'}, or if you trust "
+        f"{'them' if several else 'it'}, add {shlex.join(words)}"
     )
 
 

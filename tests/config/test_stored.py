@@ -46,8 +46,8 @@ def test_all_targets_that_need_trust_are_named_in_one_line_for_a_shell(
     said, (dataset, model) = refused(CheckpointError, config_of, stored, folder, []), sorted(OWN)
     assert said == (
         f"{folder}: {dataset} and {model} and {METRIC} are not mpframe's own, and a stored "
-        "configuration runs nothing; if you trust them, add --config-dir FOLDER with the YAML "
-        f"files that name them, or {dataset} {model} +{METRIC}"
+        "configuration runs nothing; give the --config-dir whose files name them, or if you trust "
+        f"them, add {dataset} {model} +{METRIC}"
     )
     config = config_of(stored, folder, said.rpartition("add ")[2].split())
     assert (config.model["width"], config.metrics["top"]["k"]) == (8, 5)

@@ -308,7 +308,7 @@ def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
         ("run=/nowhere", "no readable checkpoint"),
         (f"run={failed} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
         (f"run={failed} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
-        (f"run={failed}", f"that name it, or {OWN}"),
+        (f"run={failed}", f"if you trust it, add {OWN}"),
     ):
         assert re.search(said, refused(MpframeError, autopsy_command.main, words.split()))
 

@@ -98,8 +98,8 @@ def test_a_users_class_is_made_once_it_is_named_again_and_no_optimizer(trained: 
         text, target = yaml.safe_dump(stored_in(trained) | node), f"{again}._target_=own.Top"
         assert refused(CheckpointError, config_of, text, trained, []) == (
             f"{trained}: {target.lstrip('+')} is not mpframe's own, and a stored configuration "
-            f"runs nothing; if you trust it, add --config-dir FOLDER with the YAML files that name "
-            f"it, or {target}"
+            "runs nothing; give the --config-dir whose files name it, or if you trust it, add "
+            f"{target}"
         )
         assert vars(config_of(text, trained, [target])).items() >= node.items()
     # Of an optimizer, which an evaluation needs not, none is looked at.
