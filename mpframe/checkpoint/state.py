@@ -57,7 +57,7 @@ def rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "mps": [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else [],
+        **({"mps": torch.mps.get_rng_state()} if torch.backends.mps.is_available() else {}),
         "numpy": [str(kind), torch.from_numpy(np.asarray(keys).copy()), *map(float, rest)],
         "python": random.getstate(),
     }
@@ -68,8 +68,8 @@ def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for number, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, number)
-    for mps in state.get("mps", ()) if torch.backends.mps.is_available() else ():
-        torch.mps.set_rng_state(mps)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy(), int(position), int(has_gauss), gauss))
     random.setstate(state["python"])

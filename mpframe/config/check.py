@@ -200,11 +200,13 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
             return converted
     except OmegaConfBaseException:
         pass  # Another type.
-    kind = "" if limits.choices else " ".join([_type_name(_type(spec)), spec.metadata["unit"]])
+    kind, unit = "" if limits.choices else _type_name(_type(spec)), spec.metadata["unit"]
     hint = use_instead(str(value)) if path == "dtype.mode" else ""
     hint = hint or nearest(str(value), limits.choices)
-    allowed = " ".join(part.strip() for part in (kind, str(limits)) if part.strip())
-    allowed += f", or as in 10{measure}" * bool(measure)
+    what = kind.removesuffix(" or null")
+    allowed = " ".join(part.strip() for part in (what, str(limits)) if part.strip())
+    allowed += f" ({unit})" * bool(unit) + f", or as in 10{measure}" * bool(measure)
+    allowed += ", or null" * (kind != what)
     raise ConfigError(f"{path}={as_typed(value)}: must be {allowed}" + f"; {hint}" * bool(hint))
 
 

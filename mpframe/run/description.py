@@ -31,6 +31,7 @@ from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
+from mpframe.core.comm import Comm
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.tree import HALF, device_of, dtype_name
@@ -150,6 +151,18 @@ def _type_out(value: Any) -> str:
 log = logging.getLogger(__name__)
 
 
+def _describe_ranks(comm: Comm) -> str:
+    """Return how many ranks train, and how they divide the work, or an empty text for one."""
+    if comm.size == 1:
+        return ""
+    how = ["ddp" if comm.sharding is None else "fsdp"]
+    if comm.sharding is not None and comm.sharding.replicas > 1:
+        how.append(f"{comm.sharding.replicas} replicas")
+    if comm.tensor > 1:
+        how.append(f"layers divided by {comm.tensor}")
+    return f", {comm.size} ranks ({', '.join(how)})"
+
+
 def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> None:
     """Log the dtype mode, each module's formats, and hints about what may go wrong."""
     device = device_of(trainer.model)
@@ -160,7 +173,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         trainer.precision,
         device,
         f" ({policy.half} emulated)" if emulated else "",
-        f", {trainer.comm.size} ranks" if trainer.comm.size > 1 else "",
+        _describe_ranks(trainer.comm),
         scaling_of(trainer),
         folder,
     )

@@ -25,12 +25,12 @@ def tree(**changes: Any) -> Any:
 NO_TARGET = "must be the dotted name of a class or function"
 EMPTY = "is empty, perhaps from a shell variable that is not set; name a folder, and . for this one"
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"trainer__epochs": "x"}, "trainer.epochs=x: must be a whole number epochs >= 1"),
-    ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number epochs >= 1"),
-    ({"trainer__max_steps": 1e3}, "trainer.max_steps=1000.0: must be a whole number or null steps >= 0"),
-    ({"trainer__checkpoint_every": "0min"}, "trainer.checkpoint_every=0min: must be a whole number or null steps >= 1, or as in 10min"),
+    ({"trainer__epochs": "x"}, "trainer.epochs=x: must be a whole number >= 1 (epochs)"),
+    ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number >= 1 (epochs)"),
+    ({"trainer__max_steps": 1e3}, "trainer.max_steps=1000.0: must be a whole number >= 0 (steps), or null"),
+    ({"trainer__checkpoint_every": "0min"}, "trainer.checkpoint_every=0min: must be a whole number >= 1 (steps), or as in 10min, or null"),
     ({"trainer__compile": 1}, "trainer.compile=1: must be true or false"),
-    ({"trainer__ema_decay": 1}, "trainer.ema_decay=1: must be a number or null per step > 0 and < 1"),
+    ({"trainer__ema_decay": 1}, "trainer.ema_decay=1: must be a number > 0 and < 1 (per step), or null"),
     ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
     ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ({"dtype__half": "float8"}, "dtype.half=float8: must be one of float16, bfloat16; nearest: float16, bfloat16"),

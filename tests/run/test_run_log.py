@@ -19,6 +19,7 @@ from tqdm import tqdm
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import check_config
+from mpframe.run import description
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
@@ -136,3 +137,14 @@ def test_the_time_left_is_that_of_the_steps_of_this_start(monkeypatch: Patch) ->
     assert lines._time_left(trainer) is None
     progress.global_step, now[0] = 91, 6.0
     assert lines._time_left(trainer) == "01:00"
+
+
+def test_the_first_line_says_how_ranks_divide_the_work() -> None:
+    grid = SimpleNamespace(replicas=2)
+    for size, sharding, tensor, said in (
+        (1, None, 1, ""),
+        (2, None, 1, ", 2 ranks (ddp)"),
+        (8, grid, 2, ", 8 ranks (fsdp, 2 replicas, layers divided by 2)"),
+    ):
+        comm: Any = SimpleNamespace(size=size, sharding=sharding, tensor=tensor)
+        assert description._describe_ranks(comm) == said

@@ -114,7 +114,7 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
     scalers = state["trainer"]["scaler"]
     scaled = {o.name: scalers.get(o.name, scalers.get("")) for o in trainer.objectives}
     scales = {n: 1.0 if scaler is None else float(scaler["scale"]) for n, scaler in scaled.items()}
-    gpus = [*state["rng"]["cuda"], *state["rng"].get("mps", ())]
+    random = state["rng"]
     return Evidence(
         step=steps + 1,
         reason=f"asked for, after the checkpoint of step {steps}",
@@ -125,7 +125,7 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
         scales=scales,
         floors={},
         scaling=next((str(scaler["kind"]) for scaler in scalers.values()), "none"),
-        random=RandomState(state["rng"]["torch"], gpus[0] if gpus else None),
+        random=RandomState(random["torch"], next(iter(random["cuda"]), random.get("mps"))),
         updates=progress.steps,
         clips=trainer.plan.clip_norm is not None,
     )

@@ -51,7 +51,9 @@ def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) 
     """Write the words that were typed for a job, a line for each finding, and their number."""
     default = "the default configuration" if name == PRIMARY else f"configuration {name}"
     head = f"{shlex.join(words) or default}:"
-    nothing = "nothing found: the first step was tried and is finite"
+    errors = any(finding.severity is Severity.ERROR for finding in findings)
+    tried = "" if errors else "the first step was tried and is finite"
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]
-    return "\n".join([head, *map(str, findings), ", ".join(said) or nothing])
+    end = ", ".join(said) or "nothing found"
+    return "\n".join([head, *map(str, findings), f"{end}: {tried}" if tried else end])
