@@ -99,8 +99,11 @@ def describe_error(error: BaseException) -> str:
     files = [package.__file__ for package in packages if package is not None]
     ours = ("<frozen importlib", *(f"{Path(file).parent}{os.sep}" for file in files if file))
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(ours)][:1]
-    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
+    library = f"{Path(os.__file__).parent}{os.sep}", "site-packages"  # The user wrote none of it.
+    own = [f for f in theirs if not any(folder in f.filename for folder in library)]
+    last = own[-1:] or theirs[:1]  # An objective may call a model that raises.
+    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in last)
     return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
 
 

@@ -1,6 +1,12 @@
-"""Which names a misspelt one is answered with: those that are near, and no others."""
+"""Which names a misspelt one is answered with, and which line an error in a user's code names."""
 
-from mpframe.core.errors import nearest
+import json
+from typing import Any
+
+import pytest
+
+from mpframe.core.errors import UserCodeError, nearest
+from mpframe.core.user_code import UserCode
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
 
@@ -24,3 +30,20 @@ def test_only_near_names_are_offered_the_nearest_first_and_at_most_so_many() -> 
     ):
         assert nearest(name, known) == (f"nearest: {offered}" if offered else "")
     assert nearest("step", [f"step_{n}" for n in range(9)], 2) == "nearest: step_0, step_1"
+
+
+def reads_json() -> None:
+    json.loads("{")
+
+
+def has_a_bug() -> None:
+    raise KeyError("hh")
+
+
+@pytest.mark.parametrize("called", [reads_json, has_a_bug])
+def test_the_last_line_that_the_user_wrote_is_named(called: Any) -> None:
+    """A model's, and not the objective's that calls it, nor a library's."""
+    with pytest.raises(UserCodeError) as raised, UserCode("objective:", called):
+        call = lambda: called()  # noqa: E731
+        call()
+    assert f" at test_errors.py:{called.__code__.co_firstlineno + 1};" in str(raised.value)
