@@ -43,7 +43,10 @@ def has_a_bug() -> None:
 @pytest.mark.parametrize("called", [reads_json, has_a_bug])
 def test_the_last_line_that_the_user_wrote_is_named(called: Any) -> None:
     """A model's, and not the objective's that calls it, nor a library's."""
-    with pytest.raises(UserCodeError) as raised, UserCode("objective:", called):
-        call = lambda: called()  # noqa: E731
-        call()
+
+    def objective() -> None:
+        called()
+
+    with pytest.raises(UserCodeError) as raised, UserCode("objective:", objective):
+        objective()
     assert f" at test_errors.py:{called.__code__.co_firstlineno + 1};" in str(raised.value)
