@@ -123,4 +123,4 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 def _is_dict(node: Any) -> bool:
     # UserDict is an abstract class, which takes four times as long to ask.
-    return isinstance(node, dict) or UserDict in type(node).__mro__
+    return isinstance(node, dict) or (type(node) not in _SIMPLE and isinstance(node, UserDict))
