@@ -179,9 +179,9 @@ def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them(lock
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
-RAISED, FETCHED = (
-    f"test_workers.py:{function.__code__.co_firstlineno + more}"
-    for function, more in ((Trap.__getitem__, 2), (WholeBatches.fetch_batch, 1))
+RAISED, EXITED = (
+    f"test_workers.py:{SPRUNG[what].__code__.co_firstlineno + more}"
+    for what, more in (("raises", 1), ("exit", 0))
 )
 
 
@@ -189,8 +189,8 @@ RAISED, FETCHED = (
     ("what", "workers", "kind", "line"),
     [
         ("raises", 2, Trap, rf"sample 7 .*: KeyError ('no such picture\nmore words') at {RAISED}"),
-        ("raises", 0, WholeBatches, rf"samples 6 to 8 .* at {FETCHED}"),
-        ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {RAISED}"),
+        ("raises", 0, WholeBatches, rf"samples 6 to 8 .* at {RAISED}"),
+        ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {EXITED}"),
     ],
 )
 def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, line: str) -> None:
