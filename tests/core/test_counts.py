@@ -16,7 +16,7 @@ from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.parallel.launch import init_comm
-from mpframe.run.trainer import shard
+from mpframe.run.sharding import shard
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.objectives import model_loss
 from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer

@@ -38,7 +38,7 @@ from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sync_batchnorm import synchronize
-from mpframe.run.trainer import shard
+from mpframe.run.sharding import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer

@@ -34,8 +34,8 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
-from mpframe.run.trainer import _step_parts as refuse_whole_weights
-from mpframe.run.trainer import refuse_beside_sharding, shard
+from mpframe.run.sharding import _step_parts as refuse_whole_weights
+from mpframe.run.sharding import refuse_beside_sharding, shard
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
 

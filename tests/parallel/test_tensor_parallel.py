@@ -32,7 +32,7 @@ from mpframe.data.streaming import StreamLoader
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
-from mpframe.run.trainer import shard
+from mpframe.run.sharding import shard
 from mpframe.tracking.summary import Status
 from mpframe.training.ranks import refuse_drift
 from mpframe.training.trainer import Trainer

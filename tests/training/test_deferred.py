@@ -23,7 +23,7 @@ from mpframe.config.command_line import check_config
 from mpframe.core.comm import is_sharded
 from mpframe.core.objective import supervised
 from mpframe.core.tree import call_with
-from mpframe.run.trainer import _build_deferred, _trace_deferred
+from mpframe.run.sharding import build_deferred, trace_deferred
 from mpframe.training import deferred
 from mpframe.training.deferred import Deferred
 
@@ -208,7 +208,7 @@ def test_a_model_that_needs_its_values_for_the_trace_gets_all_of_them(caplog: Lo
     values, precision = Deferred(), Precision("mixed")
     model = values.construct(lambda: Chooses(norm=None, whole=True))
     values.take_values(model)
-    _trace_deferred(precision, model, torch.ones(2, 8), values)
+    trace_deferred(precision, model, torch.ones(2, 8), values)
     assert not any(map(values.lacks_values, model.parameters()))
     assert precision.uses(model).by_weight.keys() == set(model.parameters())
     said = "warning: trainer.parallel=fsdp: each rank begins with the whole model, because the "
@@ -225,7 +225,7 @@ def test_a_constructor_that_fails_without_values_is_called_again_with_them(caplo
     options = ["model=own", "model._target_=test_deferred.ByNumpy", "+model.in_features=20"]
     config = check_config(composed(*options, "+model.out_features=20"))
     ordinary, after = seeded(lambda: ByNumpy(20, 20))
-    built, after_deferred = seeded(lambda: _build_deferred(config))
+    built, after_deferred = seeded(lambda: build_deferred(config))
     model, values = built
     assert after_deferred == after
     assert "whole model, because its constructor needs its values: " in caplog.text
@@ -236,7 +236,7 @@ def test_a_constructor_that_fails_without_values_is_called_again_with_them(caplo
 
 def test_lazy_layers_get_their_values_at_once() -> None:
     options = ["model=own", "model._target_=torch.nn.LazyLinear", "+model.out_features=2"]
-    model, values = _build_deferred(check_config(composed(*options)))
+    model, values = build_deferred(check_config(composed(*options)))
     assert values is None
     assert isinstance(model, nn.LazyLinear)
 

@@ -1,0 +1,218 @@
+"""A run whose ranks divide the weights: `trainer.parallel=fsdp`.
+
+The model is made without values, and each block gets its values when its ranks divide it. A part of
+the run that cannot be divided is refused by name.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpframe.checkpoint.state import restore_rng, rng_state
+from mpframe.config.check import as_typed
+from mpframe.config.schema import Config
+from mpframe.core.casting.storage import formats_of
+from mpframe.core.comm import Comm, is_sharded
+from mpframe.core.errors import ConfigError, RunInterrupted, first_line
+from mpframe.core.precision import Precision
+from mpframe.core.tree import HALF, dtype_name
+from mpframe.parallel.layout import Layout
+from mpframe.run.parts import build_model
+from mpframe.training.memory import cast_again
+from mpframe.training.plan import Plan
+from mpframe.training.ranks import refuse_other_weights, sums_of
+
+log = logging.getLogger(__name__)
+
+_NEEDED = {  # Options that need whole weights on each rank are off.
+    "trainer.channels_last": "false",
+    "trainer.reduce": "in_backward",
+    "dtype.master_weights": "on",
+}
+_WHY = {
+    "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",
+    "trainer.reduce": " (a block's gradients are summed in its backward pass)",
+    "dtype.master_weights": " (the parts, in fp32, are the masters)",
+}
+# They treat each value by itself, so a rank can step only its part.
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
+_NOT_IN_PARTS = {  # and what torch says to those that try
+    torch.optim.LBFGS: "Cannot flatten unevenly sharded tensor",
+    torch.optim.SparseAdam: "SparseAdam does not support dense gradients",
+}
+WHOLE = Layout()  # All ranks divide every weight.
+
+
+def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
+    """Refuse what needs whole weights on each rank, or whole layers."""
+    every = config.numerics.every
+    if layout.tensor > 1 and every is not None:
+        reason = "aten.bincount.default has no sharding strategy"
+        raise _not_in_parts(f"numerics.every={every}", layout, reason, "null")
+    for option, needed in _NEEDED.items():
+        section, _, name = option.partition(".")
+        value = as_typed(getattr(getattr(config, section), name))
+        if value != needed:
+            raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
+
+
+def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
+    return ConfigError(
+        f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
+    )
+
+
+def _not_in_parts(option: str, layout: Layout, reason: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{option}: does not go with distributed.tensor={layout.tensor} (torch: {reason}); use "
+        f"{option.partition('=')[0]}={instead}, or distributed.tensor=1"
+    )
+
+
+def shard(
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    precision: Precision,
+    comm: Comm,
+    device: torch.device,
+    layout: Layout = WHOLE,
+    deferred: Any = None,
+) -> None:
+    """Divide the weights among the ranks, and give the parts to the optimizers.
+
+    `deferred` gives each block its values, if it has none yet. Raises UserCodeError if they are not
+    the same on all ranks.
+    """
+    for optimizer in optimizers.values():
+        _step_parts(optimizer)
+    if precision.policy.mode == "mixed" and precision.policy.ops.empty:
+        raise ConfigError(
+            "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
+            "gathered in the format of their weights; use the default lists"
+        )
+    if layout.tensor > 1 and precision.policy.recipes:
+        reason = "Operator mpframe.matmul.default does not have a sharding strategy registered"
+        raise _not_in_parts(f"dtype.products={precision.policy.products}", layout, reason, "none")
+    # It keeps no whole weight.
+    formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
+    sums: dict[tuple[Any, ...], float] = {}
+    from mpframe.parallel.sharding import Sharding  # It loads FSDP.
+
+    comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
+    replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
+    refuse_other_weights(comm, sums)
+    precision.use_shards(model, replaced, cast_again)
+    for handler in precision.op_handlers:  # It knows a weight by its name, gathered ones as well.
+        comm.sharding.usage.on_gathered.append(partial(handler.attach, model))
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[parameter] for parameter in group["params"]]
+        if hasattr(optimizer, "places"):
+            optimizer.places = [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _step_parts(optimizer: Optimizer) -> None:
+    """Have the optimizer gather weights if its steps need whole ones. ConfigError: not known."""
+    from mpframe.training.optimizers.whole_weights import gather_for_steps
+
+    kind = type(optimizer)
+    name = f"optimizer={kind.__name__}"
+    if kind in _NOT_IN_PARTS:
+        raise _does_not_go(name, "use AdamW", f" (torch: {_NOT_IN_PARTS[kind]})")
+    by_value = kind in _BY_VALUE or getattr(kind, "by_value", False)
+    if not by_value and not gather_for_steps(optimizer):
+        raise ConfigError(
+            f"{name}: may look at several weights or at a whole one, of which a rank has a part "
+            "with trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in "
+            "its class, else use trainer.parallel=ddp"
+        )
+
+
+def _fill(
+    deferred: Any,
+    formats: Any,
+    sums: dict[tuple[Any, ...], float],
+    blocks: Mapping[str, nn.Module],
+) -> None:
+    """Give blocks, by name, their values, if they have none. Check them, and add up each weight."""
+    filled = {} if deferred is None else deferred.fill(*blocks.values())
+    for before, after in filled.items():
+        formats[after] = formats[before]
+    for name, block in blocks.items():
+        whole = {n: p for n, p in block.named_parameters(name) if not is_sharded(p)}
+        _check_range(whole, formats)
+        sums.update(sums_of(whole.items()))
+
+
+@torch.no_grad()
+def _check_range(weights: Mapping[str, Tensor], formats: Mapping[Any, torch.dtype]) -> None:
+    """Refuse weights beyond the half range: stored ones are clamped, gathered ones would be inf."""
+    for name, weight in weights.items():
+        dtype = formats[weight]
+        limit = torch.finfo(dtype).max
+        if dtype in HALF and weight.numel() and max(map(abs, torch.aminmax(weight))) > limit:
+            raise ConfigError(
+                f"trainer.parallel=fsdp: {name} lies beyond the range of {dtype_name(dtype)}, "
+                "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
+            )
+
+
+def finish_sharding(
+    comm: Comm, plan: Plan, layout: Layout, device: torch.device
+) -> tuple[torch.device, Plan]:
+    """Compile a model's blocks. Return the device of loss and optimizer, and the rest of a plan."""
+    if plan.compile:
+        comm.sharding.compile_blocks()
+    return torch.device("cpu") if layout.cpu_offload else device, replace(plan, compile=False)
+
+
+def build_deferred(config: Config) -> tuple[nn.Module, Any]:
+    """Make a model without values, and what fills it later. None: it has them, lazy layers do."""
+    from mpframe.training.deferred import Deferred  # It loads torch's fake tensors.
+
+    before, deferred = rng_state(), Deferred()
+    try:
+        model = deferred.construct(partial(build_model, config))
+    except RunInterrupted:
+        raise
+    except Exception as error:
+        restore_rng(before)
+        deferred, model = Deferred(), build_model(config)  # With values it works, or says the same.
+        _warn_of_whole_model("its constructor", error)
+    if any(map(is_lazy, model.parameters())):
+        deferred.fill(model)
+        return model, None
+    deferred.take_values(model)
+    return model, deferred
+
+
+def trace_deferred(precision: Precision, model: nn.Module, example: Any, deferred: Any) -> None:
+    """Show `precision` an objective. A model without values gets them first if it needs them."""
+    try:
+        precision.trace(model, example)
+    except RunInterrupted:
+        raise
+    except Exception as error:
+        if deferred is None:
+            raise
+        _warn_of_whole_model("the objective", error)
+        deferred.fill(model)
+        precision.trace(model, example)
+
+
+def _warn_of_whole_model(what: str, error: BaseException) -> None:
+    log.warning(
+        "warning: trainer.parallel=fsdp: each rank begins with the whole model, because %s needs "
+        "its values: %s",
+        what,
+        first_line(error.__cause__ or error),
+    )
