@@ -48,11 +48,12 @@ def _parse_flags(
     try:
         flags, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
-    for flag, path in (("path", flags.config_path), ("dir", flags.config_dir)):
-        package = flag == "path" and "://" in str(path)
+        flag = f"{error.argument_name}: " if error.argument_name else ""
+        raise ConfigError(f"{flag}{error.message}; see --help") from None
+    for kind, path in (("path", flags.config_path), ("dir", flags.config_dir)):
+        package = kind == "path" and "://" in str(path)
         if path is not None and not package and not Path(path).is_dir():
-            raise ConfigError(f"--config-{flag}={path}: no such folder; name one with .yaml files")
+            raise ConfigError(f"--config-{kind}={path}: no such folder; name one with .yaml files")
     return flags, rest
 
 

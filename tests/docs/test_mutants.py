@@ -4,12 +4,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+LISTS = sorted((ROOT / "tests" / "mutants").glob("*.toml"))
 
 
-@pytest.mark.parametrize("listing", sorted(HERE.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("listing", LISTS, ids=lambda path: path.stem)
 def test_lines_are_there_once_and_tests_too(listing: Path) -> None:
     stale = []
     for name, mutant in tomllib.loads(listing.read_text()).items():
