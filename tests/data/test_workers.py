@@ -119,9 +119,10 @@ def test_a_worker_that_is_lost_is_named(what: str, split: str, line: str) -> Non
 )
 def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap], first: int) -> None:
     """A dataset that makes whole batches is known to read one, by its first sample."""
-    loader = trapped(what, kind, worker_timeout=0.5)
+    # So long that on a busy machine the worker has begun to read.
+    loader = trapped(what, kind, worker_timeout=1.5)
     assert message(loader.epoch(0)) == (
-        "trainer.timeout=0.5: no batch within 0.5 s; worker 0 is at training sample "
+        "trainer.timeout=1.5: no batch within 1.5 s; worker 0 is at training sample "
         f"{first} (epoch 0, batch 2); raise trainer.timeout, or fix what hangs"
     )
     assert not any(process.is_alive() for process in loader._pool._processes)
