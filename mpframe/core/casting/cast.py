@@ -71,9 +71,15 @@ class Casts:
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
         self.found: dict[str | None, dict[Any, tuple[Rule, bool]]] = {pin: {} for pin in pins}
 
+    def _choose(self, func: Any, pin: str | None) -> tuple[str, str, bool]:
+        return handlers.choose(self.policy, func, pin)
+
+    # For a compiler it is a constant. `torch.compiler.assume_constant_result` would import one.
+    _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def find_rule(self, func: Any, pin: str | None) -> tuple[Rule, bool]:
         """Return what runs `func` inside a module with this pin, and if torch.autocast stays on."""
-        op, name, stays_on = handlers.choose(self.policy, func, pin)
+        op, name, stays_on = self._choose(func, pin)
         run = _RULES.get(name) or partial(_run_unwrapped, name)
         if self.autocasts:
             run = handlers.adapt(run, op, name)
@@ -104,7 +110,7 @@ class CastMode(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **kwargs)
         on = is_autocast_enabled(self._device_type)
-        pin = self._pin_when[on]
+        pin = self._pin_when[1 if on else 0]  # A compiler of torch 2.11 takes no bool.
         if is_compiling():
             run, stays_on = self.casts.find_rule(func, pin)
             with nullcontext() if stays_on or not on else self.autocast(False):

@@ -107,7 +107,7 @@ def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _convert_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return _convert(gradient, ctx.dtype), None
+    return _opaque_convert(gradient, ctx.dtype), None
 
 
 _opaque_convert.register_fake(lambda tensor, dtype: torch.empty_like(tensor, dtype=dtype))

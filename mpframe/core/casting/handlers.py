@@ -122,11 +122,6 @@ def _choose_unlisted(func: Any) -> str | None:
     return "data" if func in _DATA else unwrap(func)
 
 
-# A compiler takes the choice as a constant and traces the handler. This mark is all that
-# `torch.compiler.assume_constant_result` sets, but calling it imports the compiler for seconds.
-choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def adapt(run: Rule, op: str, rule: str) -> Rule:
     """Return what runs a rule, with what `op` needs besides."""
     if rule == "widest input" and op in WITHOUT_HALF_KERNEL:
