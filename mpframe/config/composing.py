@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from mpframe.config import CONF
 from mpframe.config.check import check, refuse_bad_value
-from mpframe.config.locations import CONF
 from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parse_words, rewrite, source_of
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead

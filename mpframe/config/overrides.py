@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.config.schema import OPEN
 from mpframe.core.errors import ConfigError
 

@@ -27,8 +27,8 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from mpframe.config import CONF
 from mpframe.config.command_line import check_config, compose_named, without_hydra
-from mpframe.config.locations import CONF
 from mpframe.config.moved import MOVED
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config

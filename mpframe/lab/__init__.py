@@ -13,7 +13,7 @@
     validation     pictures of classes confused, and of samples with their predictions
     simulation     what another loss scaler would have done
 
-Begin with exponents.py. optimizer_numbers.py finds numbers of an optimizer that a format loses.
+Begin with exponents.py.
 
 Imports `training` and all below it, and is used by `run` and `cli`. Each part is loaded when it is
 used. Every run uses hints.py.

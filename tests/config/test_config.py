@@ -14,9 +14,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from mpframe.cli.commands import options
-from mpframe.config import schema
+from mpframe.config import CONF, schema
 from mpframe.config.command_line import check_config
-from mpframe.config.locations import CONF
 from mpframe.config.schema import SECTIONS, only_watches
 from mpframe.run.parts import scaling_name
 

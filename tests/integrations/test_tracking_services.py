@@ -20,7 +20,7 @@ from mpframe.integrations.aim import Aim
 from mpframe.integrations.mlflow import MLflow
 from mpframe.integrations.wandb import Wandb
 from mpframe.run.resume import compare
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the packages warn of

@@ -15,8 +15,7 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import MpframeError, RunInterrupted, UserCodeError
 from mpframe.files import durable
 from mpframe.tracking.json_lines import FILE_NAME, JsonLines
-from mpframe.tracking.logger import Logger
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Logger, Loggers
 from mpframe.tracking.tracker import Tracker
 
 SMALL = ("model=mlp", "model.hidden=8", "dataset.batch_size=256", "trainer.log_every=1")

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
-from mpframe.tracking import event_file
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.metrics_csv import FILE_NAME, MetricsCsv
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -280,7 +279,7 @@ def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
     )
     with monkeypatch.context() as patched:
         full = Mock(side_effect=OSError(28, "No space left on device"))
-        patched.setattr(event_file, "append_whole", full)
+        patched.setattr("mpframe.tracking.tracker.append_whole", full)
         for step in (1, 2):
             warned.scalars(step, {"a": float(step)})
             warned.flush()
