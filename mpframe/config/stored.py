@@ -113,7 +113,7 @@ _DATA = {"dataset", "objective", "metrics"}
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
-    *("resume", "init_from", "init_from_names", "init_from_except", "size"),
+    *("resume", "init_from", "init_from_names", "init_from_except", "size", "numerics"),
 }
 # A complete configuration holds these, and an evaluation does not use them.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}

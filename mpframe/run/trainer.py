@@ -71,15 +71,20 @@ WHOLE = Layout()  # All ranks divide every weight.
 
 def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank, or whole layers."""
-    every = config.numerics.every
+    every = _watched_every(config)
     if layout.tensor > 1 and every is not None:
         reason = "aten.bincount.default has no sharding strategy"
-        raise _not_in_parts(f"numerics.every={every}", layout, reason, "null")
+        raise _not_in_parts(f"callbacks.ranges.every={every}", layout, reason, "null")
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))
         if value != needed:
             raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
+
+
+def _watched_every(config: Config) -> Any:
+    """Return the steps between two reports of ranges, or None if none is made."""
+    return config.callbacks.get("ranges", {}).get("every")
 
 
 def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
@@ -327,9 +332,10 @@ def _refuse_compiled(config: Config) -> None:
     """Refuse options that need a model's modules one by one: a compiled model is one graph."""
     if not config.trainer.compile:
         return
-    if config.numerics.every is not None:
+    every = _watched_every(config)
+    if every is not None:
         raise ConfigError(
-            f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
+            f"callbacks.ranges.every={every}: a compiled model has no modules to watch; "
             "use trainer.compile=false or numerics=off"
         )
     if config.trainer.recompute:
