@@ -5,8 +5,8 @@ compares a composed configuration with it. Hydra does the composing, and these f
 
     overrides.py     the words of a command line       composing.py     one job, composed
     command_line.py  the two together, checked         sweep.py         the jobs of a sweep
-    stored.py        a checkpoint's options            moved.py         old names of a `_target_`
-    planned.py       ${plan:...} and ${size:...}       redaction.py     keeps secrets out
+    stored.py        a checkpoint's options            redaction.py     keeps secrets out
+    planned.py       ${plan:...} and ${size:...}
 
 This package imports only files/, core/errors.py and core/ranges.py, never torch, so that a mistake
 is answered at once. Only config, run and cli know the options.
