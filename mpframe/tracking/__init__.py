@@ -6,9 +6,8 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     json_lines     the curves as JSON, a line for each step
     tracker        curves, texts, pictures and hyperparameters for TensorBoard
     tags           the name of every curve, picture and text, and what it means
-    metrics_csv    the same numbers as a table
     dtype_map      what each module stores and computes in, and why
-    amax_record    the largest gradient of every step, to try loss scalers on afterwards
+    records        the same numbers as a table; the largest gradient of every step, for replays
     summary        summary.json: how a run ended
     environment    versions, hardware, command line; the most memory in use
 

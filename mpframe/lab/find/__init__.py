@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.core.buffers import ModuleState
-from mpframe.training.callbacks.loss_spike import LossSpikes
+from mpframe.training.callbacks.guards import LossSpikes
 from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.trainer import Trainer
 
