@@ -19,14 +19,11 @@ from mpframe.config import CONF
 from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parse_words, rewrite, source_of
 from mpframe.config.redaction import secrets_of, values_of
-from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead
+from mpframe.config.schema import ONE_TARGET, OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest
 from mpframe.files.stored_yaml import walk
 
-_ONE_CHOICE = {
-    *("dtype", "dtype/products", "ops"),
-    *(name for name, section in OPEN.items() if not section.named),
-}
+_ONE_CHOICE = ONE_TARGET | {"dtype", "dtype/products", "ops"}
 _MERGING = "Error merging override "  # Hydra's words, whose cause says what is wrong.
 
 

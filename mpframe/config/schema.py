@@ -322,26 +322,12 @@ class RunOptions:
     )
 
 
-@dataclass(frozen=True)
-class OpenSection:
-    """A section that names a class or function by `_target_`, and its arguments."""
-
-    options: type | None = None  # Common to all of its targets.
-    required: bool = True  # If False, the section may be null or absent.
-    named: bool = False  # The section holds several of them by name.
-
-
-OPEN = {
-    "model": OpenSection(),
-    "dataset": OpenSection(DatasetOptions),
-    "objective": OpenSection(required=False),
-    "optimizer": OpenSection(OptimizerOptions),
-    "scheduler": OpenSection(required=False),
-    "loss_scaling": OpenSection(),
-    "callbacks": OpenSection(required=False, named=True),
-    "metrics": OpenSection(required=False, named=True),
-    "distributed": OpenSection(required=False),
+ONE_TARGET = {
+    *("model", "dataset", "objective", "optimizer", "scheduler", "loss_scaling", "distributed")
 }
+"""The open sections, which name a class or function by `_target_`, and its arguments."""
+OPEN = ONE_TARGET | {"callbacks", "metrics"}
+"""The same, and those that hold several of them by name."""
 
 SECTIONS: dict[str, type] = {
     "dtype": Dtype,

@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from mpframe.config import CONF
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.overrides import PRIMARY, Source, take_source
-from mpframe.config.schema import OPEN, Config
+from mpframe.config.schema import ONE_TARGET, OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parse_stored, walk
 
@@ -211,7 +211,7 @@ def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -
 
 def _find_used_groups(stored: Mapping[str, Any]) -> set[str]:
     """Return the open sections with one target that an evaluation takes from the stored ones."""
-    return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
+    return {group for group in ONE_TARGET - _UNUSED if stored.get(group)}
 
 
 def _words(given: list[str]) -> set[str]:
