@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
-from mpframe.config.sweep import axes, say_on_signal
+from mpframe.config.sweep import axes, say_on_signal, words_of, words_of_sweep
 from mpframe.files.durable import write_atomically
 
 
@@ -67,10 +67,7 @@ def _count_jobs(config: DictConfig) -> int:
     """Return how many jobs the sweep has, 0 if its sweeper decides."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return 0
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    words = [f"{key}={value}" for key, value in params.items()]
-    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    return math.prod(map(len, axes([*words, *given["task"]], given["hydra"])))
+    return math.prod(map(len, axes(words_of_sweep(config), words_of(config, "hydra"))))
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:

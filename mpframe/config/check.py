@@ -27,7 +27,6 @@ from mpframe.config.schema import (
     Dtype,
     GroupOptions,
     JointOptions,
-    NumericsOptions,
     Ops,
     OptimizerOptions,
     Part,
@@ -51,8 +50,7 @@ def check(composed: DictConfig) -> Config:
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
-    _check_run_name(run.run_name)
-    _check_sources(run)
+    _check_run(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
@@ -66,7 +64,6 @@ def check(composed: DictConfig) -> Config:
         loss_scaling=_open(tree, "loss_scaling"),
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
-        numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
         data=_load(DatasetOptions, "dataset", data),
         model=_open(tree, "model"),
         dataset=arguments,
@@ -94,8 +91,13 @@ def _refuse_unfit_size(composed: DictConfig) -> None:
         )
 
 
-def _check_sources(run: RunOptions) -> None:
-    """Refuse empty paths, options of `init_from` without it, and a new name that is no word."""
+def _check_run(run: RunOptions) -> None:
+    """Refuse a name that leads out of runs/, empty paths, and options that need `init_from`."""
+    place = PurePosixPath(run.run_name.replace("\\", "/"))
+    if place.is_absolute() or ".." in place.parts:
+        raise ConfigError(
+            f"run_name={run.run_name}: must stay within runs/; for another place set hydra.run.dir"
+        )
     for name, path in (("resume", run.resume), ("init_from", run.init_from)):
         if path is not None and not path.strip():  # It would mean the current folder.
             raise ConfigError(
@@ -153,15 +155,6 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
         raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
     kept = {k: v for k, v in node.items() if k in rest or (k == "lr" and v is not None)}
     return Part(options, kept)
-
-
-def _check_run_name(run_name: str) -> None:
-    """Refuse a name that leads out of runs/, as `..` does."""
-    name = PurePosixPath(run_name.replace("\\", "/"))
-    if name.is_absolute() or ".." in name.parts:
-        raise ConfigError(
-            f"run_name={run_name}: must stay within runs/; for another place set hydra.run.dir"
-        )
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ from mpframe.config.sweep import (
     holds_this_run,
     leave_out,
     refuse_unfit_choices,
+    words_of,
+    words_of_sweep,
 )
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
@@ -116,12 +118,12 @@ class JobCheck(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _exit_on_error():
-            for word in _words(config, "hydra"):
+            for word in words_of(config, "hydra"):
                 if word.startswith("hydra.sweep."):
                     raise ConfigError(
                         f"{word}: does nothing without -m; add -m, or use hydra.run.dir"
                     )
-            for override in parse_words(_words(config, "task")):
+            for override in parse_words(words_of(config, "task")):
                 refuse_bad_override(override)
             _check(config, "hydra.run.dir")
 
@@ -142,10 +144,9 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _check_sweep(config: DictConfig, name: str) -> None:
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
+    words = words_of_sweep(config)
     leave_out(config, [o.key_or_group for o in parse_words(words) if not o.is_sweep_override()])
-    given = _words(config, "hydra")
+    given = words_of(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = compose_words([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
@@ -176,12 +177,6 @@ def _check(config: DictConfig, option: str) -> None:
             holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
     finally:
         HydraConfig.instance().cfg = before
-
-
-def _words(config: DictConfig, kind: str) -> list[str]:
-    """Return the words of the command line for Hydra (`hydra`) or for the jobs (`task`)."""
-    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    return list(overrides[kind])
 
 
 def _folder(config: DictConfig, option: str) -> Path:
@@ -218,7 +213,7 @@ def _start_at_once(config: DictConfig) -> None:
 def _let_trials_fail(config: DictConfig) -> None:
     """Continue a search if a trial fails: Optuna's sweeper stops at the first by default."""
     option = "max_failure_rate"
-    given = any(option in word for word in _words(config, "hydra"))
+    given = any(option in word for word in words_of(config, "hydra"))
     if option in config.hydra.sweeper and not given:
         with read_write(config.hydra):
             config.hydra.sweeper[option] = 1.0

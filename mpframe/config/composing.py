@@ -15,18 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from mpframe.config import CONF
 from mpframe.config.check import check, refuse_bad_value
-from mpframe.config.locations import CONF
 from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parse_words, rewrite, source_of
 from mpframe.config.redaction import secrets_of, values_of
-from mpframe.config.schema import OPEN, OPTIONS, Config, use_instead
+from mpframe.config.schema import ONE_TARGET, OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest
 from mpframe.files.stored_yaml import walk
 
-_ONE_CHOICE = {
-    *("dtype", "dtype/products", "ops"),
-    *(name for name, section in OPEN.items() if not section.named),
-}
+_ONE_CHOICE = ONE_TARGET | {"dtype", "dtype/products", "ops"}
 _MERGING = "Error merging override "  # Hydra's words, whose cause says what is wrong.
 
 
@@ -166,7 +163,8 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     is_open = section in OPEN and bool(rest)
-    hint = use_instead(key if is_open else key.rpartition(".")[2]) or nearest(key, known)
+    hint = use_instead(key) or ("" if is_open else use_instead(key.rpartition(".")[2]))
+    hint = hint or nearest(key, known)
     beside = [path for path in known if path.startswith(f"{section}.")]
     advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
     if is_open and not adds:

@@ -27,8 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from mpframe.config.locations import CONF
-from mpframe.config.schema import OPEN
+from mpframe.config import CONF
+from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -125,7 +125,10 @@ def rewrite(words: list[str]) -> list[str]:
             )
     words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
-    return _add_options_of_swept_groups(_choose_users_targets(words))
+    words = _choose_users_targets(words)
+    # Some options are those of only some choices of a swept group.
+    swept = tuple(f"{o.key_or_group}." for o in parse_words(words) if o.is_sweep_override())
+    return [f"++{word}" if word.startswith(swept) else word for word in words]
 
 
 def parse_words(words: list[str]) -> list[Override]:
@@ -199,20 +202,13 @@ def _moves(word: str) -> list[str]:
 
 def _choose_users_targets(words: list[str]) -> list[str]:
     """Give a user's class none of the arguments of the shipped choice."""
-    groups = [group for group, section in OPEN.items() if not section.named]
-    users = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
-    chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}
+    own = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
+    users, chosen = own & ONE_TARGET, {word.partition("=")[0] for word in words}
     options = tuple(f"{group}." for group in users)
     return [
         *(f"{group}=own" for group in sorted(users - chosen)),
         *(f"++{word}" if word.startswith(options) else word for word in words),
     ]
-
-
-def _add_options_of_swept_groups(words: list[str]) -> list[str]:
-    """Allow options that only some choices of a swept group have."""
-    swept = tuple(f"{o.key_or_group}." for o in parse_words(words) if o.is_sweep_override())
-    return [f"++{word}" if word.startswith(swept) else word for word in words]
 
 
 PRIMARY = "config"

@@ -3,8 +3,8 @@
 The values a run starts from are in `conf/`. This file says which values are allowed, and check.py
 compares a composed configuration with it. Neither imports torch, so a mistake is answered at once.
 
-Closed sections (`dtype`, `ops`, `trainer`, `numerics`, the run itself) take only the options listed
-here. Open sections (`OPEN`) name a `_target_` and also take its arguments.
+Closed sections (`dtype`, `ops`, `trainer`, the run itself) take only the options listed here.
+Open sections (`OPEN`) name a `_target_` and also take its arguments.
 
 Importing this file registers the schema with Hydra as `schema`, the first entry of the defaults
 list in conf/config.yaml. Hydra then knows the type and default of each closed option, and refuses
@@ -69,6 +69,7 @@ _FORMER = {
     "eval_dtype": "use mpframe evaluate checkpoint=RUN dtype=CHOICE",
     "keep_freed_memory": "freed memory is always kept",
     "layers": "use callbacks.ranges.layers=[PATTERN]",
+    **dict.fromkeys(("numerics", "numerics.every"), "use callbacks.ranges.every=N"),
     "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
     "lr_scale": "use lr=10x",
     "on_loss_spike": "use callbacks.loss_spikes.policy=CHOICE",
@@ -231,15 +232,6 @@ class TrainerOptions:
 
 
 @dataclass
-class NumericsOptions:
-    """`numerics`: how often the ranges of weights, activations, gradients, updates are taken."""
-
-    every: int | None = watching_option(
-        None, "Steps between two reports; null: never.", unit="steps", low=1
-    )
-
-
-@dataclass
 class DatasetOptions:
     """`dataset`: options that belong to every dataset, beside its own arguments."""
 
@@ -330,32 +322,17 @@ class RunOptions:
     )
 
 
-@dataclass(frozen=True)
-class OpenSection:
-    """A section that names a class or function by `_target_`, and its arguments."""
-
-    options: type | None = None  # Common to all of its targets.
-    required: bool = True  # If False, the section may be null or absent.
-    named: bool = False  # The section holds several of them by name.
-
-
-OPEN = {
-    "model": OpenSection(),
-    "dataset": OpenSection(DatasetOptions),
-    "objective": OpenSection(required=False),
-    "optimizer": OpenSection(OptimizerOptions),
-    "scheduler": OpenSection(required=False),
-    "loss_scaling": OpenSection(),
-    "callbacks": OpenSection(required=False, named=True),
-    "metrics": OpenSection(required=False, named=True),
-    "distributed": OpenSection(required=False),
+ONE_TARGET = {
+    *("model", "dataset", "objective", "optimizer", "scheduler", "loss_scaling", "distributed")
 }
+"""The open sections, which name a class or function by `_target_`, and its arguments."""
+OPEN = ONE_TARGET | {"callbacks", "metrics"}
+"""The same, and those that hold several of them by name."""
 
 SECTIONS: dict[str, type] = {
     "dtype": Dtype,
     "ops": Ops,
     "trainer": TrainerOptions,
-    "numerics": NumericsOptions,
     "dataset": DatasetOptions,
     "optimizer": OptimizerOptions,
 }
@@ -404,7 +381,6 @@ class Config:
     loss_scaling: dict[str, Any]
     ops: Ops
     trainer: TrainerOptions
-    numerics: NumericsOptions
     data: DatasetOptions
     model: dict[str, Any]
     dataset: dict[str, Any]
@@ -428,7 +404,7 @@ class Config:
 # The order in `--help`: the options changed most often first, the long lists of ops last.
 _ORDER = (
     *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
-    *("distributed", "objective", "metrics", "callbacks", "numerics", "ops"),
+    *("distributed", "objective", "metrics", "callbacks", "ops"),
 )
 
 

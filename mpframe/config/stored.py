@@ -17,6 +17,7 @@ other, Hydra's other special keys, interpolations and YAML aliases are refused.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -27,11 +28,10 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from mpframe.config import CONF
 from mpframe.config.command_line import check_config, compose_named, without_hydra
-from mpframe.config.locations import CONF
-from mpframe.config.moved import MOVED
-from mpframe.config.overrides import Source, take_source
-from mpframe.config.schema import OPEN, Config
+from mpframe.config.overrides import PRIMARY, Source, take_source
+from mpframe.config.schema import ONE_TARGET, OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parse_stored, walk
 
@@ -46,7 +46,7 @@ class Trusted:
         named = [n for folder in source.own_folders for n in _targets_in(folder, source.name)]
         self._users = {(place, target) for place, target, _ in named}
         self._options: dict[tuple[str, str], list[set[str]]] = {}
-        for place, target, options in [*named, *_targets_in(CONF, "config")]:
+        for place, target, options in [*named, *_targets_in(CONF, PRIMARY)]:
             self._options.setdefault((place, target), []).append(options)
 
     def choices(self, group: str) -> dict[str, Any]:
@@ -70,9 +70,8 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     """Refuse the targets that nobody but a stored configuration names, all in one line."""
     words = []
     for option, target in targets:
-        if isinstance(target, str) and target in MOVED:
-            new = f"{option}={MOVED[target]}"
-            raise CheckpointError(f"{path}: {option}={target} is now {MOVED[target]}; add {new}")
+        if new := find_moved(target):
+            raise CheckpointError(f"{path}: {option}={target} is now {new}; add {option}={new}")
         words.append(f"{option}={target}")
     if not words:
         return
@@ -83,6 +82,29 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
         f"give the --config-dir whose files name {'them' if several else 'it'}, or if you trust "
         f"{'them' if several else 'it'}, add {shlex.join(words)}"
     )
+
+
+def find_moved(target: object) -> str | None:
+    """Return the new name of a class or function of mpframe that has moved, or None.
+
+    The new one has the same last part, except for capitals, and is named in conf/, or else it is
+    the only one in mpframe's files.
+    """
+    package, _, name = str(target).rpartition(".")
+    if not package.startswith("mpframe."):
+        return None
+    shipped = {known for _, known, _ in _targets_in(CONF, PRIMARY) if known.startswith("mpframe.")}
+    same = {known for known in shipped if known.rpartition(".")[2].lower() == name.lower()}
+    found = same or set(_defined(name))
+    return found.pop() if len(found) == 1 and target not in found else None
+
+
+def _defined(name: str) -> Iterator[str]:
+    """Yield the targets of this name in mpframe's files, which are read and not run."""
+    home = Path(__file__).parents[1]
+    for file in home.rglob("*.py"):
+        if re.search(rf"^(class|def) {re.escape(name)}\b", file.read_text("utf-8"), re.M):
+            yield ".".join([home.name, *file.relative_to(home).with_suffix("").parts, name])
 
 
 def _targets_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:
@@ -113,7 +135,7 @@ _DATA = {"dataset", "objective", "metrics"}
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
-    *("resume", "init_from", "init_from_names", "init_from_except", "size"),
+    *("resume", "init_from", "init_from_names", "init_from_except", "size", "numerics"),
 }
 # A complete configuration holds these, and an evaluation does not use them.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
@@ -189,7 +211,7 @@ def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -
 
 def _find_used_groups(stored: Mapping[str, Any]) -> set[str]:
     """Return the open sections with one target that an evaluation takes from the stored ones."""
-    return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
+    return {group for group in ONE_TARGET - _UNUSED if stored.get(group)}
 
 
 def _words(given: list[str]) -> set[str]:

@@ -129,6 +129,18 @@ def name_of(
     return _as_folder(shown) or str(number)
 
 
+def words_of(config: Any, kind: str) -> list[str]:
+    """Return the words of the command line for Hydra (`hydra`) or for the jobs (`task`)."""
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return list(overrides[kind])
+
+
+def words_of_sweep(config: DictConfig) -> list[str]:
+    """Return the words for the jobs, after those that the sweeper has in a file."""
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    return [*(f"{key}={value}" for key, value in params.items()), *words_of(config, "task")]
+
+
 def leave_out(config: DictConfig, shared: Sequence[str]) -> None:
     """Leave more options out of the names of a sweep's jobs than the user does."""
     given = OmegaConf.select(config, _EXCLUDED) or []
@@ -147,7 +159,7 @@ def _as_folder(text: str) -> str:
 
 
 def _job_name(_root_: Any) -> str:
-    words: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)
+    words = words_of(_root_, "task")
     shared = OmegaConf.select(_root_, _EXCLUDED) or []
     secrets = secrets_of([*values_of(_root_), *words], os.environ)
     return name_of(words, shared, _root_.hydra.job.num, secrets)

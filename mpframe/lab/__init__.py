@@ -13,7 +13,7 @@
     validation     pictures of classes confused, and of samples with their predictions
     simulation     what another loss scaler would have done
 
-Begin with exponents.py. optimizer_numbers.py finds numbers of an optimizer that a format loses.
+Begin with exponents.py.
 
 Imports `training` and all below it, and is used by `run` and `cli`. Each part is loaded when it is
 used. Every run uses hints.py.
@@ -22,14 +22,16 @@ used. Every run uses hints.py.
 from collections.abc import Sequence
 
 from mpframe.core.callback import Callback
+from mpframe.core.ranges import require_whole
 
 
 def watch_ranges(
     every: int | None, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
 ) -> Callback:
-    """The callback `RangeWatch`, or one that does nothing if `every` is None."""
+    """Make the callback `RangeWatch`, or one that does nothing if `every` (>= 1) is None."""
     if every is None:
         return Callback()
+    require_whole("callbacks.ranges.every", every)
     # With it come histograms and pictures, which other runs do without.
     from mpframe.lab.range_watch import RangeWatch
 

@@ -21,7 +21,7 @@ from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
 from mpframe.lab.product_noise import Noises, ProductProbe
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
-from mpframe.tracking.metrics_csv import MetricsCsv
+from mpframe.tracking.records import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 

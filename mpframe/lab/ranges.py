@@ -263,7 +263,7 @@ def read_ranges(folder: Path) -> list[Ranges]:
     except (ValueError, KeyError, zlib.error) as error:
         raise DataError(f"{path}: damaged ({error}); train the run again") from None
     if not reports:
-        raise DataError(f"{path}: holds no report; train for numerics.every steps or more")
+        raise DataError(f"{path}: holds no report; train for callbacks.ranges.every steps or more")
     return reports
 
 

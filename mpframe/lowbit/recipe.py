@@ -17,7 +17,7 @@ from typing import Any, Self, cast
 
 from omegaconf import OmegaConf
 
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import require_whole
 from mpframe.lowbit.formats import ElementFormat, find_format

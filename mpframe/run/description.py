@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.checkpoint.export import versions
+from mpframe.config import CONF
 from mpframe.config.check import as_typed
-from mpframe.config.locations import CONF
 from mpframe.config.overrides import parse_words
 from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
@@ -42,7 +42,7 @@ from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text, format_command
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.training.trainer import Trainer
 

@@ -7,14 +7,14 @@ from mpframe.config.schema import TrainerOptions
 from mpframe.data.loading import Loader
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
-from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.folder import refuse_unfit
+from mpframe.run.parts import RunCallbacks
 from mpframe.run.resume import Resume
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.callbacks.results import Throughput
 from mpframe.training.interruption import Interruption
 from mpframe.training.run_context import RunContext, set_up
 from mpframe.training.trainer import Trainer

@@ -14,8 +14,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
-from mpframe.run.callbacks import RunCallbacks
-from mpframe.run.parts import resolve_device
+from mpframe.run.parts import RunCallbacks, resolve_device
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.training.callbacks.ema import ema_of

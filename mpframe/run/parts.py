@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpframe.config.schema import Config
+from mpframe.config.schema import Config, parse_measure
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.casting.op_lists import PINS, OpLists
 from mpframe.core.casting.policy import NO_PRODUCTS
@@ -34,7 +34,12 @@ from mpframe.data.workers import require_workers
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.place import place
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
+from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
+from mpframe.training.callbacks.guards import SkipGuard
+from mpframe.training.callbacks.results import Results, Throughput
 from mpframe.training.evaluation import LOSS, NamedMetric
+from mpframe.training.interruption import Interruption
+from mpframe.training.trainer import Callbacks
 
 
 def build_model(config: Config) -> nn.Module:
@@ -299,6 +304,11 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     return {name: build_scaler(config).to(device) for name in task.objectives}
 
 
+def ranges_every(config: Config) -> Any:
+    """Return the steps between two reports of ranges, or None if none is made."""
+    return config.callbacks.get("ranges", {}).get("every")
+
+
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
     """Make the group's callbacks in their order: only each `Algorithm`, or only the others."""
     callbacks = {}
@@ -308,3 +318,55 @@ def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Ca
             kind = "mpframe.core.callback.Callback"
             callbacks[name] = make_a(Callback, kind, f"callbacks.{name}", node)
     return callbacks
+
+
+class RunCallbacks:
+    """The callbacks of one run: `by_name` has all of them, in order, `group` between the fixed.
+
+    The fixed ones are not in the group, so they cannot be left out:
+
+        results, throughput    first, because others read what they count
+        stream                 keeps the place in the training data, if they are a stream
+        the group              in the order of its entries
+        skip_guard             ends a run that only skips, once the group has seen the step
+        checkpoints            saves the state of the others after the step
+        stop_on_signal         last, once all others have dealt with the step
+    """
+
+    def __init__(
+        self,
+        group: Callbacks,
+        speed: Throughput,
+        guard: SkipGuard,
+        save: SavePlan,
+        stop: Callback,
+        train: Loader,
+    ) -> None:
+        self.results, self.throughput, self.checkpoints = Results(), speed, Checkpoints(save)
+        first: dict[str, Callback] = {"results": self.results, "throughput": speed}
+        if isinstance(train, Callback):  # Only a stream's loader has a place to save.
+            first["stream"] = train
+        last = {"skip_guard": guard, "checkpoints": self.checkpoints, "stop_on_signal": stop}
+        for name in group.keys() & (first.keys() | last.keys()):
+            raise ConfigError(
+                f"callbacks.{name}: every run has a callback of this name; give yours another name"
+            )
+        self.by_name = {**first, **group, **last}
+
+
+def callbacks_of(
+    config: Config, began: float, interruption: Interruption, train: Loader
+) -> RunCallbacks:
+    """Make the callbacks of a configured run that began at a time of `perf_counter`."""
+    options, every = config.trainer, config.trainer.checkpoint_every
+    plan = SavePlan(
+        every=None if isinstance(every, str) else every,
+        minutes=parse_measure(every, "min"),
+        keep_last=options.keep_last,
+        keep_best=options.keep_best,
+        background=options.async_save,
+        on_error=options.on_save_error,
+    )
+    guard = SkipGuard(options.max_consecutive_skips, config.loss_scaling.get("hysteresis", 1))
+    throughput = Throughput(config.data.batch_size, began)
+    return RunCallbacks(build_callbacks(config), throughput, guard, plan, interruption, train)

@@ -44,15 +44,16 @@ from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.parallel.launch import init_comm, refuse_misfit
 from mpframe.parallel.place import place, separate
-from mpframe.run.callbacks import RunCallbacks, callbacks_of
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
 from mpframe.run.parts import (
     Loaders,
+    RunCallbacks,
     build_layout,
     build_loaders,
     build_task,
+    callbacks_of,
     resolve_device,
     scaling_name,
     seed_everything,
@@ -61,7 +62,7 @@ from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import Resume, take_first_weights
 from mpframe.run.trainer import build_trainer
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption

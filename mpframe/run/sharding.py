@@ -25,7 +25,7 @@ from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.parallel.layout import Layout
-from mpframe.run.parts import build_model
+from mpframe.run.parts import build_model, ranges_every
 from mpframe.training.memory import cast_again
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights, sums_of
@@ -54,10 +54,10 @@ WHOLE = Layout()  # All ranks divide every weight.
 
 def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank, or whole layers."""
-    every = config.numerics.every
+    every = ranges_every(config)
     if layout.tensor > 1 and every is not None:
         reason = "aten.bincount.default has no sharding strategy"
-        raise _not_in_parts(f"numerics.every={every}", layout, reason, "null")
+        raise _not_in_parts(f"callbacks.ranges.every={every}", layout, reason, "null")
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = as_typed(getattr(getattr(config, section), name))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from mpframe.config.moved import MOVED
+from mpframe.config.stored import find_moved
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import describe_error
 
@@ -132,7 +132,8 @@ def find_target(section: str, target: str) -> Any:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
         said = describe_error(error) if isinstance(error, SystemExit) else first_line(error)
-        said = f"is now {MOVED[target]}" if target in MOVED else said
+        new = find_moved(target)
+        said = f"is now {new}" if new else said
         raise ConfigError(f"{section}._target_={target}: {said}") from error
     if not callable(named):
         raise ConfigError(

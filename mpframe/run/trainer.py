@@ -27,6 +27,7 @@ from mpframe.run.parts import (
     build_model,
     build_precision,
     build_scalers,
+    ranges_every,
     resolve_device,
     to_device,
 )
@@ -135,9 +136,10 @@ def _refuse_compiled(config: Config) -> None:
     """Refuse options that need a model's modules one by one: a compiled model is one graph."""
     if not config.trainer.compile:
         return
-    if config.numerics.every is not None:
+    every = ranges_every(config)
+    if every is not None:
         raise ConfigError(
-            f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
+            f"callbacks.ranges.every={every}: a compiled model has no modules to watch; "
             "use trainer.compile=false or numerics=off"
         )
     if config.trainer.recompute:

@@ -2,15 +2,14 @@
 
 Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
 
-    logger, loggers        where results go: the interface, and all of a run as one
-    json_lines             the curves as JSON, a line for each step
-    tracker, event_file    curves, texts, pictures and hyperparameters for TensorBoard
-    tags                   the name of every curve, picture and text, and what it means
-    metrics_csv            the same numbers as a table
-    dtype_map              what each module stores and computes in, and why
-    amax_record            the largest gradient of every step, to try loss scalers on afterwards
-    summary                summary.json: how a run ended
-    environment            versions, hardware, command line; the most memory in use
+    logger         where results go: the interface, and all of a run as one
+    json_lines     the curves as JSON, a line for each step
+    tracker        curves, texts, pictures and hyperparameters for TensorBoard
+    tags           the name of every curve, picture and text, and what it means
+    dtype_map      what each module stores and computes in, and why
+    records        the same numbers as a table; the largest gradient of every step, for replays
+    summary        summary.json: how a run ended
+    environment    versions, hardware, command line; the most memory in use
 
 May import config, files and core, but no trainer. Nothing is exported here, because programs that
 do not need torch import summary.py.

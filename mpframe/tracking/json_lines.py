@@ -13,8 +13,8 @@ from typing import Any
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
 from mpframe.files.durable import AppendLog, write_atomically
-from mpframe.tracking.amax_record import read_lines
 from mpframe.tracking.logger import Logger
+from mpframe.tracking.records import read_lines
 
 FILE_NAME = "metrics.jsonl"
 

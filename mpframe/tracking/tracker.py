@@ -1,6 +1,7 @@
 """TensorBoard's view of a run: curves, texts, hyperparameters, and a page of charts.
 
-Everything of a run goes into one event file, an append-only list of records
+Everything of a run goes into one event file, an append-only list of records, each written whole or
+not at all
 
     event = (wall time, step, {tag: value, ...})
 
@@ -12,7 +13,12 @@ begins with a START record at its first step s, which hides every earlier record
 """
 
 import base64
+import io
+import itertools
 import logging
+import os
+import socket
+import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,14 +27,16 @@ from typing import Any, Self
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import summary as summaries
 
 from mpframe.core.errors import MpframeError
-from mpframe.tracking.event_file import EventFile
+from mpframe.files.durable import append_whole
 from mpframe.tracking.logger import Logger, Numbers
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
@@ -39,6 +47,49 @@ _PLUGINS = {
     "image": ("images", summary_pb2.DATA_CLASS_BLOB_SEQUENCE),
     "histo": ("histograms", summary_pb2.DATA_CLASS_TENSOR),
 }
+
+
+_SECONDS = 5.0  # for which records wait in memory
+_NUMBERS = itertools.count()
+
+
+class EventFile:
+    """A new event file in a folder, which hides older files from `first_step` on.
+
+    Files are read in the order of their names, so it is named after the current second, or the
+    second after the newest file: a START record that is read too early hides nothing. Records wait
+    in memory for a few seconds, or until `flush`. If the disk is full, they wait on, and are
+    written with the next ones when there is room.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        older = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+        second = max([int(time.time()), *(other + 1 for other in older)])
+        self._path = folder / f"events.out.tfevents.{second:010d}.{unique}"
+        self._waiting = io.BytesIO()
+        self._records = RecordWriter(self._waiting)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
+
+    def add(self, summary: Any, step: int) -> None:
+        """Append a summary. OSError: the records that wait could not be written, and wait on."""
+        self._add(Event(summary=summary, step=step))
+        if time.monotonic() - self._flushed >= _SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the records that wait, with the errors of `add`."""
+        self._flushed = time.monotonic()
+        if waiting := self._waiting.getvalue():
+            append_whole(self._path, waiting)
+            self._waiting.seek(0)
+            self._waiting.truncate()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
 
 class Tracker(Logger):

@@ -35,14 +35,10 @@ class Plan(StepOptions):
 
     def steps_left(self, progress: "Progress", batches: int) -> int:
         """Return the steps to the planned end if none is skipped, at `batches` an epoch."""
-        epochs, present = self.epochs - progress.epoch, batches - progress.batch
-        if epochs <= 0:
-            return 0
-        each, rest = math.ceil(batches / self.accumulate), math.ceil(present / self.accumulate)
-        left = (epochs - 1) * each + rest
-        return (
-            left if self.max_steps is None else max(0, min(left, self.max_steps - progress.steps))
-        )
+        each, present = math.ceil(batches / self.accumulate), batches - progress.batch
+        left = (self.epochs - progress.epoch - 1) * each + math.ceil(present / self.accumulate)
+        limit = left if self.max_steps is None else self.max_steps - progress.steps
+        return max(0, min(left, limit))
 
 
 @dataclass

@@ -10,9 +10,8 @@ from typing import Any
 
 from mpframe.core.callback import Callback
 from mpframe.data.loading import Loader
-from mpframe.tracking.loggers import Loggers
-from mpframe.training.callbacks.results import Results
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.tracking.logger import Loggers
+from mpframe.training.callbacks.results import Results, Throughput
 from mpframe.training.trainer import Callbacks, Trainer, run_callbacks
 
 log = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ OPTIONS = ["model=mlp", "model.hidden=32", "trainer.max_steps=10", "trainer.log_
 RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
 WATCHED = [
     *OPTIONS, "model.depth=1", "dtype=mixed_bf16", "dtype.products=fp8_tensorwise", "numerics=on",
-    "numerics.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
+    "callbacks.ranges.every=4", "trainer.checkpoint_every=4", "trainer.max_steps=5",
 ]  # fmt: skip
 
 

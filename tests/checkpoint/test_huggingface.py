@@ -17,8 +17,7 @@ from pages import Page
 from torch import nn
 
 from mpframe.checkpoint import huggingface
-from mpframe.checkpoint.huggingface import write_folder
-from mpframe.checkpoint.model_card import format_card
+from mpframe.checkpoint.huggingface import format_card, write_folder
 from mpframe.cli.commands.export import main
 from mpframe.cli.restored import restore_run
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError

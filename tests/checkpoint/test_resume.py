@@ -103,7 +103,7 @@ def test_an_option_forbids_exactness_where_it_changes_a_number() -> None:
 
 def test_the_same_options_are_not_warned_of(whole: Path, tmp_path: Path, caplog: Log) -> None:
     resumed = cut(whole, tmp_path / "resumed", 12)
-    watching = ["trainer.log_every=5", "dataset.workers=1", "numerics=on", "numerics.every=50"]
+    watching = ["trainer.log_every=5", "dataset.workers=1", "callbacks.ranges.every=50"]
     train(resumed, *EVERY_FOURTH_STEP, *watching, "resume=auto")
     assert [line for line in caplog.messages if line.startswith("warning")] == []
 

@@ -95,7 +95,7 @@ def test_a_flag_of_hydra_answers_and_help_shows_first_what_is_changed_most(print
     assert "loss_scaling: Backoff, LogMax" in groups
     assert re.findall(r"^(\w+):(?=\n|$| \{\})", options, re.M) == [
         *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
-        *("distributed", "objective", "metrics", "callbacks", "numerics", "ops"),
+        *("distributed", "objective", "metrics", "callbacks", "ops"),
     ]
 
 

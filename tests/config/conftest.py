@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mpframe.cli import job as job_module
 from mpframe.cli.commands import train
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 
 Started = Callable[..., list[DictConfig]]
 

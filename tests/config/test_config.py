@@ -14,9 +14,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from mpframe.cli.commands import options
-from mpframe.config import schema
+from mpframe.config import CONF, schema
 from mpframe.config.command_line import check_config
-from mpframe.config.locations import CONF
 from mpframe.config.schema import SECTIONS, only_watches
 from mpframe.run.parts import scaling_name
 
@@ -73,13 +72,11 @@ def test_the_rows_hold_every_file() -> None:
 
 
 def test_a_default_stands_in_the_schema_alone() -> None:
-    """A file of a closed section holds what it changes; the choice `default` or `off` nothing."""
-    for name in ("numerics", "trainer"):
-        defaults = dataclasses.asdict(SECTIONS[name]())
-        for path in (CONF / name).glob("*.yaml"):
-            values: Any = OmegaConf.to_container(OmegaConf.load(path))
-            switch = {"every"} if path.stem == "off" else set()
-            assert not [key for key in values.keys() - switch if values[key] == defaults[key]]
+    """A file of a closed section holds what it changes; the choice `default` nothing."""
+    defaults = dataclasses.asdict(SECTIONS["trainer"]())
+    for path in (CONF / "trainer").glob("*.yaml"):
+        values: Any = OmegaConf.to_container(OmegaConf.load(path))
+        assert not [key for key in values if values[key] == defaults[key]]
     assert OmegaConf.load(CONF / "config.yaml").keys() & schema.RUN_OPTIONS == {"run_name"}
 
 
@@ -95,7 +92,7 @@ def test_a_scaling_file_states_every_argument_and_the_one_that_fits_is_chosen() 
         assert scaling_name(composed(f"dtype={dtype}")) == name
 
 
-WATCH = """run_name resume numerics.every trainer.async_save trainer.checkpoint_every
+WATCH = """run_name resume trainer.async_save trainer.checkpoint_every
     trainer.eval_every trainer.keep_best trainer.keep_last trainer.log_every
     trainer.max_consecutive_skips trainer.monitor trainer.on_save_error trainer.parallel
     trainer.recompute trainer.requeue trainer.timeout trainer.verbosity"""

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mpframe import checkpoint
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.run.run import Run
-from mpframe.tracking.amax_record import FILE_NAME
+from mpframe.tracking.records import AMAX_FILE
 from mpframe.tracking.summary import Summary
 
 StartRun = Callable[..., Summary]
@@ -111,7 +111,7 @@ def results(folder: Path) -> dict[str, Any]:
         "step": newest.global_step,
         "validation": newest.facts["validation"],
         "curves": scalars(folder),
-        "amax": (folder / FILE_NAME).read_text(),
+        "amax": (folder / AMAX_FILE).read_text(),
         "summary": {k: v for k, v in summary.items() if k not in MEASURED_SUMMARY},
     }
 

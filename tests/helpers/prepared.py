@@ -10,10 +10,9 @@ from torch.optim import SGD
 
 from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callbacks.results import Results
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.callbacks.results import Results, Throughput
 from mpframe.training.run_context import RunContext
 
 

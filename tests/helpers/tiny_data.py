@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 
 _TEXTS = {path.stem: path.read_text("utf-8") for path in (CONF / "experiment").glob("*.yaml")}
 # Each shipped experiment; the small size of one that has two has `_small` behind its name.

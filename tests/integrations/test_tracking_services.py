@@ -20,13 +20,13 @@ from mpframe.integrations.aim import Aim
 from mpframe.integrations.mlflow import MLflow
 from mpframe.integrations.wandb import Wandb
 from mpframe.run.resume import compare
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the packages warn of
 SMALL = ("model=mlp", "model.hidden=8", "dataset.batch_size=256", "trainer.log_every=1")
 SMALL += ("trainer.epochs=2", "trainer.checkpoint_every=2", "trainer.keep_last=9")
-RANGES = ("numerics=on", "numerics.every=5", "callbacks.ranges.layers=[none]")
+RANGES = ("callbacks.ranges.every=5", "callbacks.ranges.layers=[none]")
 SECRET = "abcdefghijkl"
 
 

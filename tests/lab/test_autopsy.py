@@ -363,7 +363,7 @@ def test_off_or_failing_it_does_nothing(tmp_path: Path, monkeypatch: Patch, capl
 
 def test_it_changes_no_bit(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("mpframe.lab.range_watch.RangeWatch.draw", lambda self: None)
-    options = [OWN, *SHORT, *HIGH, "ops.modules={gain:fp32}", "numerics=on", "numerics.every=1"]
+    options = [OWN, *SHORT, *HIGH, "ops.modules={gain:fp32}", "callbacks.ranges.every=1"]
     folders = [tmp_path / name for name in ("with", "without")]
     for folder, own in zip(folders, (".after=1", "=null"), strict=True):
         assert train(folder, *options, f"callbacks.autopsy{own}").steps == 3

@@ -251,7 +251,7 @@ def test_the_record_is_read_back_and_a_resumed_run_drops_what_it_repeats(tmp_pat
     with pytest.raises(DataError, match="train the run with numerics=on"):
         read_ranges(tmp_path)
     record, file = RangeRecord(tmp_path), tmp_path / FOLDER / "ranges.bin"
-    with pytest.raises(DataError, match=r"holds no report; train for numerics\.every steps"):
+    with pytest.raises(DataError, match=r"holds no report; train for callbacks\.ranges\.every"):
         read_ranges(tmp_path)
     for step in (10, 20, 30):
         record.add(made(step))
@@ -307,7 +307,7 @@ SHOWN = ("activation_gradients", "weights")  # Pictures of all five kinds take s
 
 @pytest.mark.slow
 def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
-    on = ["numerics=on", "numerics.every=2", "callbacks.ranges.layers=[head]"]
+    on = ["callbacks.ranges.every=2", "callbacks.ranges.layers=[head]"]
     products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
     options = ["model=mlp", "model.hidden=32", *products, *on]
     with monkeypatch.context() as patched:

@@ -18,7 +18,7 @@ import yaml
 from fixtures import Log, Patch, Shown
 
 from mpframe.cli.commands import report as report_command
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.lab.report import page as page_module
 from mpframe.lab.report.page import _panels, as_markdown, as_page, draw
 from mpframe.lab.report.records import Record, find_runs

@@ -14,8 +14,8 @@ from low_bits import A3, B3, A, B, C, Note, V, made, prepared, run
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
+from mpframe.config import CONF
 from mpframe.config.command_line import check_config
-from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32

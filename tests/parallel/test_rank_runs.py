@@ -163,7 +163,7 @@ def test_ranks_stay_the_same(two: Ranks, tmp_path: Path, options: list[str]) -> 
 
 def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
     fast = ["callbacks.ranges.layers=[none]", "trainer.timeout=20", "dtype=mixed_bf16"]
-    options = [*fast, "dtype.products=fp8_rows", "numerics=on", "numerics.every=4"]
+    options = [*fast, "dtype.products=fp8_rows", "callbacks.ranges.every=4"]
     two(ranked.run, tmp_path / "run", *OWN, *options)
     (report,) = read_ranges(tmp_path / "run")
     assert report.field("activations", "count").tolist() == [8 * 2]  # samples, outputs

@@ -265,7 +265,8 @@ def test_what_needs_whole_weights_is_refused() -> None:
         assert str(refused.value) == f"{said}, or trainer.parallel=ddp"
     layout = Layout(tensor=2, plan={"head": "colwise"})
     with pytest.raises(ConfigError) as refused:
-        refuse_beside_sharding(composed("numerics.every=10"), layout)
-    said = "numerics.every=10: does not go with distributed.tensor=2 (torch: aten.bincount.default "
-    said += "has no sharding strategy); use numerics.every=null, or distributed.tensor=1"
+        refuse_beside_sharding(composed("callbacks.ranges.every=10"), layout)
+    said = "callbacks.ranges.every=10: does not go with distributed.tensor=2 (torch: aten.bincount."
+    said += "default has no sharding strategy); use callbacks.ranges.every=null, or "
+    said += "distributed.tensor=1"
     assert str(refused.value) == said

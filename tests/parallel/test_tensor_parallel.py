@@ -291,7 +291,7 @@ def test_the_presets_of_the_gpt_train_as_one_process(two: Ranks, tmp_path: Path)
         own = [*options, FSDP, f"distributed={preset}", "model.heads=4"]
         for end in two(ranked.run, tmp_path / preset, *own):
             assert end.val_loss == pytest.approx(one.val_loss, rel=1e-5)
-    (_, said), _ = two(ranked.run, tmp_path / "no", *own, "numerics.every=1")
+    (_, said), _ = two(ranked.run, tmp_path / "no", *own, "callbacks.ranges.every=1")
     assert said.startswith(
-        "numerics.every=1: does not go with distributed.tensor=2 (torch: aten.bincount"
+        "callbacks.ranges.every=1: does not go with distributed.tensor=2 (torch: aten.bincount"
     )

@@ -15,8 +15,7 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import MpframeError, RunInterrupted, UserCodeError
 from mpframe.files import durable
 from mpframe.tracking.json_lines import FILE_NAME, JsonLines
-from mpframe.tracking.logger import Logger
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Logger, Loggers
 from mpframe.tracking.tracker import Tracker
 
 SMALL = ("model=mlp", "model.hidden=8", "dataset.batch_size=256", "trainer.log_every=1")
@@ -62,7 +61,7 @@ SEEN: list[Collected] = []
 def test_a_logger_of_a_user_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("MY_TOKEN", "abcdefghijkl")
     mine = f"+callbacks.mine._target_={__name__}.Collected"
-    ranges = "numerics=on", "numerics.every=5", "callbacks.ranges.layers=[none]"
+    ranges = "callbacks.ranges.every=5", "callbacks.ranges.layers=[none]"
     train(tmp_path, *SMALL, *ranges, mine, "run_name=abcdefghijkl")
     got, read = SEEN.pop().got, events(tmp_path)
     assert got.pop("close") == [None]

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
-from mpframe.tracking import event_file
-from mpframe.tracking.loggers import Loggers
-from mpframe.tracking.metrics_csv import FILE_NAME, MetricsCsv
+from mpframe.tracking.logger import Loggers
+from mpframe.tracking.records import CSV_FILE, MetricsCsv
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
@@ -280,7 +279,7 @@ def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
     )
     with monkeypatch.context() as patched:
         full = Mock(side_effect=OSError(28, "No space left on device"))
-        patched.setattr(event_file, "append_whole", full)
+        patched.setattr("mpframe.tracking.tracker.append_whole", full)
         for step in (1, 2):
             warned.scalars(step, {"a": float(step)})
             warned.flush()
@@ -299,7 +298,7 @@ def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
 
 
 def test_a_row_is_a_step_and_a_resumed_run_cuts_what_it_repeats(tmp_path: Path) -> None:
-    file, table = tmp_path / FILE_NAME, MetricsCsv(tmp_path, ["step", "train_loss", "val_loss"])
+    file, table = tmp_path / CSV_FILE, MetricsCsv(tmp_path, ["step", "train_loss", "val_loss"])
     table.add({"step": 10, "train_loss": 1 / 3})
     table.add({"step": 20, "val_loss": float("nan")})
     assert file.read_text() == "step,train_loss,val_loss\n10,0.333333333,\n20,,nan\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 
 from mpframe import MasterWeights, Precision, Static, Trainer
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim import gradients
 from mpframe.run.target import make

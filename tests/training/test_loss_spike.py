@@ -15,8 +15,7 @@ from vocabulary import differing, same_bits
 from mpframe import Backoff, Trainer
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.training.callbacks.ema import AverageWeights, Ema
-from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.loss_spike import LEAST, WINDOW, LossSpikes
+from mpframe.training.callbacks.guards import LEAST, WINDOW, LossSpikes, SkipGuard
 
 
 def after(losses: list[float]) -> LossSpikes:

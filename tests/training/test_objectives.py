@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from vocabulary import HALVES, CalledOps
 
 from mpframe import Backoff, Precision
+from mpframe.config import CONF
 from mpframe.config.command_line import check_config
-from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, MpframeError, UserCodeError
 from mpframe.core.objective import Objective, StepOutput, compute, supervised
 from mpframe.data import Task

@@ -145,7 +145,7 @@ ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
     ("optimizer=gan", "optimizer.parts: none of discriminator, generator takes"),
     ("experiment=digits_gan optimizer=adamw", "optimizer.parts=none: the losses are discriminator, generator; give each an optimizer"),
     ("experiment=digits_gan callbacks.loss_spikes.policy=skip", "callbacks.loss_spikes.policy=skip: judges one loss, and the dataset has 2"),
-    ("numerics=on trainer.compile=true", "numerics.every=100: a compiled model has no modules to watch; use trainer.compile=false or numerics=off"),
+    ("numerics=on trainer.compile=true", "callbacks.ranges.every=100: a compiled model has no modules to watch; use trainer.compile=false or numerics=off"),
     ("trainer.recompute=[net.*] trainer.compile=true", "trainer.recompute=['net.*']: a compiler chooses itself what it computes again; use trainer.compile=false or trainer.recompute=[]"),
 ])  # fmt: skip
 def test_what_cannot_be_made_and_what_does_not_fit_is_refused(words: str, line: str) -> None:

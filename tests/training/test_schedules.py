@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.training.callbacks import schedules
 from mpframe.training.callbacks.schedules import PlannedSchedule, onecycle, poly, warmup_cosine

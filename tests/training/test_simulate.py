@@ -13,7 +13,7 @@ from mpframe.cli.commands.simulate import main as simulate
 from mpframe.core.errors import DataError
 from mpframe.core.loss_scaling import Backoff, Static
 from mpframe.lab.simulation import as_table, replay
-from mpframe.tracking.amax_record import FILE_NAME, AmaxRecord, read_amax
+from mpframe.tracking.records import AMAX_FILE, AmaxRecord, read_amax
 
 
 def written(folder: Path, *values: float, kept: int = 0) -> bytes:
@@ -21,7 +21,7 @@ def written(folder: Path, *values: float, kept: int = 0) -> bytes:
     for value in values:
         record.add(torch.tensor(value))
     record.flush()
-    return (folder / FILE_NAME).read_bytes()
+    return (folder / AMAX_FILE).read_bytes()
 
 
 def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path
     assert amax[4] == pytest.approx(3e-5, rel=1e-6)
     written(tmp_path, 64.0, kept=2)
     assert read_amax(tmp_path).tolist() == [1.0, 0.25, 64.0]
-    (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe\n1\n2\n")  # One that is no text is carried on.
+    (tmp_path / AMAX_FILE).write_bytes(b"\xff\xfe\n1\n2\n")  # One that is no text is carried on.
     assert written(tmp_path, 8.0, kept=2) == b"\xff\xfe\n1\n3\n"
 
 
@@ -40,7 +40,7 @@ def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_
     record, file = AmaxRecord(tmp_path), tmp_path / "record.txt"
     for _ in range(1000):
         record.add(torch.tensor(2.0))
-    assert (tmp_path / FILE_NAME).read_text().splitlines() == ["1"] * 768
+    assert (tmp_path / AMAX_FILE).read_text().splitlines() == ["1"] * 768
     with pytest.raises(DataError, match="No such file"):
         read_amax(file)
     for content, line in (

@@ -12,7 +12,7 @@ from mpframe import Trainer
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks.records import Curves
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.callbacks.results import Throughput
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 

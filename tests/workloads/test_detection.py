@@ -16,7 +16,7 @@ from torchvision.ops import box_iou
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
 from mpframe.data import Loader

@@ -17,8 +17,8 @@ from tiny_data import tiny
 from mpframe import checkpoint
 from mpframe.cli.commands import autopsy, export, predict
 from mpframe.cli.commands.evaluate import evaluate
+from mpframe.config import CONF
 from mpframe.config.command_line import check_config, compose_named, without_hydra
-from mpframe.config.locations import CONF
 from mpframe.core.errors import DataError, DivergedError, MpframeError
 from mpframe.core.tree import tensors_in
 from mpframe.lab.autopsy import evidence

@@ -28,7 +28,7 @@ from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.run.parts import build_scaler
-from mpframe.tracking.amax_record import read_amax
+from mpframe.tracking.records import read_amax
 
 _OPTIONS = ("run", "loss_scaling", "out")
 _ALL = ("static", "Backoff", "LogMax")

@@ -23,9 +23,9 @@ import hydra
 
 from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
+from mpframe.config import CONF
 from mpframe.config.command_line import prepare
 from mpframe.config.composing import compose_words, refusal_of
-from mpframe.config.locations import CONF
 from mpframe.config.overrides import (
     PRIMARY,
     Source,

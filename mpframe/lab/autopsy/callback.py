@@ -25,7 +25,7 @@ from mpframe.core.errors import DivergedError, MpframeError, first_line
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.lab.hints import scaling_of
-from mpframe.training.callbacks.loss_spike import spikes_of
+from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 

@@ -28,7 +28,7 @@ from mpframe.core.comm import part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
 from mpframe.lab.autopsy.replay import Case
-from mpframe.lab.optimizer_numbers import find_rounded_numbers
+from mpframe.lab.hints import find_rounded_numbers
 from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.optimizers.whole_weights import gather
 from mpframe.training.trainer import Trainer

@@ -32,8 +32,16 @@ from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.exponents import amax_of, lost_fraction
-from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, error, findings_of, note, warning
-from mpframe.lab.optimizer_numbers import find_rounded_numbers
+from mpframe.lab.hints import (
+    ADAPTIVE,
+    HINTS,
+    Finding,
+    error,
+    find_rounded_numbers,
+    findings_of,
+    note,
+    warning,
+)
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.tracking.dtype_map import Row
 from mpframe.training.probe import safe_scale

@@ -23,7 +23,7 @@ from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.tree import device_of
 from mpframe.data.loading import Loader, training_loader
 from mpframe.data.task import Task
-from mpframe.lab.find.rollback import rollback
+from mpframe.lab.find import rollback
 from mpframe.tracking.environment import peak_memory
 from mpframe.training.trainer import Trainer
 

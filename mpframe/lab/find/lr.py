@@ -19,7 +19,7 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
 from mpframe.data.task import Task
-from mpframe.lab.find.rollback import rollback
+from mpframe.lab.find import rollback
 from mpframe.lab.pictures import new_figure, save
 from mpframe.tracking.tags import Tag
 from mpframe.tracking.tracker import Tracker

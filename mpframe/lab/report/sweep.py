@@ -22,23 +22,10 @@ from mpframe.lab.report.records import NO_SUMMARY
 from mpframe.tracking.summary import Status, Summary
 
 COLUMNS = (
-    "job",
-    "folder",
-    "overrides",
-    "mode",
-    "scaling",
-    "metric",
-    "val_metric",
-    "val_loss",
-    "best",
-    "best_step",
-    "test_metric",
-    "test_loss",
-    "tested",
-    "skipped_steps",
-    "final_scale",
-    "seconds",
-    "status",
+    *("job", "folder", "overrides", "mode", "scaling"),
+    *("metric", "val_metric", "val_loss", "best", "best_step"),
+    *("test_metric", "test_loss", "tested"),
+    *("skipped_steps", "final_scale", "seconds", "status"),
 )
 """The first columns of sweep.csv. A column for each option that is swept follows."""
 

@@ -5,13 +5,12 @@ Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the
     records               writes numbers to files
     console               shows numbers
     profile               shows where the time of a step goes
-    results, throughput   keep the numbers of the summary
+    results               keeps the numbers of the summary
     checkpoints           saves the run
-    guards                end a run, or warn
+    guards                end a run, skip a step whose loss jumps, or warn
     freeze                freezes layers for a while
-    step_hooks            changes gradients right before a step: a penalty, LARC
+    step_hooks            at the gradients right before a step: a penalty, LARC, their norms
     ema, schedules        algorithms: an average of the weights, learning rates
-    loss_spike            an algorithm that skips a step whose loss jumps
 
 The autopsy and the ranges are in lab/. A configuration names each by `_target_`.
 """

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.tracking.amax_record import AmaxRecord
 from mpframe.tracking.environment import peak_memory
-from mpframe.tracking.metrics_csv import MetricsCsv
+from mpframe.tracking.records import AmaxRecord, MetricsCsv
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import check_events
 from mpframe.training.evaluation import Evaluation

@@ -1,17 +1,31 @@
-"""Keeps a run's results: the last loss, the last and the best validation, the test."""
+"""Keeps a run's results: the last loss, the last and the best validation, the test, and its speed.
 
-from collections import deque
+Of the speed:
+
+    training time    from step to step: loading, the step, its logging, at first compiling
+    left out         validating and saving
+    step time        the median, which neither the first step nor a pause changes
+"""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
-from mpframe.core.callback import Callback
+from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
 from mpframe.training.evaluation import Best, Evaluation, much_worse
 from mpframe.training.trainer import Trainer
 
 _RECENT = 100  # validations
+Clock = Callable[[], float]
+_BIN = math.log(1.01)
+_SHORTEST = 1e-9  # seconds, for a clock that stood still
 
 
 class Results(Callback):
@@ -71,3 +85,112 @@ class Results(Callback):
             )
         self.best = Best.from_state(state["best"])
         self._recent.extend(float(value) for value in state["recent"])
+
+
+class Throughput(Callback):
+    """Counts samples, and the seconds it took to train on them, over all starts of a run.
+
+    A checkpoint holds the sums, and a resumed run adds to them. The steps that a killed start took
+    after its last checkpoint are taken again, and count once. Step times are counted in bins of one
+    percent, so that a run of any length keeps few numbers.
+
+    Args:
+        batch_size: samples per micro-batch.
+        began: the `clock`'s time when this start of the run began. None: now.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(
+        self, batch_size: int, began: float | None = None, clock: Clock = time.perf_counter
+    ) -> None:
+        self.samples, self.train_seconds = 0, 0.0  # of the steps tried
+        self._batch_size, self._clock = batch_size, clock
+        self._lap_began = clock()
+        self._began = self._lap_began if began is None else began
+        self._paused: float | None = None
+        self._untold: deque[int] = deque()
+        self._step_times: Counter[int] = Counter()
+        self._earlier, self._idle = 0.0, False
+        self._asked = 0, 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training samples over training time, or None before the first step."""
+        return self.samples / self.train_seconds if self.train_seconds else None
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """The median time of a step, to half a percent, or None before the first one."""
+        passed, half = 0, self._step_times.total() / 2
+        for number, steps in sorted(self._step_times.items()):
+            passed += steps
+            if passed >= half:
+                return math.exp(number * _BIN)
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
+        return self._earlier + (0.0 if self._idle else self._clock() - self._began)
+
+    def since_last_call(self) -> tuple[int, float]:
+        """Return samples and training seconds since the last call, or since this start."""
+        samples, seconds = self._asked
+        self._asked = self.samples, self.train_seconds
+        return self.samples - samples, self.train_seconds - seconds
+
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        self._untold.append(len(batches) * self._batch_size)
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Count the step and its time. Steps that are reported together share it evenly."""
+        lap = max((self._clock() - self._lap_began) / len(self._untold), _SHORTEST)
+        self._lap_began += lap
+        self.samples += self._untold.popleft()
+        self.train_seconds += lap
+        self._step_times[round(math.log(lap) / _BIN)] += 1
+        self._idle = False
+
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        """Stop the clock: a validation or the test began."""
+        self._stop_clock()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
+        self._start_clock()
+        self._idle = False
+
+    def on_test(self, trainer: Trainer, evaluation: object) -> None:
+        """Start the clock. A finished run that is only tested once more keeps its time."""
+        self._start_clock()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within the block the clock stands still, because the run is being saved."""
+        self._stop_clock()
+        try:
+            yield
+        finally:
+            self._start_clock()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "train_seconds": self.train_seconds,
+            "seconds": self.seconds,
+            "step_times": dict(self._step_times),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
+        self._earlier, self._idle = float(state["seconds"]), True
+        self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})
+        self._asked = self.samples, self.train_seconds
+
+    def _stop_clock(self) -> None:
+        if self._paused is None:
+            self._paused = self._clock()
+
+    def _start_clock(self) -> None:
+        if self._paused is not None:
+            self._lap_began += self._clock() - self._paused
+            self._paused = None

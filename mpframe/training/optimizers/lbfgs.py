@@ -20,7 +20,7 @@ from mpframe.core.optim.gradients import measure_grads
 from mpframe.core.optim.master_weights import MasterWeights, evaluate
 from mpframe.core.step_result import StepResult, Verdict
 from mpframe.core.tree import HALF
-from mpframe.training.callbacks.loss_spike import spikes_of
+from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.trainer import Trainer
 
 

@@ -22,7 +22,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.step_result import StepResult
-from mpframe.training.callbacks.loss_spike import spikes_of
+from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer, largest, merge_results
 from mpframe.training.trainer import Trainer
 

@@ -38,12 +38,11 @@ from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.tracking.loggers import Loggers
+from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import Curves, RecordAmax
-from mpframe.training.callbacks.results import Results
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.callbacks.results import Results, Throughput
 from mpframe.training.plan import Plan
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer, run_callbacks

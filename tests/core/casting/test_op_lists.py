@@ -6,7 +6,7 @@ from fixtures import refused
 from omegaconf import OmegaConf
 
 from mpframe import OpLists
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.casting import op_lists
 from mpframe.core.casting.op_lists import _ALIASES, _parse, canonical, known_ops
 from mpframe.core.errors import ConfigError

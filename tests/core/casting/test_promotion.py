@@ -7,7 +7,7 @@ from torch import nn
 from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
-from mpframe.config.locations import CONF
+from mpframe.config import CONF
 from mpframe.core.objective import supervised
 from mpframe.training.plan import Plan
 from mpframe.workloads.detection import SSD, detection

@@ -1,10 +1,21 @@
-"""The largest gradient of every step, kept in the run's folder for replays.
+"""Files of a run's folder that grow line by line: its numbers, and each step's largest gradient.
 
 `log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` if
 the step overflowed, `nan` if a gradient was nan, `-inf` if all were zero. It costs about ten
 bytes a step. With it, any loss scaler can be tried on the run afterwards (simulate.py).
+
+`metrics.csv` has one row for a step, one for the test:
+
+    step,epoch,train_loss,...,val_loss,val_accuracy
+    10,0,2.1840832,...,,
+    22,1,1.7345678,...,1.7234567,0.61388888
+
+The columns are the first start's, followed by any that a later start added.
 """
 
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +27,7 @@ from mpframe.core.errors import DataError
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.files.plain_file import open_regular
 
-FILE_NAME = "log2_amax.txt"
+AMAX_FILE = "log2_amax.txt"
 _HELD = 256  # steps between two transfers from the device
 
 
@@ -28,7 +39,7 @@ class AmaxRecord:
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
-        path = folder / FILE_NAME
+        path = folder / AMAX_FILE
         self._log = AppendLog(path, on_error)
         self._waiting: list[Tensor] = []
         older = read_lines(path) if kept else []
@@ -60,7 +71,7 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
 
     `path` is a run's folder, or any file with one log2 value per line.
     """
-    file = path / FILE_NAME if path.is_dir() else path
+    file = path / AMAX_FILE if path.is_dir() else path
     try:
         with open_regular(file, "rb", follow=True) as opened:
             lines = opened.read().split()
@@ -74,3 +85,63 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
         raise DataError(f"{file}: no steps recorded; train the run first")
     amax: npt.NDArray[np.float64] = np.exp2(values)
     return amax
+
+
+CSV_FILE = "metrics.csv"
+Row = Mapping[str, float | int | str]
+
+
+class MetricsCsv:
+    """A table in a run's folder that grows, its first column `step`.
+
+    Rows of an older table stay if their step is below `before`. If the disk is full, `on_error` is
+    `stop`, or `warn` to write what waits once there is room.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        columns: Sequence[str],
+        before: int = 0,
+        on_error: str = "stop",
+        name: str = CSV_FILE,
+    ) -> None:
+        path = folder / name
+        older, rows = _read(path) if before else ([], [])
+        self._columns = list(dict.fromkeys([*older, *columns]))
+        kept = [row for row in rows if int(row["step"]) < before]
+        lines = [_line(self._columns), *(self._cells(row) for row in kept)]
+        write_atomically(path, "".join(lines))
+        self._log = AppendLog(path, on_error)
+
+    def add(self, *rows: Row) -> None:
+        self._log.append("".join(map(self._cells, rows)).encode())
+
+    def _cells(self, row: Row) -> str:
+        return _line([_text(row.get(name, "")) for name in self._columns])
+
+
+def _line(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _text(value: float | int | str) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)  # 9 digits tell a float32.
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the columns and rows of an older table, if there is one."""
+    try:
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return [], []
+    whole = text[: text.rfind("\n") + 1]  # A kill may have cut the last line.
+    reader = csv.DictReader(io.StringIO(whole), restkey="", restval="")
+    try:
+        rows = [row for row in reader if str(row.get("step", "")).isdecimal()]
+    except csv.Error:  # Anything may lie there.
+        return [], []
+    return list(reader.fieldnames or []) if rows else [], rows
