@@ -13,6 +13,7 @@ from vocabulary import formats, same_bits
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.core.errors import ConfigError
+from mpframe.core.optim.masters import Master, set_master
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.optimizers.lbfgs import step_with_closure
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
@@ -36,10 +37,11 @@ def test_masters_are_what_the_plain_optimizer_makes_in_fp32_and_clipping_is_torc
 ) -> None:
     """Bit for bit, also under a power-of-two scale: it moves exponents, no other bit."""
     plain_params, params = small.parameters(), small.parameters()
-    masters = {p: p.detach().clone() for p in params}
     for p in params:
-        p.data = p.data.to(dtype)
-    plain, wrapped = cls(plain_params, lr=0.05), MasterWeights(cls(params, lr=0.05), masters)
+        exact, p.data = p.detach().clone(), p.data.to(dtype)
+        if dtype != FP32:
+            set_master(p, exact, Master)
+    plain, wrapped = cls(plain_params, lr=0.05), MasterWeights(cls(params, lr=0.05))
     torchs = {"max_norm": nn.utils.clip_grad_norm_, "max_value": nn.utils.clip_grad_value_}
     for step in range(3):
         rounded = [g.to(dtype) for g in small.gradients(step, cls)]
@@ -249,7 +251,10 @@ BOTH = "cannot be combined; give only one"
          "(2, 2) is sparse and torch.float16; a half weight is dense: store it in fp32 "
          "(ops.modules=...:fp32), or dense"),
         (lambda: made(ONE, ONE.to("meta")), "parameters on cpu and meta; "),
-        (lambda: prepared_twice(), "optimizer=SGD: has its masters already; use what"),
+        (lambda: prepared_twice(), "optimizer=SGD: has its masters already; use what "
+         "precision.prepare returned, or make a new optimizer"),
+        (lambda: Precision("mixed").prepare(nn.Linear(2, 2), SGD([nn.Parameter(ONE)], lr=0.1)),
+         "optimizer=SGD: holds no parameter of this Linear; make it over model.parameters()"),
         (lambda: made(ONE, cls=LBFGS).step(), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(closure=int, scaler=Static(2.0)), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(scaler=lambda: None), STEPS_ITSELF),
