@@ -1,7 +1,9 @@
 """Makes the object that a `_target_` names, or says in one line why it cannot."""
 
 import inspect
+import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +18,8 @@ T = TypeVar("T")
 _TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}
 _NUMBERS = {"int", "float", "torch", "Tensor"}
+# Before `get_object` raises an error, which becomes one line here, it logs three.
+logging.getLogger(get_object.__module__).addFilter(lambda _: False)
 
 
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
@@ -131,7 +135,13 @@ def find_target(section: str, target: str) -> Any:
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
-        said = describe_error(error) if isinstance(error, SystemExit) else first_line(error)
+        cause = error.__cause__ or error
+        said = describe_error(cause)
+        if isinstance(cause, ModuleNotFoundError) and f"{target}.".startswith(f"{cause.name}."):
+            owner, _, name = str(cause.name).rpartition(".")
+            way_out = f"; install it, or put {name}.py into the current folder" * (not owner)
+            hint = nearest(name, vars(sys.modules[owner]), before="; ") if owner else way_out
+            said = f"there is no {cause.name}{hint}"
         said = f"is now {MOVED[target]}" if target in MOVED else said
         raise ConfigError(f"{section}._target_={target}: {said}") from error
     if not callable(named):
