@@ -14,11 +14,14 @@ from checkout import ROOT
 from fixtures import Patch, Shown
 from hydra import compose, initialize_config_module
 from in_process import train
+from omegaconf import OmegaConf
 from processes import command, plugin, statuses, summaries
 
 import mpframe
 from mpframe.cli.commands import doctor, evaluate
 from mpframe.cli.commands import train as train_command
+from mpframe.cli.job import Jobs
+from mpframe.core.errors import MpframeError
 
 STEPS = ["trainer.max_steps=2", "callbacks.progress_bar=null"]
 SMALL = ["model=mlp", "model.hidden=4", *STEPS]
@@ -66,6 +69,16 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(words: str, here: Pat
         assert done.stderr == f"mpframe: job 0: {why}\n"
         # Python may keep what it compiled of the module.
         assert {path.name for path in here.iterdir() if path.is_dir()} - {"__pycache__"} == {"out"}
+
+
+def test_an_error_is_not_repeated_for_each_job(capsys: Shown) -> None:
+    jobs, basic = Jobs(), {"choices": {"hydra/sweeper": "basic"}}
+    jobs._sweep = True
+    for number, text in enumerate(("no disk", "no room", "no disk")):
+        job = OmegaConf.create({"job": {"num": number}, "runtime": basic})
+        jobs._fail(MpframeError(text), job)
+    lines = ("job 0: no disk", "job 1: no room", "job 2: the same error")
+    assert capsys.readouterr().err == "".join(f"mpframe: {line}\n" for line in lines)
 
 
 @pytest.fixture
