@@ -104,9 +104,12 @@ def test_a_flag_of_hydra_answers_and_help_shows_first_what_is_changed_most(print
     most, _, rest = printed("--help").partition("== Groups (GROUP=CHOICE) ==\n")
     for words in ("model=", "dataset=", "dtype=", "loss_scaling=", "optimizer=", "trainer."):
         assert words in most
-    groups, _, options = rest.partition("== Options (option=value) ==\n")
+    groups, _, options = rest.partition("== All options (option=value) ==\n")
     assert "loss_scaling: Backoff, LogMax" in groups
-    assert re.findall(r"^(\w+):(?=\n|$| \{\})", options, re.M) == [
+    assert [line.split("  ")[0] for line in options.strip().splitlines()] == [
+        *("mpframe train model=gpt --cfg job", "mpframe options", "mpframe train --hydra-help"),
+    ]
+    assert re.findall(r"^(\w+):(?=\n|$| \{\})", printed("--cfg", "job"), re.M) == [
         *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
         *("distributed", "objective", "metrics", "callbacks", "numerics", "ops"),
     ]
