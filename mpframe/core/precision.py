@@ -118,12 +118,12 @@ class Precision:
 
         Raises:
             ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
-                module. Or `compute` is native and the device lacks a product of a recipe. Or the
-                optimizer is prepared already, or holds no parameter of the model.
+                module, the device lacks a native product, or the optimizer is another model's.
         """
         refuse_wrapped(optimizer)
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
-        if wanted and wanted.isdisjoint(model.parameters()):
+        own = set(model.parameters())
+        if wanted and wanted.isdisjoint(own) and any(p.requires_grad for p in own):
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__}: holds no parameter of this "
                 f"{type(model).__name__}; make it over model.parameters()"

@@ -219,6 +219,14 @@ def test_what_nothing_can_be_clipped_to() -> None:
     assert all(p.grad is not None for p in params)
 
 
+def test_a_frozen_model_takes_any_optimizer_and_a_model_one_over_a_part_and_more() -> None:
+    teacher, student = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    temperature = nn.Parameter(torch.ones(()))
+    for model, trained in ((teacher, [student.weight]), (student, [student.bias, temperature])):
+        Precision("mixed").prepare(model, SGD(trained, lr=0.1))
+        assert {p.dtype for p in model.parameters()} == {HALF}
+
+
 def made(*weights, cls=SGD, **options):
     return MasterWeights(cls([nn.Parameter(weight) for weight in weights]), **options)
 
