@@ -79,6 +79,11 @@ class Trainer(StepTrainer):
     stop_status: Status = Status.FINISHED
 
     def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "needs_closure"):
+            raise ConfigError(
+                f"optimizer={name_of(self.optimizer)}: is not prepared; give the trainer what "
+                "precision.prepare(model, optimizer) returned"
+            )
         super().__post_init__()
         self.extra_state = ExtraState(self.model)
         self._unread: list[StepResult] = []

@@ -11,15 +11,16 @@ from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, STEPPING, AdamW
 from torch import nn
 from vocabulary import formats, same_bits
 
-from mpframe import Backoff, MasterWeights, Precision, Static
+from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
 from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
 from mpframe.core.optim.masters import Master, set_master
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.optimizers.lbfgs import step_with_closure
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 
-LBFGS = torch.optim.LBFGS
+LBFGS, MSE = torch.optim.LBFGS, nn.MSELoss()
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,9 @@ BOTH = "cannot be combined; give only one"
          "precision.prepare returned, or make a new optimizer"),
         (lambda: Precision("mixed").prepare(nn.Linear(2, 2), SGD([nn.Parameter(ONE)], lr=0.1)),
          "optimizer=SGD: holds no parameter of this Linear; make it over model.parameters()"),
+        (lambda: Trainer(nn.Linear(2, 2), SGD([nn.Parameter(ONE)], lr=0.1), supervised(MSE)),
+         "optimizer=SGD: is not prepared; give the trainer what "
+         "precision.prepare(model, optimizer) returned"),
         (lambda: made(ONE, cls=LBFGS).step(), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(closure=int, scaler=Static(2.0)), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(scaler=lambda: None), STEPS_ITSELF),
