@@ -87,7 +87,8 @@ def take_own(
         if meant and name not in {*SECTIONS, *OPEN, *RUN_OPTIONS}:
             raise ConfigError(f"{word}: no such option; nearest: {meant[0]}")
     if needed and not options.get(needed):
-        raise ConfigError(f"{needed}: must be given, e.g. {needed}=runs/2026-11-21/05-45-42")
+        there = next(filter(os.path.exists, rest), "runs/2026-11-21/05-45-42")
+        raise ConfigError(f"{needed}: must be given, e.g. {needed}={there}")
     for name, known in (choices or {}).items():
         value = options.get(name, known[0])
         if value not in known:
