@@ -40,8 +40,11 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
+        own = rf"{target.rpartition('.')[2]}(\.__init__)?\(\) missing .*?'(\w+)'"
+        missing = re.match(own, str(error))
+        way_out = f"; give it, as in +{section}.{missing[2]}=VALUE" if missing else ""
         raise ConfigError(
-            f"{section}: {target} refused its options: {first_line(error)}"
+            f"{section}: {target} refused its options: {first_line(error)}{way_out}"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
