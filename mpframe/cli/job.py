@@ -82,9 +82,10 @@ class Jobs:
             sys.exit(print_error(RunInterrupted(error.received), job))
         if hydra.runtime.choices["hydra/sweeper"] != "basic" or not at_home:
             raise JobError(f"{job}{error}") from error
+        again = str(error) in map(str, self._failures)
         self._failures.append(error)
         if isinstance(error, MpframeError):
-            print_error(error, job)
+            print_error(MpframeError("the same error") if again else error, job)
         else:
             traceback.print_exception(error)
 

@@ -4,12 +4,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 
 from mpframe.config.redaction import hide, secrets_of
+from mpframe.config.schema import OPEN, RUN_OPTIONS, SECTIONS
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, nearest
 from mpframe.files.text import one_line_exit, take_options, unreachable_in_one_line
+
+_MISSPELT = 0.8  # the likeness of a word and the option of a command that it means
 
 
 def command(body: Callable[[list[str]], int | None]) -> Callable[..., None]:
@@ -77,8 +81,14 @@ def take_own(
     `needed` is the option that names a run. `choices` has the values of options with a fixed set.
     """
     options, rest = take_options(arguments, names)
+    for word in rest:
+        name = word.partition("=")[0]
+        meant = get_close_matches(name, [*names], 1, _MISSPELT)
+        if meant and name not in {*SECTIONS, *OPEN, *RUN_OPTIONS}:
+            raise ConfigError(f"{word}: no such option; nearest: {meant[0]}")
     if needed and not options.get(needed):
-        raise ConfigError(f"{needed}: must be given, e.g. {needed}=runs/2026-11-21/05-45-42")
+        there = next(filter(os.path.exists, rest), "runs/2026-11-21/05-45-42")
+        raise ConfigError(f"{needed}: must be given, e.g. {needed}={there}")
     for name, known in (choices or {}).items():
         value = options.get(name, known[0])
         if value not in known:

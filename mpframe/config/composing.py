@@ -6,6 +6,7 @@ option, or has a value that is not allowed, is reported with the allowed ones.
 """
 
 import argparse
+from pathlib import Path
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -182,9 +183,10 @@ def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) ->
     source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
+        near = next(Path().glob(f"*/{source.name}.yaml"), Path("FOLDER/any.yaml")).parent
         return ConfigError(
             f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
-            + (nearest(source.name, [file.stem for file in files]) or "add --config-dir=FOLDER")
+            + (nearest(source.name, [file.stem for file in files]) or f"add --config-dir={near}")
         )
     job = [o for o in parse_words(rewrite(words)) if not (flags.multirun and o.is_sweep_override())]
     with hydra_over(source):

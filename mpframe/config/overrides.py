@@ -278,13 +278,21 @@ def _read_searched(source: Source) -> Any:
 
 
 def stand_ins(hydra: DictConfig) -> Iterator[str]:
-    """Yield a line for each choice of a job that is a user's file with a shipped one's name."""
+    """Yield a line for each of a user's files that replaces a shipped one, or that is not used."""
     folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, choice in hydra.runtime.choices.items():
         name = f"{group}/{choice}.yaml"
         folder = next((f for f in folders if os.path.isfile(f"{f}/{name}")), str(CONF))
         if not _is_shipped(folder) and (CONF / name).is_file():
             yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
+    own = [
+        file
+        for folder in folders
+        if not _is_shipped(folder)
+        for file in Path(folder).glob("*.yaml")
+    ]
+    if own and hydra.job.config_name == PRIMARY:
+        yield f"{own[0]} is not used; --config-name={own[0].stem} begins with it"
 
 
 def take_source(

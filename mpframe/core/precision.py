@@ -27,6 +27,7 @@ from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.optim.masters import Master, master_class, set_master
+from mpframe.core.optim.optimizer import refuse_wrapped
 from mpframe.core.optim.widening import watch
 from mpframe.core.tree import HALF, device_of
 
@@ -117,12 +118,19 @@ class Precision:
 
         Raises:
             ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
-                module. Or `compute` is native and the device lacks a product of a recipe.
+                module, the device lacks a native product, or the optimizer is another model's.
         """
+        refuse_wrapped(optimizer)
+        wanted = {p for group in optimizer.param_groups for p in group["params"]}
+        own = set(model.parameters())
+        if wanted and wanted.isdisjoint(own) and any(p.requires_grad for p in own):
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__}: holds no parameter of this "
+                f"{type(model).__name__}; make it over model.parameters()"
+            )
         self.policy.check_patterns(model)
         if example is not None and model not in self._uses:
             self.trace(model, example)
-        wanted = {p for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in store(model, self.policy, self.uses(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
                 set_master(parameter, value, master_class(self.master_weights) or Master)

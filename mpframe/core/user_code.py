@@ -75,8 +75,8 @@ def _advice(error: BaseException, label: re.Match[str] | None, given: dict[str, 
     classes = _range(given.get("targets"))[1] + 1
     if isinstance(outputs, Tensor) and outputs.dim() > 1 and classes > outputs.shape[1]:
         return (
-            f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
-            f"model.classes={classes}, or correct the labels"
+            f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: let the "
+            f"model return {classes}, as by model.classes={classes}, or correct the labels"
         )
     if label:
         return f"{label[1]} is no class: correct the label, or use -100, which is left out"

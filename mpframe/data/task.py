@@ -83,6 +83,10 @@ class Task:
             if stated is not None:
                 raise DataError("dataset: its Task has an objective and a loss; give one of them")
             _require_callable("loss", loss)
+            given: Any = loss
+            if isinstance(given, type) and issubclass(given, nn.Module):
+                name = given.__name__
+                raise DataError(f"dataset: the loss of its Task is a class; make it {name}()")
             object.__setattr__(self, "objective", Supervised(loss, "dataset"))
         objectives = {} if self.objective is None else self.objectives
         _require_callable("metric", None if isinstance(self.metric, Mapping) else self.metric)

@@ -79,7 +79,7 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
         _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
     axes.set_xlabel(f"{_EXPONENT}; % = zeros")
     title = f"{kind.replace('_', ' ')}, step {ranges.step}"
-    axes.set_title(_title(title, half, kind, ranges, in_half), pad=34)
+    axes.set_title(_title(title, half, kind, ranges, in_half), pad=36)
     _finish(figure, axes, image, path)
     return True
 
@@ -95,6 +95,8 @@ def draw_time(
     axes = figure.subplots()
     scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
     low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
+    room = (high - low) // 12  # for the words below the first line and above the last
+    low, high = max(LOWEST, low - room), min(HIGHEST, high + room)
     shown = shares[:, low - LOWEST : high + 1 - LOWEST].T
     image = _show(axes, shown, (-0.5, len(reports) - 0.5, high - low + 0.5, -0.5))
     axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
@@ -104,8 +106,8 @@ def draw_time(
         heights = np.where(in_half, limit - np.log2(scales) - low - 0.5, np.nan)
         axes.stairs(heights, edges, baseline=None, color="white", linestyle=style, linewidth=1.6)
         if in_half[0] and 0 <= heights[0] <= high - low:
-            side = "bottom" if says == "inf" else "top"
-            axes.text(-0.4, heights[0], says, color="white", va=side, fontsize=11)
+            side, away = ("bottom", 2) if says == "inf" else ("top", -2)
+            _write(axes, says, (-0.4, heights[0]), away, color="white", va=side)
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
     axes.set_ylabel(_EXPONENT)
@@ -125,7 +127,13 @@ def _draw_limits(
     words = (("lost", lost, "right"), ("fewer\nbits", (lost + normal) / 2, "center"))
     for says, at, side in (*words, ("inf", largest, "left")):
         if window[0] <= at <= window[1]:
-            axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
+            top = axes.get_xaxis_transform()
+            _write(axes, says, (at, 1), 3, xycoords=top, ha=side, va="bottom")
+
+
+def _write(axes: Any, says: str, at: tuple[float, float], away: int, **how: Any) -> None:
+    """Write words beside a line, so many points above it."""
+    axes.annotate(says, at, (0, away), textcoords="offset points", fontsize=11, **how)
 
 
 def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any) -> str:

@@ -1,7 +1,9 @@
 """Makes the object that a `_target_` names, or says in one line why it cannot."""
 
 import inspect
+import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,8 +38,11 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
+        own = rf"{target.rpartition('.')[2]}(\.__init__)?\(\) missing .*?'(\w+)'"
+        missing = re.match(own, str(error))
+        way_out = f"; give it, as in +{section}.{missing[2]}=VALUE" if missing else ""
         raise ConfigError(
-            f"{section}: {target} refused its options: {first_line(error)}"
+            f"{section}: {target} refused its options: {first_line(error)}{way_out}"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
@@ -128,16 +133,30 @@ def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
 
 def find_target(section: str, target: str) -> Any:
     """Return the class or function that a `_target_` names."""
+    logger = logging.getLogger(get_object.__module__)
+    logger.disabled = True  # It would log an error that becomes one line here.
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
-        said = describe_error(error) if isinstance(error, SystemExit) else first_line(error)
-        new = find_moved(target)
-        said = f"is now {new}" if new else said
+        moved = find_moved(target)
+        said = f"is now {moved}" if moved else _explain(target, error.__cause__ or error)
         raise ConfigError(f"{section}._target_={target}: {said}") from error
+    finally:
+        logger.disabled = False
     if not callable(named):
         raise ConfigError(
             f"{section}._target_={target}: is a {type(named).__name__}; name a class or function, "
             f"as in {target}.Name"
         )
     return named
+
+
+def _explain(target: str, error: BaseException) -> str:
+    """Say why a `_target_` was not found: its module is not there, or raised an error."""
+    missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{target}.".startswith(f"{missing}."):
+        return describe_error(error)
+    owner, _, name = missing.rpartition(".")
+    if owner:
+        return f"there is no {missing}{nearest(name, vars(sys.modules[owner]), before='; ')}"
+    return f"there is no {missing}; install it, or put {missing}.py into the current folder"

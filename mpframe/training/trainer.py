@@ -4,6 +4,7 @@ Logs, checkpoints and progress are callbacks. The trainers of several losses and
 same step.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -25,6 +26,7 @@ from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax, wants_probe
 
+log = logging.getLogger(__name__)
 Callbacks = Mapping[str, Callback]
 
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
@@ -77,6 +79,11 @@ class Trainer(StepTrainer):
     stop_status: Status = Status.FINISHED
 
     def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "needs_closure"):
+            raise ConfigError(
+                f"optimizer={name_of(self.optimizer)}: is not prepared; give the trainer what "
+                "precision.prepare(model, optimizer) returned"
+            )
         super().__post_init__()
         self.extra_state = ExtraState(self.model)
         self._unread: list[StepResult] = []
@@ -137,7 +144,9 @@ class Trainer(StepTrainer):
                 scaled = [o.objective for o in self.objectives if name in ("", o.name)]
                 about = self.precision, batch, self.comm
                 amaxes = [probe_amax(self.model, one, *about) for one in scaled]
-                scaler.start_from(self.comm.max(largest(amaxes)))
+                amax = self.comm.max(largest(amaxes))
+                scaler.start_from(amax)
+                log.info("probe: largest gradient %.4g, first loss scale %g", amax, scaler.scale)
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
         """Run forward and scaled backward of every loss, for measurements: no step follows.

@@ -89,6 +89,10 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: Shown) ->
         ("new", str(tmp_path)): f"new={tmp_path}: is not empty; name a new folder",
         ("new",): "new: takes one folder, e.g. mpframe new spirals",
         ("options", "outt=page.md"): "outt=page.md: no such option; nearest: out",
+        ("plan", "node=2"): "node=2: no such option; nearest: nodes",
+        ("search", "seed=3", "seedz=3"): "seedz=3: no such option; nearest: seeds",
+        ("evaluate", str(tmp_path)): f"checkpoint: must be given, e.g. checkpoint={tmp_path}",
+        ("evaluate", "checkpont=x"): "checkpont=x: no such option; nearest: checkpoint",
     }.items():
         with pytest.raises(SystemExit):
             main([*words])

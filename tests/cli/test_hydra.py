@@ -14,11 +14,14 @@ from checkout import ROOT
 from fixtures import Patch, Shown
 from hydra import compose, initialize_config_module
 from in_process import train
+from omegaconf import OmegaConf
 from processes import command, plugin, statuses, summaries
 
 import mpframe
 from mpframe.cli.commands import doctor, evaluate
 from mpframe.cli.commands import train as train_command
+from mpframe.cli.job import Jobs
+from mpframe.core.errors import MpframeError
 
 STEPS = ["trainer.max_steps=2", "callbacks.progress_bar=null"]
 SMALL = ["model=mlp", "model.hidden=4", *STEPS]
@@ -68,6 +71,16 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(words: str, here: Pat
         assert {path.name for path in here.iterdir() if path.is_dir()} - {"__pycache__"} == {"out"}
 
 
+def test_an_error_is_not_repeated_for_each_job(capsys: Shown) -> None:
+    jobs, basic = Jobs(), {"choices": {"hydra/sweeper": "basic"}}
+    jobs._sweep = True
+    for number, text in enumerate(("no disk", "no room", "no disk")):
+        job = OmegaConf.create({"job": {"num": number}, "runtime": basic})
+        jobs._fail(MpframeError(text), job)
+    lines = ("job 0: no disk", "job 1: no room", "job 2: the same error")
+    assert capsys.readouterr().err == "".join(f"mpframe: {line}\n" for line in lines)
+
+
 @pytest.fixture
 def printed(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> Callable[..., str]:
     """What the training command prints when it trains nothing."""
@@ -91,9 +104,12 @@ def test_a_flag_of_hydra_answers_and_help_shows_first_what_is_changed_most(print
     most, _, rest = printed("--help").partition("== Groups (GROUP=CHOICE) ==\n")
     for words in ("model=", "dataset=", "dtype=", "loss_scaling=", "optimizer=", "trainer."):
         assert words in most
-    groups, _, options = rest.partition("== Options (option=value) ==\n")
+    groups, _, options = rest.partition("== All options (option=value) ==\n")
     assert "loss_scaling: Backoff, LogMax" in groups
-    assert re.findall(r"^(\w+):(?=\n|$| \{\})", options, re.M) == [
+    assert [line.split("  ")[0] for line in options.strip().splitlines()] == [
+        *("mpframe train model=gpt --cfg job", "mpframe options", "mpframe train --hydra-help"),
+    ]
+    assert re.findall(r"^(\w+):(?=\n|$| \{\})", printed("--cfg", "job"), re.M) == [
         *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
         *("distributed", "objective", "metrics", "callbacks", "ops"),
     ]

@@ -199,6 +199,14 @@ def test_words_of_a_job_break_no_cell_and_steer_no_terminal(tmp_path: Path) -> N
     assert page.endswith("\n\n- job 0 failed: no \\x1bdisk\n")
 
 
+def test_a_reason_of_several_jobs_is_given_once(tmp_path: Path) -> None:
+    for number, reason in enumerate(("no disk", "no room", *["no disk"] * 9)):
+        make_job(tmp_path, number, summary=replace(SUMMARY, status=Status.FAILED, reason=reason))
+    disk, room = report(tmp_path).splitlines()[-3:-1]
+    assert disk == "jobs 0, 2, 3, 4, 5, 6, 7, 8 and 2 more failed: no disk"
+    assert room == "job 1 failed: no room"
+
+
 CONFIG = """
 defaults: [_self_, {experiment: null}]
 run_name: plain

@@ -85,7 +85,7 @@ LATER = [
     ("callbacks.loss_spikes.policy=skpi", "callbacks.loss_spikes.policy=skpi: must be one of off, warn, skip, stop; nearest: skip"),
     ("dataset.batch_size=5000", "dataset.batch_size=5000: the training set has 1437 samples; use 1437 or fewer"),
     ("resume=/nonexistent", "resume=/nonexistent: no such folder..."),
-    ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or correct the labels (training, epoch 0, batch 0, sample 379)"),
+    ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: let the model return 10, as by model.classes=10, or correct the labels (training, epoch 0, batch 0, sample 379)"),
     ("model=gan", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [64, 1], float32 [64, 1] and targets int64 [64] of 0 to 9; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)"),
     ("optimizer._target_=torch.optim.SparseAdam trainer.clip_norm=1", "after step 0: optimizer: SparseAdam raised RuntimeError (SparseAdam does not support dense gradients, please consider Adam instead); HYDRA_FULL_ERROR=1 shows the traceback (training, epoch 0, batch 0)"),
 ]  # fmt: skip

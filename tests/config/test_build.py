@@ -25,17 +25,29 @@ def test_a_device_is_there_or_refused() -> None:
         resolve_device("cuda:99")
 
 
+def call_another() -> None:
+    def another(needed: int) -> None: ...
+
+    another()  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("node", "line"),
     [
         ({"_target_": "torch.nn"}, "_target_=torch.nn: is a module; name a class or function, as in torch.nn.Name"),
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "in_feature=3: torch.nn.Linear takes no such argument; nearest: in_features"),
-        ({"_target_": "torch.nn.Linear", "in_features": 3}, "torch.nn.Linear refused its options: .*out_features"),
-        ({"_target_": "nowhere.Net"}, "model._target_=nowhere.Net: "),
+        ({"_target_": "torch.nn.Linear", "in_features": 3}, r"^model: torch.nn.Linear refused its options: .*'out_features'; give it, as in \+model.out_features=VALUE$"),
+        ({"_target_": "test_build.call_another"}, r"refused its options: call_another.*another\(\) missing [^;]*$"),
+        ({"_target_": "nowhere.Net"}, "^model._target_=nowhere.Net: there is no nowhere; install it, or put nowhere.py into the current folder$"),
+        ({"_target_": "torch.nn.Linera"}, "^model._target_=torch.nn.Linera: there is no torch.nn.Linera; nearest: Linear, Bilinear$"),
+        ({"_target_": "torch.Tensor.no"}, "_target_=torch.Tensor.no: AttributeError "),
     ],
 )  # fmt: skip
-def test_a_target_that_cannot_be_made_is_refused_in_one_line(node: Any, line: str) -> None:
+def test_a_target_that_cannot_be_made_is_refused_in_one_line(
+    node: Any, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert re.search(line, refused(ConfigError, make, "model", node))
+    assert not caplog.records  # Hydra says nothing beside it.
 
 
 def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(

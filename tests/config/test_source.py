@@ -38,7 +38,11 @@ def test_a_users_file_stands_first(flags: str, own_folder: Path, started: Any, s
     words = [*flags.format(own_folder, own_folder).split(), "experiment=digits_mlp"]
     (config,) = started(*words)
     assert (config.model.hidden, config.seed) == (7, 5)
-    told = [re.sub(r": .*own/(.*)\.yaml stands .*", r" by \1", line) for line in said]
+    told = [
+        re.sub(r": .*own/(.*)\.yaml stands .*", r" by \1", line)
+        for line in said
+        if " stands for " in line
+    ]
     files = {"model=mlp by model/mlp", "experiment=digits_mlp by experiment/digits_mlp"}
     assert set(told) == files
     (job,) = jobs(words)
@@ -48,11 +52,13 @@ def test_a_users_file_stands_first(flags: str, own_folder: Path, started: Any, s
 @pytest.mark.slow
 def test_a_file_not_taken_is_not_told(own_folder: Path, started: Any, said: list[str]) -> None:
     (config,) = started("-m", "--config-dir=own", "model=cnn")
-    assert (config.model._target_, said) == ("mpframe.workloads.images.cnn", [])
+    assert config.model._target_ == "mpframe.workloads.images.cnn"
+    assert said == [f"{own_folder}/mine.yaml is not used; --config-name=mine begins with it"]
     (config,) = started("--config-dir=own", "model=mlp")
-    assert (config.model.hidden, len(said)) == (7, 1)
-    (after,) = started("model=mlp")
-    assert (after.model.hidden, len(said)) == (256, 1)
+    assert (config.model.hidden, len(said)) == (7, 3)
+    for words, hidden in ((["model=mlp"], 256), (["--config-dir=own", "--config-name=mine"], None)):
+        (after,) = started(*words)
+        assert (after.model.get("hidden"), len(said)) == (hidden, 3)
 
 
 def test_a_users_folders_are_searched_in_hydras_order(own_folder: Path, tmp_path: Path) -> None:
@@ -96,7 +102,8 @@ def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) ->
         (own, "-m", "dtype=glob(x*)"): r"^dtype=glob\(x\*\): matches no choice; .* special, twice$",
         (own, mine, "dtype=speciak"): r"^dtype=speciak: choose .*; nearest: special$",
         (own, "--config-name=mien"): r"^--config-name=mien: no mien\.yaml .* nearest: mine$",
-        (mine,): r"^--config-name=mine: no mine.* add --config-dir=FOLDER$",
+        (mine,): r"^--config-name=mine: no mine.* add --config-dir=own$",
+        ("--config-name=our",): r"^--config-name=our: no our.* add --config-dir=FOLDER$",
         (own, "dtype=twice"): r"/twice.yaml, line 3: found duplicate key mode; correct the file$",
     }.items():
         with pytest.raises(ConfigError, match=line):  # Hydra's program names its own primary one.

@@ -57,7 +57,7 @@ def test_a_copied_pair_in_any_order_stays_half(turned, kept) -> None:
 
 def test_a_copy_without_its_optimizer_is_fp32_and_a_pickled_one_holds_nothing_of_mpframe() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    Precision("mixed").prepare(model, torch.optim.AdamW([torch.ones(1)]))
+    Precision("mixed").prepare(model, torch.optim.AdamW(model.parameters()))
     part = copy.deepcopy(model[0])
     assert {p.dtype for p in part.parameters()} == {torch.float32}
     assert same_bits(copy.deepcopy(part).parameters(), part.parameters())

@@ -222,6 +222,8 @@ THREE = torch.zeros(3, 1, 4, 4)
      "of its Task cannot be written as JSON (Obj"),
     (DataError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}),
      "of its Task cannot be written as JSON (Out of"),
+    (DataError, lambda: Task(make(), make(), loss=torch.nn.CrossEntropyLoss),  # type: ignore[arg-type]
+     "dataset: the loss of its Task is a class; make it CrossEntropyLoss()"),
     (ConfigError, lambda: digits(root="a"), "dataset.root=a: the digits come with scikit-lear"),
     (ConfigError, lambda: digits(channels=3), "channels=3: digits has 1; set dataset.channels"),
     (ConfigError, lambda: digits(image_size=28), "image_size=28: digits has 8; set dataset.im"),

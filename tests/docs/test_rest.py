@@ -2,6 +2,7 @@
 
 import runpy
 
+import pytest
 from checkout import ROOT
 from fixtures import Shown
 
@@ -32,3 +33,16 @@ def test_a_part_that_fails_or_has_no_time_is_named(capfd: Shown) -> None:
     shown = capfd.readouterr().out
     assert shown.count(", not ended in time") == 2
     assert "failed: none" in shown
+
+
+def test_the_mutants_are_not_run_by_a_word_that_names_none(capfd: Shown) -> None:
+    mutants = runpy.run_path(str(ROOT / "tests" / "mutants" / "run.py"))
+    for words, code, said in (
+        (["--help"], 0, "of the mutants' names"),
+        (["nosuch"], 2, "error: nosuch: in no mutant's name"),
+        (["--lists", "data"], 2, "error: unrecognized arguments: --lists"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            mutants["main"](*words)
+        shown = capfd.readouterr()
+        assert (ended.value.code, said in shown.out + shown.err) == (code, True)

@@ -192,7 +192,7 @@ def test_modules_compute_as_the_map_says() -> None:
         model = nn.Sequential(getattr(nn, name)(*arguments))
         precision = Precision("mixed", compute="native")
         (row,) = (r for r in dtype_map(precision, model) if r.module == "0")
-        precision.prepare(model, SGD([nn.Parameter(torch.ones(1))]))
+        precision.prepare(model, SGD([*model.parameters(), nn.Parameter(torch.ones(1))]))
         given = [t.half() if formats(t) else t for t in inputs]
         with Kernels() as kernels, precision.cast():
             result = model[0](*given)

@@ -1,6 +1,7 @@
 """Counts of magnitudes against a recount in float64; a step's ranges and pictures of them."""
 
 import csv
+import itertools
 import math
 from collections import defaultdict
 from functools import partial
@@ -300,6 +301,23 @@ def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> N
     for line in (patch.get_data() for patch in axes.patches):
         assert (line.edges[0], line.edges[-1]) == axes.get_xlim()
         assert np.diff(line.values).tolist() == [-1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("layers", [2, 40])
+def test_the_words_at_the_limits_lie_on_nothing_else(
+    layers: int, drawn: list[Any], tmp_path: Path
+) -> None:
+    few = made(7, layers=layers)
+    draw_layers(few, "weights", torch.float16, tmp_path)
+    draw_time([few] * 4, "weights", few.layers[0], torch.float16, tmp_path)
+    for axes, inside in zip(drawn, (False, True), strict=True):
+        axes.figure.canvas.draw()
+        boxes = [part.get_window_extent() for part in (*axes.texts, axes.title)]
+        assert all(not a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        frame = axes.get_window_extent()
+        for box in boxes[:-1]:
+            ends = frame.y0 < box.y0 < box.y1 < frame.y1
+            assert ends if inside else frame.y1 < box.y0
 
 
 SHOWN = ("activation_gradients", "weights")  # Pictures of all five kinds take seconds.

@@ -104,6 +104,18 @@ def trace(folder: Path, *steps: dict[str, float]) -> None:
             tracker.scalars(step, values)
 
 
+def test_a_class_has_its_last_name_unless_another_one_shares_it(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    for number, names in enumerate((("mine.Net", "a.SGD"), ("mine.Wide", "b.SGD"))):
+        model, optimizer = names
+        make_run(str(number), model___target_=model, optimizer___target_=optimizer)
+    assert [group.differing for group in read(tmp_path)[1]] == [
+        ("model=Net", "optimizer._target_=a.SGD"),
+        ("model=Wide", "optimizer._target_=b.SGD"),
+    ]
+
+
 def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Path) -> None:
     tested = {"test_loss": 0.3, "tested": "best"}
     make_run("a", replace(SUMMARY, **tested, test_metrics={"accuracy": 0.8}))

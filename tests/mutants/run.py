@@ -12,6 +12,7 @@ tests skip, for want of a library or a device, is `skipped`: nothing was tried. 
 without the fault proves nothing: --control, which takes a name as well, finds such tests.
 """
 
+import argparse
 import multiprocessing
 import os
 import shutil
@@ -145,9 +146,18 @@ def copies(folder: Path, count: int) -> Queue[Path]:
 
 
 def main(*arguments: str) -> int:
-    words = [*(word for word in arguments if not word.startswith("--")), ""]
-    mutants = load("", words[0]) if "--list" in arguments else load(words[0])
-    if "--control" in arguments:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    lists = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
+    parser.add_argument("name", nargs="?", default="", help="a part of the mutants' names")
+    parser.add_argument("--list", default="*", choices=lists, metavar="LIST", help=", ".join(lists))
+    parser.add_argument("--control", action="store_true", help="run their tests without faults")
+    given = parser.parse_args(arguments)
+    mutants = load(given.name, given.list)
+    if not mutants:
+        parser.error(f"{given.name}: in no mutant's name")
+    if given.control:
         tests = sorted({mutant.tests for mutant in mutants})
         return report([(name, name) for name in tests], control, "passed")
     return report([(mutant.name, mutant) for mutant in mutants], verdict, "killed")

@@ -29,7 +29,7 @@ ALIASES = {
 }  # fmt: skip
 
 FAULTS = {
-    "dataset.fault=classes": "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 3, sample 37)",
+    "dataset.fault=classes": "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: let the model return 4, as by model.classes=4, or correct the labels (training, epoch 0, batch 3, sample 37)",
     "dataset.fault=negative": "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target -3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of -3 to 2; -3 is no class: correct the label, or use -100, which is left out (training, epoch 0, batch 3, sample 37)",
     "dataset.fault=float": "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (expected target dtype to be Long or Byte, but got Double), given outputs float32 [16, 3] and targets float64 [16]; FULL AT0",
     "dataset.whole=true dataset.fault=words": "after step 0: dataset: samples 11, 23, 53 and 13 more make a str, which holds no tensor; return tensors, arrays or numbers, alone or in tuples, lists and dicts",
@@ -54,7 +54,7 @@ FAULTS = {
     "optimizer._target_=erring.StuckSGD": "after step 0: optimizer: StuckSGD raised ArithmeticError (no way down) at erring.py:N; FULL AT0",
     "scheduler._target_=erring.Exits": "after step 3: scheduler: Exits raised SystemExit (0) at erring.py:N; FULL (training, epoch 0, batch 2)",
     "loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each": "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch",
-    "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
+    "trainer.accumulate=2 dataset.fault=classes": "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: let the model return 4, as by model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)",
 }  # fmt: skip
 SOUND = ["dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both"]
 SOUND += ["dtype=amp model._target_=erring.embedded dataset.fault=int64 dataset.split=both"]

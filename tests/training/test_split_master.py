@@ -12,6 +12,7 @@ from vocabulary import same_bits, tensors
 from mpframe import Backoff, MasterWeights, Precision
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim import gradients, master_weights
+from mpframe.core.optim.masters import set_master
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.optimizers.split_master import SplitMaster
@@ -163,7 +164,8 @@ def test_a_group_is_frozen_and_thawed_and_channels_last_weights_keep_their_order
     values = torch.randn(4, 3, 2, 2)
     weight = nn.Parameter(values.to(BF16, memory_format=torch.channels_last))
     fused = torch.optim.AdamW([weight], fused=True)
-    optimizer = MasterWeights(fused, {weight: values}, keep_masters=SplitMaster)
+    set_master(weight, values, SplitMaster)
+    optimizer = MasterWeights(fused, keep_masters=SplitMaster)
     assert torch.equal(optimizer.master_of(weight), values)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()

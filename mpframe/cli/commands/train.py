@@ -6,7 +6,7 @@ Usage: mpframe train [GROUP=CHOICE] [option=value] ... [flags of Hydra]
     mpframe train -m dtype=fp32,mixed,amp loss_scaling=Backoff,LogMax seed=1,2,3
     mpframe train --config-dir conf experiment=mine
 
-`mpframe train --help` is answered by Hydra: it lists the groups and the options.
+`mpframe train --help` lists the groups, and says how to see all options.
 """
 
 # Hydra composes, the composed job is checked, a run starts. A mistake ends in one line on stderr

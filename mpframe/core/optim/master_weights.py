@@ -40,10 +40,8 @@ from mpframe.core.tree import HALF, host_waits_for, is_apple
 # Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
 
-_BY_PARAMETER = (
-    "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
-)
-_STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _BY_PARAMETER.split()}
+_TORCHS = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
+_STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _TORCHS.split()}
 
 
 class MasterWeights(OptimizerWrapper):
@@ -51,10 +49,7 @@ class MasterWeights(OptimizerWrapper):
 
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
-            on one device.
-        masters: fp32 values to start from, by parameter. They are copied, and may include
-            parameters of groups that are added later. A half parameter without a value here keeps
-            its master. If it has none, its master starts from the half value.
+            on one device. A master that is missing starts from the half value.
         keep_masters: False updates the half weights themselves, to study the effect of masters. A
             subclass of `Master` keeps the fp32 values in another way.
 
@@ -72,13 +67,7 @@ class MasterWeights(OptimizerWrapper):
         accumulator: the gradients of the micro-batches since the last step.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        masters: Mapping[Tensor, Tensor] | None = None,
-        *,
-        keep_masters: bool | type[Master] = True,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, *, keep_masters: bool | type[Master] = True) -> None:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.comm: Comm = SINGLE_PROCESS
@@ -90,7 +79,7 @@ class MasterWeights(OptimizerWrapper):
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
         self._stepped_once: set[Tensor] = set()  # masters
-        super().__init__(optimizer, masters or {}, master_class(keep_masters))
+        super().__init__(optimizer, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks."""
@@ -188,10 +177,12 @@ class MasterWeights(OptimizerWrapper):
                 or the optimizer needs a closure (training/optimizers/lbfgs.py) or does not take a
                 sparse gradient. Nothing has changed.
         """
-        if max_norm is not None or max_value is not None:
-            check_clipping(max_norm=max_norm, max_value=max_value)
+        check_clipping(max_norm=max_norm, max_value=max_value)
         if self.needs_closure:
-            raise self._closure_needed()
+            raise ConfigError(
+                f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
+                "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
+            )
         given: Any = scaler
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
@@ -220,12 +211,6 @@ class MasterWeights(OptimizerWrapper):
         """Return the global 2-norm, 0-d fp32, of gradients of which this rank may have parts."""
         norm = gradients.norm(self._copies)
         return norm if self.comm.sharding is None else self.comm.norm(norm)
-
-    def _closure_needed(self) -> ConfigError:
-        return ConfigError(
-            f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it with "
-            "mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
-        )
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
@@ -300,14 +285,7 @@ class MasterWeights(OptimizerWrapper):
             if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
-        wrapped: Any = self.optimizer
-        try:
-            if found_inf is not None:
-                wrapped.grad_scale, wrapped.found_inf = None, found_inf
-            wrapped.step()
-        finally:
-            if found_inf is not None:
-                del wrapped.grad_scale, wrapped.found_inf
+        self.step_wrapped(found_inf=found_inf)
         for master in masters:
             master.grad = None
         for kind, pairs in bucket:
@@ -345,10 +323,9 @@ def _in_buckets(masters: Mapping[Tensor, Master]) -> list[Bucket]:
     return buckets
 
 
-def _steps_by_parameter(stepped: Optimizer) -> bool:
+def _steps_by_parameter(optimizer: Any) -> bool:
     """Return whether a step per bucket equals one step. Hooks expect a single step."""
-    optimizer: Any = stepped
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
-    return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign
+    return type(optimizer) in _STEPS_BY_PARAMETER and not hooked and not foreign

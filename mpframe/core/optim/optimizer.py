@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpframe.core.comm import copies_of, is_sharded, part_for, part_of, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError
@@ -25,12 +26,23 @@ from mpframe.core.optim.masters import (
     master_behind,
     master_for,
     rebind_master,
-    set_master,
     sync_from_weights,
 )
 from mpframe.core.tree import HALF, map_tensors, to_fp32
 
 _WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
+
+
+def refuse_wrapped(optimizer: Optimizer, *_: Any) -> None:
+    """Raise ConfigError if an optimizer that is wrapped is to be wrapped again, or steps alone."""
+    if optimizer in _WRAPPED:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}: has its masters already; use what "
+            "precision.prepare returned, or make a new optimizer"
+        )
+
+
+register_optimizer_step_pre_hook(refuse_wrapped)
 
 
 class OptimizerWrapper(Optimizer):
@@ -39,19 +51,10 @@ class OptimizerWrapper(Optimizer):
     `kind` is the masters' class. None makes every parameter its own master.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, starts: Mapping[Tensor, Tensor], kind: type[Master] | None
-    ) -> None:
-        if optimizer in _WRAPPED:
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: has its masters already; use what the "
-                "first call returned, or make a new optimizer"
-            )
+    def __init__(self, optimizer: Optimizer, kind: type[Master] | None) -> None:
+        refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.skips_on_device: bool | None = None
-        for parameter, start in starts.items():
-            if parameter.dtype in HALF:
-                set_master(parameter, start.clone(), kind or Master)
         self._kind = kind
         self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
@@ -93,6 +96,19 @@ class OptimizerWrapper(Optimizer):
     def optimizer_param(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the wrapped optimizer steps for `parameter`."""
         return self._stepped[parameter]
+
+    def step_wrapped(self, *closure: Any, found_inf: Tensor | None = None) -> Any:
+        """Step the wrapped optimizer, whose kernels skip if `found_inf`, 0-d fp32, is not 0."""
+        wrapped: Any = self.optimizer
+        _WRAPPED.discard(wrapped)
+        try:
+            if found_inf is not None:
+                wrapped.grad_scale, wrapped.found_inf = None, found_inf
+            return wrapped.step(*closure)
+        finally:
+            _WRAPPED.add(wrapped)
+            if found_inf is not None:
+                del wrapped.grad_scale, wrapped.found_inf
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and masters of its half parameters."""
@@ -213,8 +229,7 @@ class OptimizerWrapper(Optimizer):
                     f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "
                     "parameters"
                 )
-            half = self._kind is not None and parameter.dtype in HALF
-            if half and parameter.layout != torch.strided:
+            if self._kind and parameter.dtype in HALF and parameter.layout != torch.strided:
                 raise ConfigError(
                     f"{what} sparse and {parameter.dtype}; a half weight is dense: store it in "
                     "fp32 (ops.modules=...:fp32), or dense"

@@ -17,7 +17,7 @@ from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
-from mpframe.files.text import align, markdown, printable
+from mpframe.files.text import align, few, markdown, printable
 from mpframe.lab.report.records import NO_SUMMARY
 from mpframe.tracking.summary import Status, Summary
 
@@ -173,11 +173,16 @@ def _format_test(job: JobRow) -> str:
 
 
 def _reasons(jobs: Sequence[JobRow], before: str = "") -> str:
-    """Say why jobs did not finish, a line each."""
+    """Say why jobs did not finish, a line for each reason."""
+    numbers: dict[str, list[str]] = {}
+    for job in jobs:
+        done = job.summary
+        if done and done.status is not Status.FINISHED and done.reason:
+            reason = f"{done.status}: {printable(done.reason)}"
+            numbers.setdefault(reason, []).append(str(job.number))
     return "".join(
-        f"{before}job {job.number} {done.status}: {printable(done.reason)}\n"
-        for job in jobs
-        if (done := job.summary) and done.status is not Status.FINISHED and done.reason
+        f"{before}job{'s' * (len(alike) > 1)} {few(alike, 8)} {reason}\n"
+        for reason, alike in numbers.items()
     )
 
 

@@ -10,7 +10,9 @@ left out. No table has more columns than fit on a page of 800 pixels.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
@@ -29,6 +31,7 @@ SHOWN_APART = (
     *("dtype.mode", "dtype.half"),
     *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
 )
+_CLASS = re.compile(r"\._target_=.*\.")
 
 Number = Callable[[Summary], float | None]
 
@@ -84,10 +87,12 @@ def group_runs(records: Sequence[Record]) -> list[RunGroup]:
     for record in records:
         label = (record.mode, record.scaling, *_words(record, keys))
         groups.setdefault(label, []).append(record)
+    names = _shorten({word for record in records for word in _words(record, keys)})
     made = []
     for first, *others in sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32"):
         beside = _fp32_of(first, records, keys), _in_half_of(first, records, keys)
-        made.append(RunGroup(tuple(_words(first, keys)), [first, *others], *beside))
+        words = tuple(names[word] for word in _words(first, keys))
+        made.append(RunGroup(words, [first, *others], *beside))
     return made
 
 
@@ -118,6 +123,13 @@ def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
 
 def _words(record: Record, keys: Sequence[str]) -> list[str]:
     return [f"{key}={as_typed(record.options[key])}" for key in keys if key in record.options]
+
+
+def _shorten(words: Collection[str]) -> dict[str, str]:
+    """Return each word with the last name of its class, `model=Net`, unless two share that."""
+    short = {word: _CLASS.sub("=", word) for word in words}
+    count = Counter(short.values())
+    return {word: own if count[own] == 1 else word for word, own in short.items()}
 
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:

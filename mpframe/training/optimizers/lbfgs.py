@@ -36,7 +36,7 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
     """
     parameters = [p for group in masters.param_groups for p in group["params"]]
     _check_closure(masters.optimizer, {"half weights": any(p.dtype in HALF for p in parameters)})
-    loss = evaluate(lambda: masters.optimizer.step(closure))
+    loss = evaluate(lambda: masters.step_wrapped(closure))
     device = parameters[0].device
     last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
     masters.zero_grad()

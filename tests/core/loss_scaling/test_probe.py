@@ -106,7 +106,12 @@ def batch():
 
 
 @in_half
-def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(mode, half) -> None:
+def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(
+    mode, half, caplog
+) -> None:
+    """The log has the scale."""
+    caplog.set_level("INFO")
+
     def trainer(start):
         own = {"half": half, "min_scale": 2.0**-20, "max_scale": 2.0**100}
         kind = Backoff if mode == "mixed" else LogMax
@@ -115,6 +120,7 @@ def test_the_first_step_is_not_skipped_and_the_scale_is_as_high_as_it_can_be(mod
     probing = trainer("probe")
     probing.probe(batch())
     scale = float(probing.scaler.scale)
+    assert caplog.messages[-1].endswith(f", first loss scale {scale:g}")
     result = probing.train_step(batch())
     assert not result.skipped
     # The largest parameter gradient is no larger than what the probe saw, so it stays in range.

@@ -50,7 +50,7 @@ def one_after_another(optimizer):
 def test_a_schedule_over_it_is_one_over_a_plain_optimizer(make) -> None:
     """Rates and momenta of each group in each step; a skipped one gives no warning of the order."""
     (model, wrapped), (plain_model, prepared_plain) = prepared(), prepared("fp32")
-    plain = prepared_plain.optimizer
+    plain = SGD([dict(group) for group in prepared_plain.optimizer.param_groups])
     schedules = make(wrapped), make(plain)
     for value in (INF, 1.0, 1.0, 1.0, 1.0):
         step(wrapped, model, value)
@@ -136,6 +136,25 @@ def test_a_copy_goes_on_by_itself_and_has_its_masters(half, copied, scheduled) -
     weight.data.clamp_(-0.1, 0.1)
     second.step(closure=lambda: fill(model, 0.0))
     assert weight.abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+@pytest.mark.parametrize("copied", [lambda pair: pair, copy.deepcopy, pickled])
+def test_the_optimizer_from_before_does_not_step(mode, copied) -> None:
+    """Without its wrapper it would move no half weight, and unscale nothing."""
+    model, wrapped = copied(prepared(mode))
+    old = wrapped.optimizer
+    schedule = lr_scheduler.StepLR(old, 1)
+    step(wrapped, model)
+    schedule.step()
+    wrapped.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(wrapped, model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    fill(model, 1.0)
+    said = "has its masters already; use what precision.prepare returned, or make a new optimizer"
+    assert refused(ConfigError, old.step) == f"optimizer=SGD: {said}"
+    assert same_bits(model.parameters(), before)
 
 
 @pytest.mark.parametrize(("dtype", "way"), [(FP32, "step"), (HALF, "accumulate")])

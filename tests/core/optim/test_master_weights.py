@@ -11,14 +11,16 @@ from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, STEPPING, AdamW
 from torch import nn
 from vocabulary import formats, same_bits
 
-from mpframe import Backoff, MasterWeights, Precision, Static
+from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
 from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
+from mpframe.core.optim.masters import Master, set_master
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.optimizers.lbfgs import step_with_closure
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 
-LBFGS = torch.optim.LBFGS
+LBFGS, MSE = torch.optim.LBFGS, nn.MSELoss()
 
 
 @pytest.mark.parametrize(
@@ -36,10 +38,11 @@ def test_masters_are_what_the_plain_optimizer_makes_in_fp32_and_clipping_is_torc
 ) -> None:
     """Bit for bit, also under a power-of-two scale: it moves exponents, no other bit."""
     plain_params, params = small.parameters(), small.parameters()
-    masters = {p: p.detach().clone() for p in params}
     for p in params:
-        p.data = p.data.to(dtype)
-    plain, wrapped = cls(plain_params, lr=0.05), MasterWeights(cls(params, lr=0.05), masters)
+        exact, p.data = p.detach().clone(), p.data.to(dtype)
+        if dtype != FP32:
+            set_master(p, exact, Master)
+    plain, wrapped = cls(plain_params, lr=0.05), MasterWeights(cls(params, lr=0.05))
     torchs = {"max_norm": nn.utils.clip_grad_norm_, "max_value": nn.utils.clip_grad_value_}
     for step in range(3):
         rounded = [g.to(dtype) for g in small.gradients(step, cls)]
@@ -217,6 +220,14 @@ def test_what_nothing_can_be_clipped_to() -> None:
     assert all(p.grad is not None for p in params)
 
 
+def test_a_frozen_model_takes_any_optimizer_and_a_model_one_over_a_part_and_more() -> None:
+    teacher, student = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    temperature = nn.Parameter(torch.ones(()))
+    for model, trained in ((teacher, [student.weight]), (student, [student.bias, temperature])):
+        Precision("mixed").prepare(model, SGD(trained, lr=0.1))
+        assert {p.dtype for p in model.parameters()} == {HALF}
+
+
 def made(*weights, cls=SGD, **options):
     return MasterWeights(cls([nn.Parameter(weight) for weight in weights]), **options)
 
@@ -249,7 +260,13 @@ BOTH = "cannot be combined; give only one"
          "(2, 2) is sparse and torch.float16; a half weight is dense: store it in fp32 "
          "(ops.modules=...:fp32), or dense"),
         (lambda: made(ONE, ONE.to("meta")), "parameters on cpu and meta; "),
-        (lambda: prepared_twice(), "optimizer=SGD: has its masters already; use what"),
+        (lambda: prepared_twice(), "optimizer=SGD: has its masters already; use what "
+         "precision.prepare returned, or make a new optimizer"),
+        (lambda: Precision("mixed").prepare(nn.Linear(2, 2), SGD([nn.Parameter(ONE)], lr=0.1)),
+         "optimizer=SGD: holds no parameter of this Linear; make it over model.parameters()"),
+        (lambda: Trainer(nn.Linear(2, 2), SGD([nn.Parameter(ONE)], lr=0.1), supervised(MSE)),
+         "optimizer=SGD: is not prepared; give the trainer what "
+         "precision.prepare(model, optimizer) returned"),
         (lambda: made(ONE, cls=LBFGS).step(), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(closure=int, scaler=Static(2.0)), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(scaler=lambda: None), STEPS_ITSELF),
