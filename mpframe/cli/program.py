@@ -84,7 +84,7 @@ def take_own(
     for word in rest:
         name = word.partition("=")[0]
         meant = get_close_matches(name, [*names], 1, _MISSPELT)
-        if meant and name not in {*SECTIONS, *OPEN, *RUN_OPTIONS}:
+        if meant and name.partition(".")[0] not in {*SECTIONS, *OPEN, *RUN_OPTIONS}:
             raise ConfigError(f"{word}: no such option; nearest: {meant[0]}")
     if needed and not options.get(needed):
         there = next(filter(os.path.exists, rest), "runs/2026-11-21/05-45-42")
