@@ -65,9 +65,9 @@ class MasterWeights(OptimizerWrapper):
     Attributes:
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does, and `step` raises.
-        skips_on_device: the optimizer's kernels skip (torch's fused ones do), so the host need not
-            wait for the device. None before the first step of any weight, which makes its state:
-            a skip on the device would leave arbitrary values in SGD's momentum.
+        skips_on_device: the host need not wait for the device: the optimizer's kernels skip, as
+            torch's fused ones do, or the caller undoes a skip. None before the first step of any
+            weight, which makes its state: a skip would leave arbitrary values in SGD's momentum.
         comm: the ranks that average their gradients, and agree on whether a step is skipped.
         accumulator: the gradients of the micro-batches since the last step.
     """
@@ -191,7 +191,10 @@ class MasterWeights(OptimizerWrapper):
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
         if self.needs_closure:
-            raise self._closure_needed()
+            raise ConfigError(
+                f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
+                "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
+            )
         given: Any = scaler
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
@@ -221,12 +224,6 @@ class MasterWeights(OptimizerWrapper):
         norm = gradients.norm(self._copies)
         return norm if self.comm.sharding is None else self.comm.norm(norm)
 
-    def _closure_needed(self) -> ConfigError:
-        return ConfigError(
-            f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it with "
-            "mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
-        )
-
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
         self._register_groups()
@@ -246,7 +243,8 @@ class MasterWeights(OptimizerWrapper):
             gradients.no_new = self._consumed and not grads
             gradients.amax = self.comm.max(gradients.amax)
         self._means = None
-        if self.skips_on_device and not self._stepped_once.issuperset(gradients.by_master):
+        fresh = not self._stepped_once.issuperset(gradients.by_master)
+        if self.skips_on_device and fresh and not torch.compiler.is_compiling():
             self.skips_on_device = None
         for master, gradient in gradients.by_master.items():
             if gradient.is_sparse and master not in self._tried_sparse:
@@ -263,7 +261,7 @@ class MasterWeights(OptimizerWrapper):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        found_inf = skipped.float() if verdict is None else None  # The kernels skip by themselves.
+        found_inf = skipped.float() if verdict is None and self._has_kernels_that_skip() else None
         buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
         if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
@@ -277,10 +275,12 @@ class MasterWeights(OptimizerWrapper):
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
             self._stepped_once.update(moved)
-            takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-            fused = all(group.get("fused") for group in self.optimizer.param_groups)
             waits = host_waits_for(self._device) and not is_apple(self._device)
-            self.skips_on_device = takes_found_inf and fused and waits
+            self.skips_on_device = waits and self._has_kernels_that_skip()
+
+    def _has_kernels_that_skip(self) -> bool:
+        takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return takes_found_inf and all(g.get("fused") for g in self.optimizer.param_groups)
 
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpframe.core.comm import part_for, part_of
 from mpframe.core.errors import CheckpointError
-from mpframe.core.tree import HALF
+from mpframe.core.tree import HALF, host_waits_for
 
 _SUMMED = 2**14  # words: a copy of fewer costs no more than their sums
 _CHECKED = 2**14  # values: clamping fewer is cheaper than checking them
@@ -65,7 +65,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
     for weight, master in pairs:
         seen = master.seen
         same = seen.address == weight.data_ptr() and seen.version == weight._version
-        if same and seen.bits is not None:
+        if same and seen.bits is not None and not host_waits_for(weight.device):
             same = torch.equal(seen.read(), seen.bits)
         if not same or (look and seen.bits is None):
             changed.append(master.sync_from_weight(weight, not same))
@@ -80,7 +80,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
         if seen.address != weight.data_ptr():
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
-        if seen.bits is not None:
+        if seen.bits is not None and not host_waits_for(weight.device):
             seen.bits.copy_(seen.read())
 
 
@@ -162,7 +162,7 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # checking a large weight takes a third of the time of clamping it.
         to_clamp = []
         for weight in weights:
-            if weight.is_cpu and weight.numel() >= _CHECKED:
+            if weight.numel() >= _CHECKED and not host_waits_for(weight.device):
                 ends = torch.aminmax(weight)
                 if ends.min.isfinite() & ends.max.isfinite():
                     continue
