@@ -150,7 +150,7 @@ class CompiledTrainer(Trainer):
         optimizer, kept = self._wrapped, self._state()
         hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
         for hook in hooks.values():
-            raise refused(f"{name_of(hook)} is called in the optimizer's step, which Python leaves")
+            raise refused(f"{name_of(hook)} hooks into the optimizer's step, which no graph calls")
         random_state, drawn = RandomState.now(self._device), _python_random()
         before, state = [tensor.detach().clone() for tensor in kept], dict(scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}

@@ -336,7 +336,7 @@ def test_other_trainers_refuse_it_by_their_name() -> None:
 def test_what_acts_within_a_step_is_refused_when_it_is_there(op_by_op) -> None:
     hooked = trainer(CompiledTrainer)
     hooked.optimizer.register_step_pre_hook(Penalty(lambda w: w.square().sum(), 0.1))
-    with pytest.raises(ConfigError, match="step: Penalty is called in the optimizer's step, which"):
+    with pytest.raises(ConfigError, match="step: Penalty hooks into the optimizer's step, w"):
         run(hooked, calm(3))
     chosen = trainer(CompiledTrainer, algorithms={"mine": Chooses()})
     with pytest.raises(ConfigError, match=r"step: callbacks\.mine decides within a step whether"):

@@ -243,9 +243,9 @@ class MasterWeights(OptimizerWrapper):
             gradients.no_new = self._consumed and not grads
             gradients.amax = self.comm.max(gradients.amax)
         self._means = None
-        fresh = not self._stepped_once.issuperset(gradients.by_master)
-        if self.skips_on_device and fresh and not torch.compiler.is_compiling():
-            self.skips_on_device = None
+        if self.skips_on_device and not torch.compiler.is_compiling():
+            fresh = not self._stepped_once.issuperset(gradients.by_master)
+            self.skips_on_device = None if fresh else True
         for master, gradient in gradients.by_master.items():
             if gradient.is_sparse and master not in self._tried_sparse:
                 check_takes_sparse(self.optimizer, master)
