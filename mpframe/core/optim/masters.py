@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpframe.core.comm import part_for, part_of
 from mpframe.core.errors import CheckpointError
-from mpframe.core.tree import HALF, host_waits_for
+from mpframe.core.tree import HALF
 
 _SUMMED = 2**14  # words: a copy of fewer costs no more than their sums
 _CHECKED = 2**14  # values: clamping fewer is cheaper than checking them
@@ -162,7 +162,7 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # checking a large weight takes a third of the time of clamping it.
         to_clamp = []
         for weight in weights:
-            if weight.numel() >= _CHECKED and not host_waits_for(weight.device):
+            if weight.is_cpu and weight.numel() >= _CHECKED and not torch.compiler.is_compiling():
                 ends = torch.aminmax(weight)
                 if ends.min.isfinite() & ends.max.isfinite():
                     continue
