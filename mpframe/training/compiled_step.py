@@ -124,6 +124,8 @@ class CompiledTrainer(Trainer):
         if not self._wrapped.state and not self._begun:
             return False
         known = self._records.get(kind)
+        if known is None:
+            self._refuse_changing_settings(kind)
         if known is None and len(self._records) == _MOST:
             self._warn()
             return False
@@ -141,43 +143,64 @@ class CompiledTrainer(Trainer):
         self._records[kind] = record
         return True
 
+    def _refuse_changing_settings(self, kind: Any) -> None:
+        """Raise ConfigError if a kind seen once had only other settings: so each step has."""
+        for other in self._records.keys() - self._confirmed:
+            if other[:-1] == kind[:-1]:
+                pairs = zip(other[-1], kind[-1], strict=False)
+                names = sorted({name for (name, was), (_, now) in pairs if was != now})
+                raise refused(f"{', '.join(names)} of the optimizer changes from step to step")
+
     def _record(self, batches: Sequence[Batch], inputs: list[Tensor]) -> StepRecord | None:
         """Make a step, record it with the scaler's next state, and undo it.
 
         None: it has made state of the optimizer, which a graph cannot.
         """
         scaler: Any = self.scaler
-        optimizer, kept = self._wrapped, self._state()
-        hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
-        for hook in hooks.values():
-            raise refused(f"{name_of(hook)} hooks into the optimizer's step, which no graph calls")
-        random_state, drawn = RandomState.now(self._device), _python_random()
-        before, state = [tensor.detach().clone() for tensor in kept], dict(scaler.state)
-        of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
-        places = [tensor.data_ptr() for tensor in inputs]
-        modules = ModuleState.of(self.model)
-        with self._on_device(), Recorder(inputs) as recorder:
-            undone = [(tensor, tensor.detach().clone()) for tensor in self._undone()]
-            result = super().train_step(*batches)
-            with torch.no_grad():
+        _refuse_hooks(self._wrapped)
+        modules, drawn = ModuleState.of(self.model), _python_random()
+        places, held = [tensor.data_ptr() for tensor in inputs], self._undone()
+        with self._undoing(), self._on_device():
+            counts = self._python_values()
+            recorder = Recorder(inputs)
+            with recorder, torch.no_grad():
+                undone = [(tensor, tensor.clone()) for tensor in held]
+                with torch.enable_grad():
+                    result = super().train_step(*batches)
                 for tensor, old in undone:
                     tensor.copy_(torch.where(result.skipped, old, tensor))
-        record, complete = recorder.finish((result, scaler.state)), len(self._undone())
+            record = recorder.finish((result, scaler.state))
+            now_held, now_counts = self._undone(), self._python_values()
+        if len(now_held) > len(held):
+            return None
+        if any(now is not was for now, was in zip(now_held, held, strict=True)):
+            raise refused("the optimizer replaces tensors of its state")
+        _refuse_counts(counts, now_counts)
         if drawn != _python_random():
             raise refused("a step draws random numbers of Python or numpy")
-        for _, name, now, _ in modules.find_replaced():
-            raise refused(f"a step sets the attribute {name} of a module to {now!r:.40}")
+        for _, name, value, _ in modules.find_replaced():
+            raise refused(f"a step sets the attribute {name} of a module to {value!r:.40}")
         if places != [tensor.data_ptr() for tensor in inputs]:
             raise refused("a step moves weights to other memory")
+        return record
+
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Context manager that puts everything back that a step changes."""
+        scaler: Any = self.scaler
+        before = [(tensor, tensor.detach().clone()) for tensor in self._state()]
+        optimizer, random_state = self._wrapped, RandomState.now(self._device)
+        of_scaler = dict(scaler.state)
+        of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
+        yield
         optimizer.state.clear()
         optimizer.state.update(of_optimizer)
-        scaler.state = state
+        scaler.state = of_scaler
         with torch.no_grad():
-            for tensor, old in zip(kept, before, strict=True):
+            for tensor, old in before:
                 tensor.copy_(old)
         random_state.restore(self._device)
         self._note_writes()
-        return record if complete == len(undone) else None
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -201,6 +224,12 @@ class CompiledTrainer(Trainer):
             optimizer.skips_on_device, torch.compiler._is_compiling_flag, self.algorithms = before
             for group, kept in zip(self._wrapped.param_groups, settings, strict=True):
                 group.update({name: value for name, value in kept.items() if name != "params"})
+
+    def _python_values(self) -> list[tuple[str, Any]]:
+        """Return what the optimizer keeps beside tensors, by its names."""
+        kept = [*self._wrapped.param_groups, *self._wrapped.state.values()]
+        entries = [entry for held in kept for entry in held.items()]
+        return [(n, v) for n, v in entries if n != "params" and not isinstance(v, Tensor)]
 
     def _kind_of(self, batches: Sequence[Batch], tensors: Sequence[Tensor]) -> Any:
         """Return all that a record depends on, except the values of `tensors`."""
@@ -276,6 +305,18 @@ class CompiledTrainer(Trainer):
                 "op by op: batches differ in shape, or settings of the optimizer change",
                 _MOST,
             )
+
+
+def _refuse_hooks(optimizer: Any) -> None:
+    hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
+    for hook in hooks.values():
+        raise refused(f"{name_of(hook)} hooks into the optimizer's step, which no graph calls")
+
+
+def _refuse_counts(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> None:
+    for (name, was), (_, now) in zip(before, after, strict=True):
+        if now is not was and now != was:
+            raise refused(f"the optimizer keeps {name}, which changes, outside of tensors")
 
 
 def _decides(callback: str) -> str:

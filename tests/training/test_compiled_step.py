@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from prepared import prepared
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from vocabulary import differing
 
 from mpframe import Backoff, LogMax, Precision, Trainer
@@ -341,6 +341,54 @@ def test_what_acts_within_a_step_is_refused_when_it_is_there(op_by_op) -> None:
     chosen = trainer(CompiledTrainer, algorithms={"mine": Chooses()})
     with pytest.raises(ConfigError, match=r"step: callbacks\.mine decides within a step whether"):
         run(chosen, calm(3))
+
+
+class Counts(torch.optim.Optimizer):
+    """SGD, whose rate depends on how often it stepped, which it counts as it is told."""
+
+    def __init__(self, parameters: Any, lr: float, where: str) -> None:
+        super().__init__(parameters, {"lr": lr, "calls": 0})
+        self.where, self.calls = where, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        self.calls += self.where == "attribute"
+        group["calls"] += self.where == "group"
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", 0) + (self.where == "state")
+            if self.where == "tensor":
+                state["last"] = parameter.grad.clone()
+            steps = self.calls + group["calls"] + state["calls"]
+            parameter -= group["lr"] / (1 + steps) * parameter.grad
+
+
+COUNTED = {
+    "group": "the optimizer keeps calls, which changes, outside of tensors",
+    "state": "the optimizer keeps calls, which changes, outside of tensors",
+    "attribute": "two steps ran other ops",
+    "tensor": "the optimizer replaces tensors of its state",
+}
+
+
+@pytest.mark.parametrize("where", COUNTED)
+def test_an_optimizer_that_counts_in_python_is_refused(op_by_op, where: str) -> None:
+    made = trainer(CompiledTrainer, optimizer=partial(Counts, lr=0.1, where=where))
+    with pytest.raises(ConfigError, match=f"^trainer.compile=step: {COUNTED[where]}"):
+        run(made, calm(4))
+
+
+def test_a_schedule_of_anything_but_the_rate_is_refused(op_by_op) -> None:
+    made = trainer(CompiledTrainer)
+    cycle = OneCycleLR(made.optimizer, 0.1, total_steps=9)  # Moves momentum as well.
+    made.algorithms["schedule"] = Schedules(cycle)
+    with pytest.raises(ConfigError) as error:
+        run(made, calm(4))
+    assert str(error.value) == (
+        "trainer.compile=step: momentum of the optimizer changes from step to step; use "
+        "trainer.compile=true"
+    )
 
 
 def test_an_error_of_the_compiler_is_one_line(monkeypatch: Patch) -> None:
