@@ -24,6 +24,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
 _MOVES_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
+_READ_LENGTHS = frozenset({"_pack_padded_sequence", "_ctc_loss"})  # torch does not tag them.
 _INDEXING = frozenset({"index", "_unsafe_index"})
 _TORCH = Path(torch.__file__).parent
 
@@ -158,7 +159,7 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 def _refuse(func: Any, args: Any) -> None:
     """Raise ConfigError for an op whose record would be wrong in another step."""
     name = func.overloadpacket.__name__
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or name in _READ_LENGTHS:
         raise refused(f"a number is read from a tensor ({name.strip('_')}{_where()})")
     by_mask = name not in _INDEXING or any(
         tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1])

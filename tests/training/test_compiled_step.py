@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from prepared import prepared
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from vocabulary import differing
 
@@ -234,6 +235,7 @@ def start_from_one(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 ENDS: dict[str, Any] = {
     "item": lambda model, x, y: y * y.sum().item(),
+    "lengths": lambda model, x, y: pack_padded_sequence(y[:, None], [len(y)]).data[:, :4],
     "shape": lambda model, x, y: y + y[y > 0].sum(),
     "list": lambda model, x, y: y * x.flatten().tolist()[0],
     "random": lambda model, x, y: y * random.random(),
@@ -243,6 +245,7 @@ ENDS: dict[str, Any] = {
 }
 REFUSED = {
     "item": r"a number is read from a tensor \(local_scalar_dense at test_compiled_step.py:\d+\)",
+    "lengths": r"a number is read from a tensor \(pack_padded_sequence at test_.*\)",
     "shape": r"a shape depends on the numbers of a tensor \(index at test_compiled_step.py:\d+\)",
     "list": r"two steps ran other ops \(%mul.*, then %mul.*\)",
     "random": "a step draws random numbers of Python or numpy",
