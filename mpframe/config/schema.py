@@ -197,7 +197,12 @@ class TrainerOptions:
         [], "Patterns of modules that are recomputed in the backward pass, to save memory."
     )
     channels_last: bool = option(False, "Keep weights of 2-d convolutions in channels-last order.")
-    compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
+    compile: bool | str = option(
+        False,
+        "true: compile model and casts into one graph (torch.compile). step: the whole step, with "
+        "loss, backward pass, clipping, update and loss scaler.",
+        choices=("false", "true", "step"),
+    )
     parallel: str | None = watching_option(
         None,
         "How several processes train one model, each on its part of every batch; null: ddp if "

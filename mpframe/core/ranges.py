@@ -32,7 +32,7 @@ class Range:
         if value is None:
             return True
         if self.choices:
-            return value in self.choices
+            return (str(value).lower() if isinstance(value, bool) else value) in self.choices
         if isinstance(value, str):
             return not self._ends()
         if isinstance(value, bool) or not isinstance(value, int | float):

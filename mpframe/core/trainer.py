@@ -55,7 +55,7 @@ class StepOptions:
 
     clip_norm: float | None = None  #: of all unscaled gradients together, > 0 and finite
     clip_value: float | None = None  #: instead, of each value of them, > 0 and finite
-    compile: bool = False  #: the forward pass and its casts into one graph
+    compile: bool | str = False  #: the forward pass and its casts into one graph, or the `step`
     reduce: str = "in_backward"  #: when ranks average gradients: this, or "after_backward"
 
     def __post_init__(self) -> None:

@@ -31,8 +31,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def host_waits_for(device: torch.device) -> bool:
-    """Return whether a read from `device` makes the host wait, as all but a CPU's do."""
-    return device.type != "cpu"
+    """Return whether a read from `device` costs: all but a CPU's do, and it ends a recording."""
+    return device.type != "cpu" or torch.compiler.is_compiling()
 
 
 def is_apple(device: torch.device) -> bool:

@@ -80,7 +80,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         to_channels_last(model)
     masters = {name: precision.prepare(model, o)[1] for name, o in optimizers.items()}
     optimizer = combine(config, masters, task)
-    return _kind_of(task, optimizer)(
+    return _kind_of(task, optimizer, config.trainer.compile)(
         model=model,
         optimizer=optimizer,
         objective=task.objective,  # type: ignore[arg-type]  # Several go to the kind for several.
@@ -93,7 +93,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     )
 
 
-def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
+def _kind_of(task: Task, optimizer: StepOptimizer, compiled: bool | str) -> type[Trainer]:
     """Choose the trainer for these objectives and this optimizer, and import only that one."""
     if isinstance(task.objective, Mapping):
         from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
@@ -103,6 +103,10 @@ def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
         from mpframe.training.optimizers.lbfgs import ClosureTrainer
 
         return ClosureTrainer
+    if compiled == "step":
+        from mpframe.training.compiled_step import CompiledTrainer
+
+        return CompiledTrainer
     return Trainer
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -71,6 +71,8 @@ class Trainer(StepTrainer):
         stop_status: the status of a run that ends for this reason.
     """
 
+    compiles_steps: ClassVar[bool] = False  # `trainer.compile=step` is for CompiledTrainer.
+
     plan: Plan = field(default_factory=Plan)
     evaluator: Any = None
     callbacks: Callbacks = field(default_factory=dict)
@@ -83,6 +85,11 @@ class Trainer(StepTrainer):
             raise ConfigError(
                 f"optimizer={name_of(self.optimizer)}: is not prepared; give the trainer what "
                 "precision.prepare(model, optimizer) returned"
+            )
+        if self.plan.compile == "step" and not self.compiles_steps:
+            raise ConfigError(
+                f"trainer.compile=step: {type(self).__name__} does not compile its steps, which "
+                "takes one loss and one optimizer without a closure; use trainer.compile=true"
             )
         super().__post_init__()
         self.extra_state = ExtraState(self.model)

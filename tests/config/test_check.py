@@ -29,7 +29,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number >= 1 (epochs)"),
     ({"trainer__max_steps": 1e3}, "trainer.max_steps=1000.0: must be a whole number >= 0 (steps), or null"),
     ({"trainer__checkpoint_every": "0min"}, "trainer.checkpoint_every=0min: must be a whole number >= 1 (steps), or as in 10min, or null"),
-    ({"trainer__compile": 1}, "trainer.compile=1: must be true or false"),
+    ({"trainer__compile": 1}, "trainer.compile=1: must be one of false, true, step"),
     ({"trainer__ema_decay": 1}, "trainer.ema_decay=1: must be a number > 0 and < 1 (per step), or null"),
     ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
     ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
@@ -94,6 +94,8 @@ def test_values_arrive_typed() -> None:
     config = check(tree(trainer__clip_norm=1, trainer__max_steps="12"))
     assert (repr(config.trainer.clip_norm), config.trainer.max_steps) == ("1.0", 12)
     assert check(tree(dtype__master_weights=False)).dtype.master_weights == "off"
+    compiled = [check(tree(trainer__compile=v)).trainer.compile for v in (True, "false", "step")]
+    assert compiled == [True, False, "step"]
     assert check(tree(ops__allow=["linear", 1])).ops.allow == ["linear", "1"]
     assert check(tree(trainer__checkpoint_every="30min")).trainer.checkpoint_every == "30min"
     assert (config.data.batch_size, "batch_size" in config.dataset) == (4, False)

@@ -16,6 +16,7 @@ from mpframe.config.schema import Config
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
+from mpframe.training.compiled_step import CompiledTrainer
 from mpframe.training.optimizers.selection import Selection, divide_parameters
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.images import mlp
@@ -147,11 +148,18 @@ ALL = ", ".join(torch.optim.SGD([torch.zeros(1)]).defaults)
     ("experiment=digits_gan callbacks.loss_spikes.policy=skip", "callbacks.loss_spikes.policy=skip: judges one loss, and the dataset has 2"),
     ("numerics=on trainer.compile=true", "callbacks.ranges.every=100: a compiled model has no modules to watch; use trainer.compile=false or numerics=off"),
     ("trainer.recompute=[net.*] trainer.compile=true", "trainer.recompute=['net.*']: a compiler chooses itself what it computes again; use trainer.compile=false or trainer.recompute=[]"),
+    ("experiment=digits_gan trainer.compile=step", "trainer.compile=step: MultiObjectiveTrainer does not compile its steps, which takes one loss"),
+    ("optimizer=muon_adamw model=mlp trainer.compile=step", "trainer.compile=step: several optimizers share a step; use trainer.compile=true"),
 ])  # fmt: skip
 def test_what_cannot_be_made_and_what_does_not_fit_is_refused(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         trainer_of(*words.split(), small="groups" in words)
     assert str(refused.value).startswith(line)
+
+
+def test_a_run_compiles_its_steps_if_it_is_told() -> None:
+    assert type(trainer_of("trainer.compile=step")) is CompiledTrainer
+    assert type(trainer_of("trainer.compile=true")) is Trainer
 
 
 def test_the_first_part_that_selects_a_parameter_gets_it_and_once_what_trains() -> None:

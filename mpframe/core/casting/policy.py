@@ -104,8 +104,7 @@ class Policy:
         recipe = self.recipes.get(self.products)
         half_pins = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
         pins = [*half_pins.items(), *self.ops.modules.items()]
-        matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
-        return matching[-1] if matching else None
+        return next((pin for pin in reversed(pins) if self.matches(pin[0], module)), None)
 
     def format_pin_of(self, module: str) -> tuple[str, str] | None:
         """Do as `pin_of`, but return None for a pin to a recipe or to `none`."""

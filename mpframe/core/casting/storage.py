@@ -71,8 +71,7 @@ def formats_of(model: nn.Module, policy: Policy, uses: WeightUses) -> Formats:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             wanted = choose_format(name, module, policy, uses.by_weight.get(parameter))
-            tied = formats.get(parameter, wanted)
-            widest = wanted if tied == wanted else torch.float32
+            widest = wanted if formats.get(parameter, wanted) == wanted else torch.float32
             formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype
     return formats
 
@@ -88,8 +87,7 @@ def choose_format(
         half = all(use.in_half(policy) for use in uses)
     else:
         half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
-    if op in WITH_STATISTICS and not policy.ops.empty:
-        half = False
+    half = half and (policy.ops.empty or op not in WITH_STATISTICS)
     return policy.half_dtype if half and policy.mode == "mixed" else torch.float32
 
 

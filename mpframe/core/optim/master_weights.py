@@ -60,9 +60,9 @@ class MasterWeights(OptimizerWrapper):
     Attributes:
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does, and `step` raises.
-        skips_on_device: the optimizer's kernels skip (torch's fused ones do), so the host need not
-            wait for the device. None before the first step of any weight, which makes its state:
-            a skip on the device would leave arbitrary values in SGD's momentum.
+        skips_on_device: the host need not wait for the device: the optimizer's kernels skip, as
+            torch's fused ones do, or the caller undoes a skip. None before the first step of any
+            weight, which makes its state: a skip would leave arbitrary values in SGD's momentum.
         comm: the ranks that average their gradients, and agree on whether a step is skipped.
         accumulator: the gradients of the micro-batches since the last step.
     """
@@ -78,7 +78,7 @@ class MasterWeights(OptimizerWrapper):
         self._means: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
-        self._stepped_once: set[Tensor] = set()  # masters
+        self.stepped_once: set[Tensor] = set()  # masters of which the optimizer has state
         super().__init__(optimizer, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
@@ -231,7 +231,7 @@ class MasterWeights(OptimizerWrapper):
             gradients.no_new = self._consumed and not grads
             gradients.amax = self.comm.max(gradients.amax)
         self._means = None
-        if self.skips_on_device and not self._stepped_once.issuperset(gradients.by_master):
+        if self.skips_on_device and not self.stepped_once.issuperset(gradients.by_master):
             self.skips_on_device = None
         for master, gradient in gradients.by_master.items():
             if gradient.is_sparse and master not in self._tried_sparse:
@@ -248,7 +248,7 @@ class MasterWeights(OptimizerWrapper):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        found_inf = skipped.float() if verdict is None else None  # The kernels skip by themselves.
+        found_inf = skipped.float() if verdict is None and self._has_kernels_that_skip() else None
         buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
         if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
@@ -261,11 +261,13 @@ class MasterWeights(OptimizerWrapper):
         # Fused kernels do not bump the versions by which a cached cast knows that it is stale.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            self._stepped_once.update(moved)
-            takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-            fused = all(group.get("fused") for group in self.optimizer.param_groups)
-            waits = host_waits_for(self._device) and not is_apple(self._device)
-            self.skips_on_device = takes_found_inf and fused and waits
+            self.stepped_once.update(moved)
+            self.skips_on_device = host_waits_for(self._device) and self._has_kernels_that_skip()
+
+    def _has_kernels_that_skip(self) -> bool:
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return fused and takes_found_inf and not is_apple(self._device)
 
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:

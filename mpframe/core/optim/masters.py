@@ -65,7 +65,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
     for weight, master in pairs:
         seen = master.seen
         same = seen.address == weight.data_ptr() and seen.version == weight._version
-        if same and seen.bits is not None:
+        if same and seen.bits is not None and not torch.compiler.is_compiling():
             same = torch.equal(seen.read(), seen.bits)
         if not same or (look and seen.bits is None):
             changed.append(master.sync_from_weight(weight, not same))
@@ -80,7 +80,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
         if seen.address != weight.data_ptr():
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
-        if seen.bits is not None:
+        if seen.bits is not None and not torch.compiler.is_compiling():
             seen.bits.copy_(seen.read())
 
 
@@ -162,7 +162,7 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # checking a large weight takes a third of the time of clamping it.
         to_clamp = []
         for weight in weights:
-            if weight.is_cpu and weight.numel() >= _CHECKED:
+            if weight.is_cpu and weight.numel() >= _CHECKED and not torch.compiler.is_compiling():
                 ends = torch.aminmax(weight)
                 if ends.min.isfinite() & ends.max.isfinite():
                     continue

@@ -43,6 +43,7 @@ from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import Curves, RecordAmax
 from mpframe.training.callbacks.results import Results, Throughput
+from mpframe.training.compiled_step import CompiledTrainer
 from mpframe.training.plan import Plan
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer, run_callbacks
@@ -51,6 +52,7 @@ from mpframe.workloads.images import mlp, resnet18
 HAND = "by hand"
 CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite
 COMPILED = "mpframe, compiled"
+STEP = "mpframe, the step compiled"
 BATCH = 64
 MOST = 1.05  # times the loop by hand
 MOST_COMPILED = 1.0
@@ -93,7 +95,8 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
         log = HandLog(folder / "by_hand_compiled")
         loops[f"{HAND}, compiled"] = hand_loop(model, optimizer, data, log)
         loops[COMPILED] = watched_loop(data, folder / "compiled", Plan(compile=True))
-        marks.append((COMPILED, HAND, MOST_COMPILED))
+        loops[STEP] = watched_loop(data, folder / "step", Plan(compile="step"))
+        marks += [(COMPILED, HAND, MOST_COMPILED), (STEP, HAND, MOST_COMPILED)]
     else:
         skipped.append(f"{COMPILED}: skipped, this machine has no C++ compiler")
     for name, rival in rivals.installed().items():
@@ -174,8 +177,9 @@ def _calls(data: Stopwatch) -> Table:
 def _trainer(mode: str, scaler: Scaling, plan: Plan | None = None) -> Trainer:
     precision = Precision(mode)
     model, optimizer = precision.prepare(*_parts())
-    objective = supervised(nn.CrossEntropyLoss())
-    return Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan or Plan())
+    objective, plan = supervised(nn.CrossEntropyLoss()), plan or Plan()
+    kind = CompiledTrainer if plan.compile == "step" else Trainer
+    return kind(model, optimizer, objective, precision, scaler=scaler, plan=plan)
 
 
 def watched_loop(data: Stopwatch, folder: Path, plan: Plan | None = None) -> Loop:

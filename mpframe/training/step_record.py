@@ -1,0 +1,180 @@
+"""A record of the ops that a step runs, as a graph that can be run again, or compiled.
+
+Inside a `Recorder` the step runs as always, and each op is noted below autograd and the casts: the
+ops of the backward pass and of the optimizer are in the record like all others. The record computes
+with what the step computed with, by its place: the weights, a batch. Numbers of Python stand in it
+as they were. So it is refused to read a tensor's numbers, on which Python could depend, and two
+records of the same step must have the same ops.
+"""
+
+import operator
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpframe.core.errors import ConfigError
+from mpframe.core.tree import map_tensors, tensors_in
+
+_MOVES_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
+_READ_LENGTHS = frozenset({"_pack_padded_sequence", "_ctc_loss"})  # torch does not tag them.
+_INDEXING = frozenset({"index", "_unsafe_index"})
+_TORCH = Path(torch.__file__).parent
+
+
+def refused(what: str) -> ConfigError:
+    """Return the error for a step that cannot be one graph."""
+    return ConfigError(f"trainer.compile=step: {what}; use trainer.compile=true")
+
+
+@dataclass
+class StepRecord:
+    """The ops of a step, its outputs, and the tensors beside its inputs that it computed with."""
+
+    graph: fx.GraphModule
+    constants: list[Tensor]
+    results: Any  # a tree of tensors, as the step gave it
+    places: list[tuple[bool, int]]  # of each result: whether it is an input, and which value it is
+    run: Callable[..., Sequence[Tensor]]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the step on inputs in the places of the recorded ones, and return its results."""
+        with torch.no_grad():
+            values = self.run(*inputs, *self.constants)
+        found = iter([(inputs if given else values)[index] for given, index in self.places])
+        return map_tensors(lambda _: next(found), self.results)
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Run the graph by Inductor from now on, with torch's own random numbers."""
+        from torch._inductor import compile as compile_graph  # It loads the compiler.
+
+        examples: list[Any] = [tensor.detach() for tensor in (*inputs, *self.constants)]
+        with torch.no_grad():
+            self.run = compile_graph(self.graph, examples, {"fallback_random": True})
+
+    def refuse_unless_equal(self, other: "StepRecord") -> None:
+        """Raise ConfigError if another record of the same step has other ops or constants."""
+        for mine, others in zip(_lines(self.graph), _lines(other.graph), strict=False):
+            if mine != others:
+                raise refused(f"two steps ran other ops ({mine}, then {others})")
+        same = len(self.graph.graph.nodes) == len(other.graph.graph.nodes)
+        pairs = zip(self.constants, other.constants, strict=False)
+        if not same or not all(a is b or torch.equal(a, b) for a, b in pairs):
+            raise refused("two steps computed with other numbers of Python")
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager that runs every op and records it.
+
+    ConfigError: an op gives Python a number, or a shape that depends on one, moves memory, or makes
+    a sparse tensor.
+
+    Args:
+        inputs: the tensors that differ from step to step, each once.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = fx.Graph()
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._inputs: list[fx.Node] = []
+        self._constants: list[tuple[Tensor, int]] = []  # with their versions when they were met
+        for tensor in inputs:
+            self._add_input(tensor)
+        self._given = len(self._inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        _refuse(func, args)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._make_anew(func(*args))
+        noted = tree_map(self._note, (tuple(args), kwargs))
+        result = func(*args, **kwargs)
+        self._track(result, self._graph.call_function(func, *noted))
+        return result
+
+    def _make_anew(self, tensor: Tensor) -> Tensor:
+        """Return what `torch.tensor` has made. The record makes a new one from a constant."""
+        constant = self._note(tensor.clone())
+        self._nodes[tensor] = self._graph.call_function(torch.ops.aten.clone.default, (constant,))
+        return tensor
+
+    def finish(self, results: Any) -> StepRecord:
+        """Return the record of a step with these results, a tree of tensors."""
+        nodes = [self._note(tensor) for tensor in tensors_in(results)]
+        if any(tensor._version != version for tensor, version in self._constants):
+            raise refused(
+                "a step writes into a tensor that is no parameter, buffer or optimizer state"
+            )
+        numbers = {node: (True, index) for index, node in enumerate(self._inputs)}
+        made = list(dict.fromkeys(node for node in nodes if node not in numbers))
+        numbers |= {node: (False, index) for index, node in enumerate(made)}
+        self._graph.output(tuple(made))
+        graph = fx.GraphModule(nn.Module(), self._graph)
+        constants = [tensor for tensor, _ in self._constants]
+        return StepRecord(graph, constants, results, [numbers[node] for node in nodes], graph)
+
+    def _add_input(self, tensor: Tensor) -> fx.Node:
+        place = self._graph.inserting_after(self._inputs[-1] if self._inputs else None)
+        with place:
+            node = self._graph.placeholder(f"input_{len(self._inputs)}")
+        self._inputs.append(node)
+        self._nodes[tensor] = node
+        return node
+
+    def _note(self, value: Any) -> Any:
+        """Return an argument as the graph has it: the node of a tensor, else the value itself."""
+        if not isinstance(value, Tensor):
+            return value
+        if value not in self._nodes:
+            self._constants.append((value, value._version))
+            self._add_input(value)
+        return self._nodes[value]
+
+    def _track(self, result: Any, node: fx.Node) -> None:
+        """Remember the node of each tensor in a result. An op in place returns its argument."""
+        if isinstance(result, Tensor):
+            if result.layout is not torch.strided:
+                raise refused(f"a tensor is sparse ({node.target})")
+            self._nodes.setdefault(result, node)
+        elif isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if isinstance(item, Tensor) and item not in self._nodes:
+                    self._track(item, self._graph.call_function(operator.getitem, (node, index)))
+
+
+def _lines(graph: fx.GraphModule) -> list[str]:
+    return [node.format_node() or node.name for node in graph.graph.nodes]
+
+
+def _refuse(func: Any, args: Any) -> None:
+    """Raise ConfigError for an op whose record would be wrong in another step."""
+    name = func.overloadpacket.__name__
+    if torch.Tag.data_dependent_output in func.tags or name in _READ_LENGTHS:
+        raise refused(f"a number is read from a tensor ({name.strip('_')}{_where()})")
+    by_mask = name not in _INDEXING or any(
+        tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1])
+    )
+    if torch.Tag.dynamic_output_shape in func.tags and by_mask:
+        raise refused(f"a shape depends on the numbers of a tensor ({name}{_where()})")
+    if name in _MOVES_MEMORY:
+        raise refused(f"a tensor gets other memory ({name}{_where()})")
+
+
+def _where() -> str:
+    """Return the innermost line outside of torch and of this file, or in one of its optimizers."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        own = not path.is_relative_to(_TORCH) or path.parent == _TORCH / "optim"
+        if own and path != Path(__file__) and path.name != "optimizer.py":
+            return f" at {path.name}:{frame.lineno}"
+    return ""
