@@ -133,10 +133,10 @@ class Buffers:
         """Return the buffers themselves."""
         return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
 
-    def restore_unless_good(self, amax: Tensor, count: Tensor | float) -> None:
+    def restore_unless_good(self, amax: Tensor, losses: Iterable[Any]) -> None:
         """Put the copies back if the gradients' amax, 0-d, is inf or nan, or no sample counts."""
         if self._homes:
-            self.restore_where(not_finite(amax) | (count == 0))
+            self.restore_where(not_finite(amax) | (sum(loss.samples for loss in losses) == 0))
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:

@@ -22,10 +22,11 @@ def read_verdicts(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict
         steps: whether each was skipped, 0-d bool, and how many micro-batches it dropped, 0-d int64
             or None if it was not accumulated.
     """
+    if len(steps) == 1 and steps[0][1] is None:
+        return [Verdict(bool(steps[0][0].item()), 0)]
     numbers = [number for step in steps for number in step if number is not None]
-    first = numbers[0]
-    together = [number.to(first.device) for number in numbers]  # Optimizers of several devices.
-    values = iter([first.item()] if len(numbers) == 1 else torch.stack(together).tolist())
+    together = [number.to(numbers[0].device) for number in numbers]  # Of several devices.
+    values = iter(torch.stack(together).tolist())
     return [Verdict(bool(next(values)), 0 if n is None else next(values)) for _, n in steps]
 
 

@@ -139,7 +139,7 @@ class StepTrainer:
             buffers.save()
             losses = [self.forward_backward(objective, batch) for objective in objectives]
             amax = self.comm.accumulate(optimizer, losses)
-            buffers.restore_unless_good(amax, sum(loss.samples for loss in losses))
+            buffers.restore_unless_good(amax, losses)
             done.append((losses, amax))
         return self.comm.reduce(optimizer, done, self._buffers)
 

@@ -177,7 +177,8 @@ class MasterWeights(OptimizerWrapper):
                 or the optimizer needs a closure (training/optimizers/lbfgs.py) or does not take a
                 sparse gradient. Nothing has changed.
         """
-        check_clipping(max_norm=max_norm, max_value=max_value)
+        if max_norm is not None or max_value is not None:
+            check_clipping(max_norm=max_norm, max_value=max_value)
         if self.needs_closure:
             raise ConfigError(
                 f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "

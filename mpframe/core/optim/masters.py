@@ -27,7 +27,7 @@ class _Seen:
     """A half weight as its master last wrote it. A new one matches no weight.
 
     `words` is a view of its bits, which keeps the memory: no other tensor gets this address. `bits`
-    is a copy of what `read` returned. If None, values are not compared.
+    is a copy of them, or `summed` over each row. If None, values are not compared.
     """
 
     address, version = -1, -1
@@ -47,10 +47,6 @@ class _Seen:
             seen.summed, seen.bits = large, torch.empty_like(words[:, 0] if large else words)
         return seen
 
-    def read(self) -> Tensor:
-        """Return the weight's present bits, or if they are many the sums of their rows."""
-        return self.words.sum(-1) if self.summed else self.words
-
 
 def _compares_values(weight: Tensor) -> bool:
     return weight.is_cpu
@@ -66,7 +62,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
         seen = master.seen
         same = seen.address == weight.data_ptr() and seen.version == weight._version
         if same and seen.bits is not None and not torch.compiler.is_compiling():
-            same = torch.equal(seen.read(), seen.bits)
+            same = torch.equal(seen.words.sum(-1) if seen.summed else seen.words, seen.bits)
         if not same or (look and seen.bits is None):
             changed.append(master.sync_from_weight(weight, not same))
             mark_known([(weight, master)])
@@ -81,7 +77,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
         if seen.bits is not None and not torch.compiler.is_compiling():
-            seen.bits.copy_(seen.read())
+            seen.bits.copy_(seen.words.sum(-1) if seen.summed else seen.words)
 
 
 class Master:
@@ -144,7 +140,7 @@ class Master:
         """Round each `value` into its weight after an update."""
         for weight, master in pairs:
             master.half = weight.dtype
-        round_into((weight, master.value) for weight, master in pairs)
+        round_into([(weight, master.value) for weight, master in pairs])
         mark_known(pairs)
 
 

@@ -1,0 +1,25 @@
+"""Python calls of a tiny step: what a reader has to follow, and what a small model waits for."""
+
+import pytest
+import torch
+from bench.calls import calls_of_a_step
+from torch import nn
+
+from mpframe import Backoff, Precision
+from mpframe.core.objective import supervised
+from mpframe.training.evaluation import Evaluator
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+
+@pytest.mark.parametrize(("mode", "limit"), [("fp32", 53), ("mixed", 60)])
+def test_no_call_is_added_to_a_step(mode, limit) -> None:
+    """On Python 3.11. Newer ones inline comprehensions, and make fewer calls."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    precision = Precision(mode)
+    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
+    objective, options = supervised(nn.CrossEntropyLoss()), {"evaluator": Evaluator()}
+    plan = Plan(max_steps=10)
+    trainer = Trainer(model, optimizer, objective, precision, Backoff(), plan=plan, **options)
+    batch = torch.randn(4, 8), torch.randint(0, 4, (4,))
+    assert 0 < calls_of_a_step(trainer, batch) <= limit
