@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from mpframe.core.errors import MpframeError, UserCodeError, first_line
 _OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 
 
-class UserCode:
+class UserCode(AbstractContextManager[Any]):
     """Context manager in which a user's code runs: its errors become `UserCodeError`s.
 
     Args:
@@ -37,8 +37,6 @@ class UserCode:
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
         self._blame = functools.partial(blame, option, code, **given)
-
-    def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None:

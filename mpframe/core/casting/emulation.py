@@ -10,6 +10,7 @@ each is rounded once. A GPU adds the gradients of a weight's uses in half, so ea
 gradient before they are added (`reuse_operand`).
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 # Ops of `infer` that have no half kernel in torch's CPU build: always emulated there.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
-# Ops whose bfloat16 kernel on a CPU is wrong for some shapes: their arguments after the bias.
+# Ops whose half kernel on a CPU is wrong for some sizes: their arguments after the bias.
 FAULTY = {
     **{f"conv{n}d": "stride padding dilation groups" for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": "stride padding output_padding groups dilation" for n in (1, 2, 3)},
@@ -37,19 +38,24 @@ def round_to(tensor: Tensor, half: torch.dtype) -> Tensor:
 def is_faulty(
     op: str, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> bool:
-    """Return whether torch computes this call of an op in `FAULTY` wrongly.
+    """Return whether torch computes an op in `FAULTY` wrongly for these sizes, on a CPU in half."""
+    is_key = not torch.compiler.is_compiling() and list not in map(type, (*rest, *named.values()))
+    find = _never_inside if is_key else _never_inside.__wrapped__
+    return find(op, input.shape, weight.shape, *rest, **named)
 
-    If along some axis no position of the window lies wholly inside the input, oneDNN leaves part of
-    the weight's gradient unwritten, and writes beyond its end.
+
+@lru_cache(2**12)
+def _never_inside(op: str, size: torch.Size, kernel: torch.Size, *rest: Any, **named: Any) -> bool:
+    """Return whether along some axis no position of the window lies wholly inside the input.
+
+    Then oneDNN leaves part of the weight's gradient unwritten, and writes beyond its end.
     """
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        return False
     defaults = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
     given = named | dict(zip(FAULTY[op].split(), rest, strict=False))
     if isinstance(given.get("padding"), str):
         del given["padding"]
-    numbers = [each_axis(given.get(n, value), weight.dim() - 2) for n, value in defaults.items()]
-    sizes = zip(input.shape[2 - weight.dim() :], weight.shape[2:], *numbers, strict=True)
+    numbers = [each_axis(given.get(n, value), len(kernel) - 2) for n, value in defaults.items()]
+    sizes = zip(size[2 - len(kernel) :], kernel[2:], *numbers, strict=True)
     if "transpose" in op:
         return any(-p % s > (n - 1) * s - 2 * p + more for n, _, s, p, more, _ in sizes)
     return any(-p % s > n - d * (k - 1) - 1 for n, k, s, p, _, d in sizes)
@@ -90,9 +96,7 @@ class _FurtherUse(torch.autograd.Function):
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype == dtype:
-        return tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and tensor.dtype != dtype:
         return _opaque_convert(tensor, dtype)  # type: ignore[no-any-return]
     return tensor.to(dtype)
 

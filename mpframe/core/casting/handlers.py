@@ -173,12 +173,9 @@ def _hold_numbers(run: Rule, mode: Any, func: Any, args: Args, kwargs: Kwargs) -
 
 def _avoid_fault(run: Rule, op: str, mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run calls that torch's half kernel gets wrong in fp32, with one rounding."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        inner = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
-        return inner(mode, func, args, kwargs)
-
-    return run(mode, call, args, kwargs)
+    if is_faulty(op, *args, **kwargs):
+        return run(mode, lambda *a, **k: _run_widest_rounded(mode, func, a, k), args, kwargs)
+    return run(mode, func, args, kwargs)
 
 
 def _run_as_is(_: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:

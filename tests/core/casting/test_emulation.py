@@ -183,7 +183,7 @@ class TestKernelsThatAreWrong:
         # As deep as the input: with steps of 2 from -1 it is inside at no position.
         assert is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, None, 2, 1)
         assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
-        assert not is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight.half(), None, 1, 1)
+        assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
         assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
 
     @NATIVE
