@@ -202,8 +202,8 @@ def _moves(word: str) -> list[str]:
 
 def _choose_users_targets(words: list[str]) -> list[str]:
     """Give a user's class none of the arguments of the shipped choice."""
-    own = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
-    users, chosen = own & ONE_TARGET, {word.partition("=")[0] for word in words}
+    named = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
+    users, chosen = named & ONE_TARGET, {word.partition("=")[0] for word in words}
     options = tuple(f"{group}." for group in users)
     return [
         *(f"{group}=own" for group in sorted(users - chosen)),
@@ -285,14 +285,10 @@ def stand_ins(hydra: DictConfig) -> Iterator[str]:
         folder = next((f for f in folders if os.path.isfile(f"{f}/{name}")), str(CONF))
         if not _is_shipped(folder) and (CONF / name).is_file():
             yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
-    own = [
-        file
-        for folder in folders
-        if not _is_shipped(folder)
-        for file in Path(folder).glob("*.yaml")
-    ]
-    if own and hydra.job.config_name == PRIMARY:
-        yield f"{own[0]} is not used; --config-name={own[0].stem} begins with it"
+    theirs = [Path(folder) for folder in folders if not _is_shipped(folder)]
+    unused = [file for folder in theirs for file in folder.glob("*.yaml")]
+    if unused and hydra.job.config_name == PRIMARY:
+        yield f"{unused[0]} is not used; --config-name={unused[0].stem} begins with it"
 
 
 def take_source(

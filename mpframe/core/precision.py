@@ -122,8 +122,8 @@ class Precision:
         """
         refuse_wrapped(optimizer)
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
-        own = set(model.parameters())
-        if wanted and wanted.isdisjoint(own) and any(p.requires_grad for p in own):
+        weights = set(model.parameters())
+        if wanted and wanted.isdisjoint(weights) and any(p.requires_grad for p in weights):
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__}: holds no parameter of this "
                 f"{type(model).__name__}; make it over model.parameters()"

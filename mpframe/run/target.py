@@ -38,8 +38,8 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
-        own = rf"{target.rpartition('.')[2]}(\.__init__)?\(\) missing .*?'(\w+)'"
-        missing = re.match(own, str(error))
+        pattern = rf"{target.rpartition('.')[2]}(\.__init__)?\(\) missing .*?'(\w+)'"
+        missing = re.match(pattern, str(error))
         way_out = f"; give it, as in +{section}.{missing[2]}=VALUE" if missing else ""
         raise ConfigError(
             f"{section}: {target} refused its options: {first_line(error)}{way_out}"

@@ -174,7 +174,7 @@ def _where() -> str:
     """Return the innermost line outside of torch and of this file, or in one of its optimizers."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        own = not path.is_relative_to(_TORCH) or path.parent == _TORCH / "optim"
-        if own and path != Path(__file__) and path.name != "optimizer.py":
+        shown = not path.is_relative_to(_TORCH) or path.parent == _TORCH / "optim"
+        if shown and path != Path(__file__) and path.name != "optimizer.py":
             return f" at {path.name}:{frame.lineno}"
     return ""

@@ -34,7 +34,7 @@ _WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
 def refuse_wrapped(optimizer: Optimizer, *_: Any) -> None:
-    """Raise ConfigError if an optimizer that is wrapped is to be wrapped again, or steps alone."""
+    """Raise ConfigError if a wrapped optimizer is wrapped again, or steps by itself."""
     if optimizer in _WRAPPED:
         raise ConfigError(
             f"optimizer={type(optimizer).__name__}: has its masters already; use what "
