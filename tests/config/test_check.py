@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer__max_steps": 1e3}, "trainer.max_steps=1000.0: must be a whole number >= 0 (steps), or null"),
     ({"trainer__checkpoint_every": "0min"}, "trainer.checkpoint_every=0min: must be a whole number >= 1 (steps), or as in 10min, or null"),
     ({"trainer__compile": 1}, "trainer.compile=1: must be one of false, true, step"),
+    ({"trainer__channels_last": 1}, "trainer.channels_last=1: must be true or false"),
     ({"trainer__ema_decay": 1}, "trainer.ema_decay=1: must be a number > 0 and < 1 (per step), or null"),
     ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
     ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
