@@ -79,8 +79,7 @@ class Precision:
             if find_recipes is None:
                 raise ConfigError(
                     f"dtype.products or ops.modules: {', '.join(sorted(names))}: recipes are in "
-                    "mpframe.lowbit; import it first. Other words for a module are fp32, half and "
-                    "none"
+                    "mpframe.lowbit; import it first. Without it modules are fp32, half or none"
                 )
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
@@ -120,6 +119,10 @@ class Precision:
             ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
                 module, the device lacks a native product, or the optimizer is another model's.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer={optimizer!r:.40}: must be a torch optimizer; prepare each of several"
+            )
         refuse_wrapped(optimizer)
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
         weights = set(model.parameters())
@@ -137,7 +140,9 @@ class Precision:
         watch(model, widens=self.policy.stores_by_op)
         self.attach(model)
         masters = self.master_weights if self.policy.mode == "mixed" else True
-        return model, MasterWeights(optimizer, keep_masters=masters)
+        wrapped = MasterWeights(optimizer, keep_masters=masters)
+        wrapped.policy = self.policy
+        return model, wrapped
 
     def trace(self, model: nn.Module, example: Any) -> None:
         """Run the model once, to store in half every weight that only half ops read.

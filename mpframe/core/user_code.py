@@ -1,6 +1,6 @@
 """Whose code failed: an error in a user's model, loss, metric or optimizer becomes one line.
 
-    with UserCode("model", model, inputs=inputs):
+    with user_code("model", model, inputs=inputs):
         outputs = model(inputs)
 
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import traceback
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,24 +28,22 @@ from mpframe.core.errors import MpframeError, UserCodeError, first_line
 _OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 
 
-class UserCode(AbstractContextManager[Any]):
+@contextmanager
+def user_code(option: str, code: Any, **given: Any) -> Iterator[None]:
     """Context manager in which a user's code runs: its errors become `UserCodeError`s.
 
     Args:
         option: the option that chose it, e.g. `model` or `dataset: the loss`.
         code: the object or function that is called, with the arguments `given`.
     """
-
-    def __init__(self, option: str, code: Any, **given: Any) -> None:
-        self._blame = functools.partial(blame, option, code, **given)
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._blame()
+    try:
+        yield
+    except BaseException:
+        blame(option, code, **given)
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
-    """Raise the present error again, in an `except` clause, as `UserCode` does.
+    """Raise the present error again, in an `except` clause, as `user_code` does.
 
     The step calls it directly, because without an error it costs nothing.
     """

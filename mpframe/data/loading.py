@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, DataError, MpframeError
 from mpframe.core.ranges import require_whole
-from mpframe.core.user_code import UserCode, name_of
+from mpframe.core.user_code import name_of, user_code
 from mpframe.data.fetching import Collate, Fetcher
 from mpframe.data.samples import hash_key
 from mpframe.data.task import Task
@@ -264,7 +264,7 @@ def _size_of(dataset: Any) -> int:
             f"dataset: {type(dataset).__name__} has no __len__ and __getitem__; "
             "give a map-style dataset, or a stream to a StreamLoader"
         )
-    with UserCode("dataset: the __len__ of", dataset):
+    with user_code("dataset: the __len__ of", dataset):
         size = len(dataset)
     if size == 0:
         raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")

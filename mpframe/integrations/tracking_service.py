@@ -9,7 +9,7 @@ from PIL import Image
 
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
-from mpframe.core.user_code import UserCode
+from mpframe.core.user_code import user_code
 from mpframe.tracking.logger import Logger
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -45,7 +45,7 @@ class TrackingService(Callback, Logger):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the service's run. UserCodeError: the service refused."""
         self.name = self.name or "/".join(context.folder.absolute().parts[-2:])
-        with UserCode(f"callbacks.{self.package}:", type(self)):
+        with user_code(f"callbacks.{self.package}:", type(self)):
             self.open(context, trainer.progress.global_step)
         context.tracker.add(self, self.on_error)
 

@@ -27,7 +27,7 @@ from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
-from mpframe.core.user_code import UserCode, describe, name_of
+from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loading import Loader, make_loader, training_loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
@@ -236,7 +236,7 @@ def find_monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str
 def _of_dataset(task: Task) -> dict[str, Any]:
     if task.metric is None or isinstance(task.metric, Mapping):
         return dict(task.metric or {})
-    with UserCode("dataset: the metric", task.metric):
+    with user_code("dataset: the metric", task.metric):
         name = getattr(task.metric(), "name", None)
     if not isinstance(name, str) or not name:
         raise UserCodeError(

@@ -24,7 +24,7 @@ from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors, widest
-from mpframe.core.user_code import UserCode, describe, name_of
+from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.training.trainer import InBatch, Loader, Trainer, run_callbacks
 
 LOSS = "loss"
@@ -66,7 +66,7 @@ class NamedMetric:
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
         self._option = f"metrics.{name}:"
-        with UserCode(self._option, code):
+        with user_code(self._option, code):
             self._metric: Any = _make_fresh(code)
             if device is not None and hasattr(self._metric, "to"):
                 self._metric = self._metric.to(device)
@@ -90,7 +90,7 @@ class NamedMetric:
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
                 "return StepOutput(loss, outputs, targets)"
             )
-        with UserCode(self._option, self._metric, outputs=outputs, targets=targets):
+        with user_code(self._option, self._metric, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
 
     def merge(self, comm: Comm) -> None:
@@ -101,12 +101,12 @@ class NamedMetric:
         for state in comm.gather_object(measured)[comm.tensor :: comm.tensor]:
             other = copy(self._metric)
             vars(other).update(map_tensors(lambda tensor: tensor.to(self._device), state))
-            with UserCode(self._option, self._metric):
+            with user_code(self._option, self._metric):
                 self._metric.merge(other)
 
     def compute(self) -> float:
         """Return the value over all batches. UserCodeError if it is not one number."""
-        with UserCode(self._option, self._metric):
+        with user_code(self._option, self._metric):
             value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not one:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, Supervised, outside_casts, supervised
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, describe, name_of
+from mpframe.core.user_code import describe, name_of, user_code
 
 
 def cross_entropy(
@@ -62,7 +62,7 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
         UserCodeError: the batch is no mapping, the model raised or returned no loss.
     """
     arguments, targets = _split(batch)
-    with UserCode("model:", model, batch=arguments):
+    with user_code("model:", model, batch=arguments):
         result = model(**arguments)
     loss = _get(result, "loss")
     if loss is None:

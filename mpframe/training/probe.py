@@ -23,7 +23,7 @@ from mpframe.core.loss_scaling.scaler import largest_power_below
 from mpframe.core.objective import Objective, compute
 from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, tensors_in
-from mpframe.core.user_code import UserCode
+from mpframe.core.user_code import user_code
 
 
 def wants_probe(scaler: object) -> TypeGuard[Any]:
@@ -87,7 +87,7 @@ def probe(
             loss = compute(objective, model, batch).loss
             if comm.sharding is not None:
                 stack.enter_context(comm.sharding.usage.watch(lambda _, weight: see(weight.grad)))
-            with UserCode("model: the backward pass of", model):
+            with user_code("model: the backward pass of", model):
                 comm.backward(loss, 1.0, 1, None)
         for parameter in model.parameters():
             if parameter.grad is not None:

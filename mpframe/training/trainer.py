@@ -86,6 +86,12 @@ class Trainer(StepTrainer):
                 f"optimizer={name_of(self.optimizer)}: is not prepared; give the trainer what "
                 "precision.prepare(model, optimizer) returned"
             )
+        prepared = getattr(self.optimizer, "policy", None)
+        if prepared not in (None, self.precision.policy):
+            raise ConfigError(
+                f"precision={self.precision}: the optimizer was prepared by another one, "
+                f"{prepared}; give the trainer that precision"
+            )
         if self.plan.compile == "step" and not self.compiles_steps:
             raise ConfigError(
                 f"trainer.compile=step: {type(self).__name__} does not compile its steps, which "

@@ -30,7 +30,7 @@ from mpframe.core.casting.trace import preserve_state
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, describe, name_of
+from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.workloads.images import require_sizes
@@ -365,7 +365,7 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
     images, targets = batch
     if model.training:
         return StepOutput(_sum_losses(model, images, targets), count=len(images))
-    with UserCode("model:", model, images=images):
+    with user_code("model:", model, images=images):
         found = to_fp32(model(images))
     with preserve_state(model), _ask_for_losses(model):
         torch.manual_seed(0)
@@ -374,7 +374,7 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
 
 
 def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
-    with UserCode("model:", model, images=images, targets=targets):
+    with user_code("model:", model, images=images, targets=targets):
         losses = model(images, targets)
     if not isinstance(losses, Mapping) or not losses:
         raise UserCodeError(

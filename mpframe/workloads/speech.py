@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, describe
+from mpframe.core.user_code import describe, user_code
 from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.images import require_dropout, require_sizes
@@ -97,7 +97,7 @@ def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
             f"{describe(batch)}; let its collate make one"
         )
     inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
-    with UserCode("model:", model, inputs=inputs):
+    with user_code("model:", model, inputs=inputs):
         logits = model(inputs, frames)
     log_probs = F.log_softmax(logits, dim=2).transpose(0, 1)
     loss = F.ctc_loss(log_probs, labels, frames, lengths, blank)

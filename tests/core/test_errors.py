@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mpframe.core.errors import UserCodeError, nearest
-from mpframe.core.user_code import UserCode
+from mpframe.core.user_code import user_code
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
 
@@ -47,6 +47,6 @@ def test_the_last_line_that_the_user_wrote_is_named(called: Any) -> None:
     def objective() -> None:
         called()
 
-    with pytest.raises(UserCodeError) as raised, UserCode("objective:", objective):
+    with pytest.raises(UserCodeError) as raised, user_code("objective:", objective):
         objective()
     assert f" at test_errors.py:{called.__code__.co_firstlineno + 1};" in str(raised.value)

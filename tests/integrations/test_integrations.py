@@ -276,6 +276,7 @@ class WithLoss(nn.Module):
 
 
 def huggingface_run(mixed: MixedPrecision, window: int, folder: Path, **options: Any) -> Any:
+    pytest.importorskip("accelerate")  # transformers' Trainer needs it.
     transformers = pytest.importorskip("transformers")
     from mpframe.integrations.transformers import MpframeTrainer
 

@@ -61,6 +61,8 @@ class Policy:
     recipes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ops, OpLists):
+            raise ConfigError(f"ops={self.ops!r:.40}: must be OpLists(allow, deny, infer, modules)")
         modes, computes = ("fp32", "mixed", "amp"), ("auto", "native", "emulated")
         for name, allowed in {"mode": modes, "half": tuple(HALVES), "compute": computes}.items():
             value = getattr(self, name)

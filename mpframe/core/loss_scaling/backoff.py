@@ -83,7 +83,6 @@ class AdaptiveScaler(Scaler, ABC):
 
     @property
     def floor(self) -> float:
-        """`min_scale`."""
         return self._min
 
     def start_from(self, amax: Tensor) -> None:

@@ -91,7 +91,6 @@ class Scaler:
 
     @property
     def scale(self) -> Tensor:
-        """The present scale: 0-d, float32, finite, > 0, on the scaler's device."""
         return self.state["scale"]
 
     @property
@@ -100,7 +99,6 @@ class Scaler:
         return float(self.scale)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the state to `device`, in place, and return self."""
         kind = {torch.float64: widest(torch.device(device))}
         self.state = {n: t.to(kind.get(t.dtype)).to(device) for n, t in self.state.items()}
         return self

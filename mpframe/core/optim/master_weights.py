@@ -65,6 +65,7 @@ class MasterWeights(OptimizerWrapper):
             weight, which makes its state: a skip would leave arbitrary values in SGD's momentum.
         comm: the ranks that average their gradients, and agree on whether a step is skipped.
         accumulator: the gradients of the micro-batches since the last step.
+        policy: of the precision whose `prepare` made this, if one did.
     """
 
     def __init__(self, optimizer: Optimizer, *, keep_masters: bool | type[Master] = True) -> None:
@@ -185,6 +186,8 @@ class MasterWeights(OptimizerWrapper):
                 "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
             )
         given: Any = scaler
+        if isinstance(given, Tensor):
+            raise ConfigError("optimizer.step: takes the scaler itself, not its scale")
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
         gradients = self.collect_step_grads(scale_of(scaling))

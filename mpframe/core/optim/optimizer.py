@@ -55,6 +55,7 @@ class OptimizerWrapper(Optimizer):
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.skips_on_device: bool | None = None
+        self.policy: Any = None
         self._kind = kind
         self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
@@ -249,7 +250,6 @@ class OptimizerWrapper(Optimizer):
         return {**state, "state": mapped}
 
     def _share_with_wrapped(self) -> None:
-        """Share defaults and hooks with the wrapped optimizer."""
         _WRAPPED.add(self.optimizer)
         self.defaults = self.optimizer.defaults
         vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
@@ -276,18 +276,12 @@ class ParamGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._writable(key)[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._writable(key)[key]
-
-    def _writable(self, key: str) -> dict[str, Any]:
         if key == "params":
             raise ConfigError(
                 "optimizer.param_groups: params stay as they are; add some with add_param_group, "
                 "or make a new optimizer"
             )
-        return self.data
+        self.data[key] = value
 
 
 def _check_group_names(saved: Iterable[Any], groups: Iterable[Any]) -> None:

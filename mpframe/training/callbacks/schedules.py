@@ -38,7 +38,7 @@ from mpframe.core.callback import Algorithm
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
-from mpframe.core.user_code import UserCode
+from mpframe.core.user_code import user_code
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer, load_states
 
@@ -324,7 +324,7 @@ class Schedules(Algorithm):
         parts = result.each()
         for name, schedule in self._per_step.items():
             if not parts[name].known.skipped:
-                with UserCode("scheduler:", schedule):
+                with user_code("scheduler:", schedule):
                     schedule.step()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:

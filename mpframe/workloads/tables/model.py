@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import UserCode, describe
+from mpframe.core.user_code import describe, user_code
 from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes
 
 
@@ -100,7 +100,7 @@ class LogRegression:
                 f"{describe(batch)}; give it such dicts, or use another objective"
             )
         inputs = {name: value for name, value in batch.items() if name != _TARGET}
-        with UserCode("model:", model, batch=batch):
+        with user_code("model:", model, batch=batch):
             outputs = model(**inputs)
         with outside_casts():
             targets = to_fp32(batch[_TARGET])

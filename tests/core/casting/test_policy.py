@@ -14,6 +14,7 @@ def test_refusals() -> None:
     for arguments, text in (
         ({"mode": "mixd"}, "dtype.mode=mixd: choose fp32, mixed, amp; nearest: mixed"),
         ({"half": "fp16"}, "dtype.half=fp16: choose float16, bfloat16"),
+        ({"ops": ["softmax"]}, "ops=['softmax']: must be OpLists(allow, deny, infer, modules)"),
         ({"compute": "emulate"}, "dtype.compute=emulate: choose auto, native, emulated; nearest: "),
     ):
         assert refused(ConfigError, Precision, **arguments).startswith(text)
