@@ -45,9 +45,6 @@ from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
 
-__all__ = [
-    "Job", "check_config", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"
-]  # fmt: skip
 _JOBS = 512
 
 

@@ -28,7 +28,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from mpframe.config import CONF
-from mpframe.config.command_line import check_config, compose_named, without_hydra
+from mpframe.config.command_line import compose_named
+from mpframe.config.composing import check_config, without_hydra
 from mpframe.config.overrides import PRIMARY, Source, take_source
 from mpframe.config.schema import ONE_TARGET, OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
