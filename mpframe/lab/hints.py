@@ -60,8 +60,6 @@ ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, for any gradients.
 _STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _SAMPLED = 4096  # values of each weight that are looked at instead of all
-_SMALL_SCALE = 2.0**-3
-_SMALL_NORM = 1e-3
 
 
 @dataclass
@@ -117,22 +115,6 @@ def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
         yield note(f"{what}: no gradient needs a scale", "loss_scaling=none")
 
 
-def check_growth(run: PlannedRun) -> Iterator[Finding]:
-    if run.options.get("loss_scaling.growth_interval") == 1:
-        yield warning(
-            "loss_scaling.growth_interval=1: the scale doubles after each clean step, so about "
-            "every second step overflows and is skipped",
-            "loss_scaling.growth_interval=2000",
-        )
-
-
-def check_static_scale(run: PlannedRun) -> Iterator[Finding]:
-    scale = run.options.get("loss_scaling.scale")
-    if scale is not None and float(scale) < _SMALL_SCALE:
-        small = "below 1 it makes small gradients smaller; usual are 128 to 65536"
-        yield warning(f"loss_scaling.scale={scale:g}: {small}", "loss_scaling.scale=1024")
-
-
 def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
     """A learning rate that the format of the weights cannot add to most of them."""
     for path, optimizer in run.optimizers.items():
@@ -147,13 +129,6 @@ def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
                 f"{dtype_name(form)} weights, which therefore do not move",
                 run.format_word(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
             )
-
-
-def check_clip_norm(run: PlannedRun) -> Iterator[Finding]:
-    norm = run.trainer.plan.clip_norm
-    if norm is not None and norm < _SMALL_NORM:
-        cut = "each step's gradients are cut down to this norm; usual are 0.1 to 10"
-        yield warning(f"trainer.clip_norm={norm:g}: {cut}", "trainer.clip_norm=1.0")
 
 
 def check_average(run: PlannedRun) -> Iterator[Finding]:
@@ -266,10 +241,7 @@ R = TypeVar("R", bound=PlannedRun)
 HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
     check_unscaled,
     check_needless_scaling,
-    check_growth,
-    check_static_scale,
     check_learning_rate,
-    check_clip_norm,
     check_average,
     check_accumulation,
     check_classes,

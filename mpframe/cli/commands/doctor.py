@@ -42,9 +42,10 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     # A compiled graph is the same numbers, after minutes of compiling.
     config = replace(config, trainer=replace(config.trainer, compile=False))
     trainer, train = rebuilt(config)
-    trained_in = None if config.run.init_from is None else take_first_weights(trainer, config.run)
+    if config.run.init_from is not None:
+        take_first_weights(trainer, config.run)
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
-    return Subject(trainer, train, config.flat, added, trained_in)
+    return Subject(trainer, train, config.flat, added)
 
 
 def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) -> str:

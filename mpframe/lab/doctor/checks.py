@@ -2,8 +2,7 @@
 
 optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
-           bfloat16, and their activations, may be anywhere in that range.
+           bits from 2^-14 on. bfloat16 has the range of fp32.
 scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
            the step with the run's own pins, lists and scale, and each fix has been tried on it.
 ops        norms and sizes that run where they should not, or slower than they could
@@ -78,7 +77,6 @@ def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
-_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -115,20 +113,6 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def check_training_format(subject: Subject) -> Iterator[Finding]:
-    if subject.half != torch.float16:
-        return
-    limit, fix = "beyond 65504, the largest float16 number", "dtype.half=bfloat16"
-    if subject.trained_in and "bfloat16" in subject.trained_in:
-        trained = f"init_from={subject.options.get('init_from')}: trained as {subject.trained_in}"
-        yield warning(f"{trained}, whose activations may be {limit}", fix)
-        return
-    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
-    if born:
-        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
-        yield warning(f"{few(born)}: {why} {limit}", fix)
-
-
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     """Return the shares of the values other than 0 that are 0, and that are subnormal, in half."""
     assert half is not None
@@ -138,15 +122,6 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     lost = magnitudes.to(half) == 0
     subnormal = (magnitudes < torch.finfo(half).smallest_normal) & ~lost
     return float(lost.float().mean()), float(subnormal.float().mean())
-
-
-def _all_bfloat16(values: Tensor) -> bool:
-    """Return whether all values are bfloat16 numbers, and too many of them for chance."""
-    if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
-        return False
-    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
-    different: int = torch.unique(values).numel()
-    return different >= _TELLING // 4
 
 
 _MANY_GRADIENTS_LOST = 0.05
@@ -346,7 +321,6 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weight_range,
     check_small_weights,
-    check_training_format,
     check_overflow,
     check_small_scale,
     check_norms,
