@@ -115,6 +115,25 @@ def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
         yield note(f"{what}: no gradient needs a scale", "loss_scaling=none")
 
 
+def check_masters(run: PlannedRun) -> Iterator[Finding]:
+    masters, mode = run.trainer.precision.master_weights, run.policy.mode
+    word = getattr(masters, "option", str(masters).lower())
+    if word != "true" and mode != "mixed":
+        what = f"dtype.master_weights={word}: changes nothing with dtype={mode}"
+        yield warning(f"{what}, whose weights are fp32", "dtype.master_weights=true")
+    elif word == "false":
+        lost = f"below half a unit in the last place of {run.policy.half} weights are lost"
+        yield warning(f"dtype.master_weights=false: updates {lost}", "dtype.master_weights=true")
+
+
+def check_casts(run: PlannedRun) -> Iterator[Finding]:
+    if run.half and run.policy.ops.empty:
+        costs = f"norms, softmax and reductions run in {run.policy.half} too, and lose small terms"
+        nothing = "casts nothing with dtype=amp: the run is an fp32 run"
+        what = costs if run.policy.mode == "mixed" else nothing
+        yield warning(f"ops=none: {what}", "ops=default")
+
+
 def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
     """A learning rate that the format of the weights cannot add to most of them."""
     for path, optimizer in run.optimizers.items():
@@ -241,6 +260,8 @@ R = TypeVar("R", bound=PlannedRun)
 HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
     check_unscaled,
     check_needless_scaling,
+    check_masters,
+    check_casts,
     check_learning_rate,
     check_average,
     check_accumulation,

@@ -105,30 +105,6 @@ def describe(precision: Precision, model: nn.Module, *, folded: bool = False) ->
     return "\n".join(lines)
 
 
-def warnings(precision: Precision) -> list[str]:
-    """Return a line for each setting that costs accuracy."""
-    policy, master_weights = precision.policy, precision.master_weights
-    masters = getattr(master_weights, "option", str(master_weights).lower())
-    mode, half = policy.mode, policy.half
-    lines = []
-    if masters != "true" and mode != "mixed":
-        nothing = f"changes nothing with dtype={mode}, whose weights are fp32"
-        lines.append(f"dtype.master_weights={masters} {nothing}")
-    elif masters == "false":
-        lines.append(
-            f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
-            "state in them; updates below half a unit in a weight's last place are lost"
-        )
-    if policy.ops.empty and mode != "fp32":
-        lines.append(
-            f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
-            "sums lose small terms and squares leave the range"
-            if mode == "mixed"
-            else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
-        )
-    return lines
-
-
 def _fp32_share(precision: Precision, model: nn.Module, rows: Sequence[Row]) -> list[str]:
     """Return the share of weights in fp32, then a line for each reason, the weightiest first."""
     why = {row.module: row.why for row in rows}

@@ -5,7 +5,7 @@ weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, wi
            bits from 2^-14 on. bfloat16 has the range of fp32.
 scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
            the step with the run's own pins, lists and scale, and each fix has been tried on it.
-ops        norms and sizes that run where they should not, or slower than they could
+norms      do they run in half?
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
@@ -24,7 +24,6 @@ from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
-from mpframe.core.tree import HALF
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of
@@ -42,7 +41,6 @@ from mpframe.lab.hints import (
     warning,
 )
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
-from mpframe.tracking.dtype_map import Row
 from mpframe.training.probe import safe_scale
 
 
@@ -53,16 +51,6 @@ def check_numbers(subject: Subject) -> Iterator[Finding]:
             make = error if number.lost else warning
             fix = _fix(subject, path, number.name, number.form)
             yield make(f"{path}.{number}, the format {path} works in", fix)
-
-
-def check_masters(subject: Subject) -> Iterator[Finding]:
-    masters = subject.trainer.precision.master_weights
-    weights = (w for optimizer in subject.optimizers.values() for w in optimizer.parameters)
-    half = [weight for weight in weights if weight.dtype in HALF]
-    if not masters and half:
-        weights_lost = f"the {len(half)} {subject.policy.half} weights are lost"
-        what = f"updates below half a unit in the last place of {weights_lost}"
-        yield warning(f"dtype.master_weights=false: {what}", "dtype.master_weights=true")
 
 
 def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
@@ -209,61 +197,22 @@ def _exactly(power: float) -> str:
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
 NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
-_TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
-    if subject.half is None:
+    if subject.half is None or subject.policy.ops.empty:  # Without lists a hint says so.
         return
-    half = subject.policy.half
-    model = subject.trainer.model
-    ops = [(row, op_of(model.get_submodule(row.module)) or "") for row in subject.rows]
-    norms = [(row, op) for row, op in ops if op in NORMS]
-    stored = [row.module for row, _ in norms if row.storage == subject.half]
-    computed = {op: row.module for row, op in norms if row.compute == half}
-    if stored:
+    model, half = subject.trainer.model, subject.policy.half
+    ops = {row.module: op_of(model.get_submodule(row.module)) for row in subject.rows}
+    stored = [row.module for row in subject.rows if row.storage == subject.half]
+    norms = {module: op for module in stored if (op := ops[module]) in NORMS}
+    pins = [module for module in norms if subject.policy.format_pin_of(module)]
+    listed = sorted({str(op) for module, op in norms.items() if module not in pins})
+    if norms:
         yield warning(
-            f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
-            *(("ops=default",) if subject.policy.ops.empty else _suggest_fp32(subject, norms)),
+            f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms",
+            *(*deny_words(listed), *pin_words(pins)),
         )
-    elif computed:
-        yield note(
-            f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
-            "fp32 and each output is rounded once",
-            *_suggest_fp32(subject, norms),
-        )
-
-
-def check_dimensions(subject: Subject) -> Iterator[Finding]:
-    """Dimensions of half products, set by an option, that tensor cores pad."""
-    half = subject.policy.half
-    products = [row.module for row in subject.rows if row.compute == half]
-    modules = map(subject.trainer.model.get_submodule, products)
-    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
-    sizes = {size for weight in weights for size in weight.shape[:2]}
-    options = {
-        path: value
-        for path, value in subject.options.items()
-        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
-        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
-    }
-    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
-    options = {path: value for path, value in options.items() if value not in fixed}
-    if options and products:
-        yield note(
-            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
-            f"{_TILE}; tensor cores compute {half} products in tiles of it",
-            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
-        )
-
-
-def _suggest_fp32(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
-    """Return the words that run these norms in fp32: out of `allow`, and of their pins to half."""
-    half, form = subject.policy.half, subject.half
-    concerned = [(row, op) for row, op in norms if row.compute == half or row.storage == form]
-    pins = [row.module for row, _ in concerned if subject.policy.format_pin_of(row.module)]
-    listed = sorted({op for row, op in concerned if row.module not in pins})
-    return (*deny_words(listed), *pin_words(pins))
 
 
 _LEAST_DB = 10.0
@@ -317,14 +266,12 @@ def _native(half: str) -> str:
 
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_numbers,
-    check_masters,
     *HINTS,
     check_weight_range,
     check_small_weights,
     check_overflow,
     check_small_scale,
     check_norms,
-    check_dimensions,
     check_products,
     check_emulation,
 )
