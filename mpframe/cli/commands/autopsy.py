@@ -63,9 +63,7 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
-    if not step.plain:
-        step = step.like(next(train.epoch(0)))
-    return _examine(step, trainer, folder)
+    return _examine(step.like(next(train.epoch(0))), trainer, folder)
 
 
 def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
