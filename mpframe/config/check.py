@@ -228,7 +228,6 @@ def _is_of(kind: Any, value: Any) -> bool:
 
 @cache
 def _holder(kind: Any) -> type:
-    """Make a dataclass whose field `value` is of this type."""
     return dataclasses.make_dataclass("Holder", [("value", kind)])
 
 

@@ -66,8 +66,6 @@ def prepare(arguments: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that training would run."""
-
     typed: list[str]  # Its words of the command line.
     overrides: list[str]  # The same words as Hydra gets them.
     config: Config
@@ -75,7 +73,6 @@ class Job:
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Yield each job that training would run."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
@@ -99,7 +96,6 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
 
 
 def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
-    """Return the words of each job, as they were typed."""
     if not multirun:
         return [given]
     swept = [[word] for word in given]

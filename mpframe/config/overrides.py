@@ -118,7 +118,6 @@ def rewrite(words: list[str]) -> list[str]:
 
 
 def parse_words(words: list[str]) -> list[Override]:
-    """Parse the words as Hydra does."""
     parser = OverridesParser.create()
     overrides = []
     for word in words:
@@ -205,8 +204,6 @@ _SEARCHED = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is composed from."""
-
     name: str = PRIMARY  # the primary configuration's
     place: str = str(CONF)  # an absolute folder, or `pkg://` and a package
     further: str | None = None  # an absolute folder that is also searched
@@ -242,7 +239,6 @@ def _is_shipped(place: str) -> bool:
 
 
 def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
-    """Return the source that parsed flags and words name."""
     place = str(flags.config_path or CONF)
     source = Source(
         name=str(flags.config_name or PRIMARY).removesuffix(".yaml"),

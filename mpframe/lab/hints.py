@@ -35,8 +35,6 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that will go wrong."""
-
     severity: Severity
     what: str  # the option or the modules, its value, and the consequence, in one line
     fix: tuple[str, ...] = ()  # words for the command line, if an option helps
@@ -77,7 +75,6 @@ class PlannedRun:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half format of the run, if it has one."""
         return None if self.policy.mode == "fp32" else self.policy.half_dtype
 
     @property

@@ -85,7 +85,6 @@ def _joined(named: list[tuple[list[str], Row]], place: int) -> tuple[list[str], 
 
 
 def as_table(rows: list[Row]) -> str:
-    """Lay the map out as a plain-text table, one line a row."""
     shown = len(_HEAD) + any(row.products for row in rows)
     cells = [(*_HEAD, _PRODUCTS)[:shown]]
     for row in rows:

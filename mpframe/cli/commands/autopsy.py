@@ -59,7 +59,6 @@ def main(arguments: list[str]) -> None:
 
 
 def of_evidence(folder: Path, given: list[str]) -> Report:
-    """Examine the step whose evidence lies in a folder."""
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)

@@ -50,8 +50,6 @@ _CHOICES = {"weights": KINDS, "split": ("val", "test")}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation and its subject."""
-
     evaluation: Evaluation
     split: str  # `val` or `test`
     step: int  # steps the run had tried when the checkpoint was saved

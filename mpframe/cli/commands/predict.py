@@ -65,8 +65,6 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples to predict."""
-
     dataset: Dataset[Any]
     source: str  # in messages and file names, e.g. `val`
     names: Sequence[str] | None = None  # of each sample, or None if they are numbered

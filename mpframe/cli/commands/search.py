@@ -202,7 +202,6 @@ def ops_yaml(config: Config, found: SearchResult) -> str:
 
 
 def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
-    """Write the evidence as Markdown."""
     aim = Aim.of(config)
     pins = shlex.join(pin_words(found.pinned, aim.pin))
     missed = "" if found.reached.worst <= found.target else "; the target is NOT reached"

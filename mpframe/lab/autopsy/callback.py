@@ -58,7 +58,6 @@ class Autopsy(Callback):
         self._reports, self._examined = 0, False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder for reports, and the loader that knows the samples of each batch."""
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
@@ -75,7 +74,6 @@ class Autopsy(Callback):
         self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Examine the step if that is due."""
         self._first_loss = result.loss if self._first_loss is None else self._first_loss
         if not trainer.progress.skipped_in_a_row:
             self.written, self._examined = None, False
@@ -174,7 +172,6 @@ def floors_of(trainer: Trainer) -> dict[str, float]:
 
 
 def _results(trainer: Trainer, result: StepResult) -> dict[str, StepResult]:
-    """Return the result of the optimizer's step of each loss, by its name."""
     parts = result.each()
     return {loss.name: parts.get(loss.name, result) for loss in trainer.objectives}
 

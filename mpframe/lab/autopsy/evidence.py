@@ -129,7 +129,6 @@ def gather_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Return the folder of the evidence of a step, in a run's folder."""
     return run / FOLDER / f"step_{step:08d}"
 
 

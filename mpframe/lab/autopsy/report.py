@@ -25,26 +25,21 @@ MODEL = "look for a division by zero, a logarithm of zero, or first weights that
 
 @dataclass(frozen=True)
 class Report:
-    """A report, in parts."""
-
     title: str  # the diagnosis in one line
     facts: Sequence[tuple[str, str]]  # (word, sentence) pairs: where, value, samples, do, ...
     replays: Sequence[Sequence[str]]  # rows of a table, the head first
 
     def text(self, path: Path | None = None) -> str:
-        """Return the title and a line for each fact, for a terminal."""
         facts = [*self.facts, *([("report", str(path))] if path else [])]
         return "\n".join([self.title, align([("", *fact) for fact in facts])])
 
     def markdown(self) -> str:
-        """Return the page, with the table of replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
         table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
-    """Put the diagnosis of a step into words."""
     culprit = diagnosis.culprit
     facts = [("why", step.reason)]
     if culprit is not None:

@@ -279,5 +279,4 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
 
 
 def examine(subject: Subject) -> list[Finding]:
-    """Return the findings of all checks, the worst first."""
     return findings_of(CHECKS, subject)

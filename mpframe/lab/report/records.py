@@ -26,8 +26,6 @@ Curve = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
-
     name: str  # its folder, relative to the folder of all runs
     status: str  # finished, pruned, interrupted, diverged, failed, `no summary`, or `unreadable`
     reason: str = ""  # why it is not finished, in one line

@@ -32,8 +32,6 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job of a sweep."""
-
     number: int  # Hydra's
     folder: str  # relative to the sweep's
     overrides: tuple[str, ...]  # of this job
@@ -167,7 +165,6 @@ def _format_test(job: JobRow) -> str:
 
 
 def _reasons(jobs: Sequence[JobRow], before: str = "") -> str:
-    """Say why jobs did not finish, a line for each reason."""
     numbers: dict[str, list[str]] = {}
     for job in jobs:
         if job.reason and job.status not in (Status.FINISHED, NO_SUMMARY):

@@ -71,7 +71,6 @@ class RunGroup:
         return str(self.runs[0].options.get(PRODUCTS, NO_RECIPE))
 
     def span(self, value: Number) -> Span | None:
-        """Return the span of a number over the finished runs."""
         return _span(self.runs, value)
 
     def beside(self, value: Number, others: Sequence[Record]) -> tuple[Span, Span] | None:
@@ -180,8 +179,6 @@ RECIPE_NOTES = (
 
 
 class Section(NamedTuple):
-    """A section of the report."""
-
     title: str
     table: Table  # the head first
     notes: Sequence[str] = ()
@@ -265,7 +262,6 @@ def _find_saturated(run: Record) -> float | None:
 
 
 def tabulate_unfinished(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate the runs that are not finished, if there are any."""
     rows = [
         [_name_run(run), _label(group), run.status, run.reason]
         for group in groups
