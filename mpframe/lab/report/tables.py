@@ -193,7 +193,6 @@ def sections(groups: Sequence[RunGroup]) -> list[Section]:
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
-        Section("Not finished", tabulate_unfinished(groups)),
         Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
@@ -261,24 +260,13 @@ def _find_saturated(run: Record) -> float | None:
     return max((value for at, value in last if at == step), default=None)
 
 
-def tabulate_unfinished(groups: Sequence[RunGroup]) -> Table:
-    rows = [
-        [_name_run(run), _label(group), run.status, run.reason]
-        for group in groups
-        for run in group.runs
-        if not run.finished
-    ]
-    head = ["run", "precision, scaling", "status", "reason"]
-    return _without_empty([head, *rows]) if rows else []
-
-
 def every_run(groups: Sequence[RunGroup]) -> Table:
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
             _name_run(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
             _label(group),
-            _lines(run.status, run.reason * run.finished),
+            _lines(run.status, run.reason),
             *_numbers(run.summary),
         ]
         for group in groups
