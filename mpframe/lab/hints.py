@@ -6,7 +6,7 @@ finds numbers of an optimizer that a format loses.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -67,7 +67,6 @@ class PlannedRun:
     trainer: Trainer  # `init_from` taken, before its first step
     loader: Loader  # of the training data
     options: Mapping[str, Any]  # every option by its dotted path
-    added: Set[str] = frozenset()  # the paths that the command line added with `+`
 
     @property
     def policy(self) -> Policy:
@@ -86,11 +85,6 @@ class PlannedRun:
         """The optimizers by the path of their options."""
         parts = parts_of(self.trainer.optimizer)
         return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
-
-    def format_word(self, path: str, value: object) -> str:
-        """Return the word that sets an option of an open section, as it must be typed."""
-        known = path in self.options and path not in self.added
-        return f"{'' if known else '++'}{path}={value}"
 
 
 def scaling_of(trainer: Trainer) -> str:
@@ -143,7 +137,7 @@ def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
                 f"{dtype_name(form)} weights, which therefore do not move",
-                run.format_word(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
+                f"{path}.lr=0.001" if wide else "dtype.master_weights=true",
             )
 
 

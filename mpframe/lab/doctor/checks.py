@@ -60,7 +60,8 @@ def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
     default = known[name].default if name in known else inspect.Parameter.empty
     default = 1e-3 if default is inspect.Parameter.empty else default
     listed = list(default) if isinstance(default, tuple) else default
-    return subject.format_word(f"{path}.{name}", str(listed).replace(" ", ""))
+    new = "" if f"{path}.{name}" in subject.options else "++"
+    return f"{new}{path}.{name}={str(listed).replace(' ', '')}"
 
 
 _MANY_SUBNORMAL = 0.05
