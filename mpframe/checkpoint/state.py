@@ -200,14 +200,6 @@ def read_steps_tried(state: Mapping[str, Any], path: Path) -> int:
     raise _not_of_a_run(path, "progress")
 
 
-def read_precision(state: Mapping[str, Any], path: Path) -> str:
-    """Return the precision of the run, e.g. `mixed(float16)`."""
-    precision = _trainer_of(state).get("precision")
-    if not isinstance(precision, str):
-        raise _not_of_a_run(path, "precision")
-    return precision
-
-
 def _trainer_of(state: Any) -> Mapping[str, Any]:
     """Return a trainer's state, or an empty one if the state, from anybody, has none."""
     trainer = state.get("trainer") if isinstance(state, Mapping) else None

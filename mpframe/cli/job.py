@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.command_line import check_config
+from mpframe.config.composing import check_config
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import format_resolved, holds_this_run, make_stop_error

@@ -92,7 +92,6 @@ def help_of(name: str) -> str:
 
 
 def versions() -> str:
-    """Return the versions a bug report needs, in one line."""
     known = [f"mpframe {__version__}"]
     for name in ("torch", "hydra-core"):
         try:

@@ -24,8 +24,6 @@ from mpframe.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Restored:
-    """A run at a checkpoint."""
-
     config: Config  # changed as the command line said
     task: Task
     trainer: Trainer  # with the weights of the checkpoint

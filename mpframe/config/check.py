@@ -121,9 +121,6 @@ def _group(name: str, node: Any) -> Part:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
-    for key in settings:
-        if hint := use_instead(key):
-            raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
@@ -231,7 +228,6 @@ def _is_of(kind: Any, value: Any) -> bool:
 
 @cache
 def _holder(kind: Any) -> type:
-    """Make a dataclass whose field `value` is of this type."""
     return dataclasses.make_dataclass("Holder", [("value", kind)])
 
 

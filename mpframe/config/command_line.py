@@ -37,7 +37,6 @@ from mpframe.config.sweep import (
     format_resolved,
     holds_this_run,
     leave_out,
-    refuse_unfit_choices,
     words_of,
     words_of_sweep,
 )
@@ -45,9 +44,6 @@ from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
 
-__all__ = [
-    "Job", "check_config", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"
-]  # fmt: skip
 _JOBS = 512
 
 
@@ -69,8 +65,6 @@ def prepare(arguments: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that training would run."""
-
     typed: list[str]  # Its words of the command line.
     overrides: list[str]  # The same words as Hydra gets them.
     config: Config
@@ -78,7 +72,6 @@ class Job:
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Yield each job that training would run."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
@@ -102,7 +95,6 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
 
 
 def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
-    """Return the words of each job, as they were typed."""
     if not multirun:
         return [given]
     swept = [[word] for word in given]
@@ -150,7 +142,6 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = compose_words([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
-    refuse_unfit_choices(swept, given, name)
 
 
 def _check(config: DictConfig, option: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from hydra import initialize_config_dir, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -31,13 +32,13 @@ from mpframe.config import CONF
 from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError
 
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    flags, rest = _parse_flags(_parser(), arguments)
+    parser = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
+    flags, rest = _parse_flags(parser, arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
@@ -67,21 +68,6 @@ def _source_parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
         parser.add_argument(*flag.split("/"))
-    return parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Make the parser of Hydra's flags, as its documentation lists them."""
-    parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
-    for switch in ("--help/-h", "--run/-r", "--multirun/-m", "--shell-completion/-sc"):
-        parser.add_argument(*switch.split("/"), action="store_true")
-    for switch in ("--hydra-help", "--version", "--resolve"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--experimental-rerun")
     return parser
 
 
@@ -132,7 +118,6 @@ def rewrite(words: list[str]) -> list[str]:
 
 
 def parse_words(words: list[str]) -> list[Override]:
-    """Parse the words as Hydra does."""
     parser = OverridesParser.create()
     overrides = []
     for word in words:
@@ -219,8 +204,6 @@ _SEARCHED = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is composed from."""
-
     name: str = PRIMARY  # the primary configuration's
     place: str = str(CONF)  # an absolute folder, or `pkg://` and a package
     further: str | None = None  # an absolute folder that is also searched
@@ -256,7 +239,6 @@ def _is_shipped(place: str) -> bool:
 
 
 def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
-    """Return the source that parsed flags and words name."""
     place = str(flags.config_path or CONF)
     source = Source(
         name=str(flags.config_name or PRIMARY).removesuffix(".yaml"),

@@ -114,7 +114,6 @@ class Redacting(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record without secrets, with control characters written out."""
         return printable(hide(self._inner.format(record), self._secrets), keep="\n\t")
 
 

@@ -31,8 +31,6 @@ WIDTH = len(FIELDS) + BINS
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a half format."""
-
     lost: float  # the largest magnitude that rounds to zero
     normal: float  # the smallest that keeps all its bits
     largest: float

@@ -6,7 +6,7 @@ finds numbers of an optimizer that a format loses.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -35,8 +35,6 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that will go wrong."""
-
     severity: Severity
     what: str  # the option or the modules, its value, and the consequence, in one line
     fix: tuple[str, ...] = ()  # words for the command line, if an option helps
@@ -60,8 +58,6 @@ ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, for any gradients.
 _STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _SAMPLED = 4096  # values of each weight that are looked at instead of all
-_SMALL_SCALE = 2.0**-3
-_SMALL_NORM = 1e-3
 
 
 @dataclass
@@ -71,7 +67,6 @@ class PlannedRun:
     trainer: Trainer  # `init_from` taken, before its first step
     loader: Loader  # of the training data
     options: Mapping[str, Any]  # every option by its dotted path
-    added: Set[str] = frozenset()  # the paths that the command line added with `+`
 
     @property
     def policy(self) -> Policy:
@@ -79,7 +74,6 @@ class PlannedRun:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half format of the run, if it has one."""
         return None if self.policy.mode == "fp32" else self.policy.half_dtype
 
     @property
@@ -91,11 +85,6 @@ class PlannedRun:
         """The optimizers by the path of their options."""
         parts = parts_of(self.trainer.optimizer)
         return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
-
-    def format_word(self, path: str, value: object) -> str:
-        """Return the word that sets an option of an open section, as it must be typed."""
-        known = path in self.options and path not in self.added
-        return f"{'' if known else '++'}{path}={value}"
 
 
 def scaling_of(trainer: Trainer) -> str:
@@ -117,20 +106,23 @@ def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
         yield note(f"{what}: no gradient needs a scale", "loss_scaling=none")
 
 
-def check_growth(run: PlannedRun) -> Iterator[Finding]:
-    if run.options.get("loss_scaling.growth_interval") == 1:
-        yield warning(
-            "loss_scaling.growth_interval=1: the scale doubles after each clean step, so about "
-            "every second step overflows and is skipped",
-            "loss_scaling.growth_interval=2000",
-        )
+def check_masters(run: PlannedRun) -> Iterator[Finding]:
+    masters, mode = run.trainer.precision.master_weights, run.policy.mode
+    word = getattr(masters, "option", str(masters).lower())
+    if word != "true" and mode != "mixed":
+        what = f"dtype.master_weights={word}: changes nothing with dtype={mode}"
+        yield warning(f"{what}, whose weights are fp32", "dtype.master_weights=true")
+    elif word == "false":
+        lost = f"below half a unit in the last place of {run.policy.half} weights are lost"
+        yield warning(f"dtype.master_weights=false: updates {lost}", "dtype.master_weights=true")
 
 
-def check_static_scale(run: PlannedRun) -> Iterator[Finding]:
-    scale = run.options.get("loss_scaling.scale")
-    if scale is not None and float(scale) < _SMALL_SCALE:
-        small = "below 1 it makes small gradients smaller; usual are 128 to 65536"
-        yield warning(f"loss_scaling.scale={scale:g}: {small}", "loss_scaling.scale=1024")
+def check_casts(run: PlannedRun) -> Iterator[Finding]:
+    if run.half and run.policy.ops.empty:
+        costs = f"norms, softmax and reductions run in {run.policy.half} too, and lose small terms"
+        nothing = "casts nothing with dtype=amp: the run is an fp32 run"
+        what = costs if run.policy.mode == "mixed" else nothing
+        yield warning(f"ops=none: {what}", "ops=default")
 
 
 def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
@@ -145,15 +137,8 @@ def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
                 f"{dtype_name(form)} weights, which therefore do not move",
-                run.format_word(f"{path}.lr", 1e-3) if wide else "dtype.master_weights=true",
+                f"{path}.lr=0.001" if wide else "dtype.master_weights=true",
             )
-
-
-def check_clip_norm(run: PlannedRun) -> Iterator[Finding]:
-    norm = run.trainer.plan.clip_norm
-    if norm is not None and norm < _SMALL_NORM:
-        cut = "each step's gradients are cut down to this norm; usual are 0.1 to 10"
-        yield warning(f"trainer.clip_norm={norm:g}: {cut}", "trainer.clip_norm=1.0")
 
 
 def check_average(run: PlannedRun) -> Iterator[Finding]:
@@ -266,10 +251,9 @@ R = TypeVar("R", bound=PlannedRun)
 HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
     check_unscaled,
     check_needless_scaling,
-    check_growth,
-    check_static_scale,
+    check_masters,
+    check_casts,
     check_learning_rate,
-    check_clip_norm,
     check_average,
     check_accumulation,
     check_classes,

@@ -84,7 +84,6 @@ class ProductProbe:
 
 
 def rows_of(step: int, noises: Noises) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `products.csv` for a report on a step."""
     for (layer, operand), noise in noises.items():
         yield {"step": step, "layer": layer, "operand": operand, **vars(noise)}
 

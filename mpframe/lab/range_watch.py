@@ -96,7 +96,6 @@ class RangeWatch(Callback):
                 self._report_products(trainer.progress.global_step, noises)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Report before the trainer moves on."""
         if self._probe is not None:
             trainer.read_verdicts()
 
@@ -110,7 +109,6 @@ class RangeWatch(Callback):
         self.draw()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Draw if the training ended in another way."""
         self.draw()
 
     def draw(self) -> None:
@@ -157,7 +155,6 @@ class RangeWatch(Callback):
                 tracker.image(f"numerics/{kind}/exponents_by_step/{layer}", path.read_bytes(), step)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
-        """Return the worst layers of each kind, in bits and fractions."""
         figures = {"updates/rounded_away_fraction": ranges.rounded_away_fraction()}
         for kind in KINDS:
             limits = Limits.of(self._policy.half_dtype)

@@ -52,8 +52,6 @@ Counts = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranges:
-    """The numbers of one step."""
-
     step: int  # global
     scale: float  # of the loss
     layers: tuple[str, ...]  # names of modules

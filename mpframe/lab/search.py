@@ -57,8 +57,6 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The smallest set found, and the evidence."""
-
     target: float  # the error to reach
     scale: float  # the loss scale of all trials in half
     all_half: RelativeError  # with nothing in fp32

@@ -59,7 +59,6 @@ def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) 
 
 
 def as_table(replays: Mapping[str, Simulation]) -> str:
-    """Write the replays side by side, as aligned plain text."""
     head = ("scaler", "steps", "skipped", "mean headroom (octaves)", "scale changes", "final scale")
     rows = []
     for name, done in replays.items():

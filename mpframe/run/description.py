@@ -180,8 +180,6 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
     precision, model = trainer.precision, trainer.model
     whole = dtype_map.describe(precision, model)
     log.info("%s", dtype_map.describe(precision, model, folded=True), extra={WHOLE: whole})
-    for line in dtype_map.warnings(precision):
-        log.warning("warning: %s", line)
     for hint in hints_on(PlannedRun(trainer, train, config.flat)):
         log.warning("%s", hint)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest, refuse_mixed
-from mpframe.checkpoint.state import conversion, of_rank, read_precision, rounding, weights_of
+from mpframe.checkpoint.state import conversion, of_rank, rounding, weights_of
 from mpframe.config.check import flatten
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
@@ -267,15 +267,12 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
         checkpoint.restore_rng(state["rng"])
 
 
-def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
-    """Load the weights that `init_from` names into the trainer, and log which were used.
-
-    Returns the precision of the run that they come from, if it was mpframe's.
-    """
+def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
+    """Load the weights that `init_from` names into the trainer, and log which were used."""
     from mpframe.checkpoint.init_from import fit_weights, rename_weights  # seldom needed
 
     source, left_out = str(options.init_from), options.init_from_except
-    saved, precision, left = _read(Path(source), trainer.comm)
+    saved, left = _read(Path(source), trainer.comm)
     weights = trainer.weights()
     saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
     taken = fit_weights(saved, weights, left_out, source)
@@ -290,15 +287,13 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
         log.info("init_from: other entries of the file, not used: %s", ", ".join(left))
     for line in taken.remarks():
         log.info("init_from: %s", line)
-    return precision
 
 
-def _read(path: Path, comm: Comm) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
-    """Return weights by name, the precision of their run, and the names of other entries."""
+def _read(path: Path, comm: Comm) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+    """Return weights by name, and the names of a file's other entries."""
     from mpframe.checkpoint.init_from import is_foreign, read_foreign
 
     if is_foreign(path):
         foreign = read_foreign(path)
-        return foreign.tensors, None, foreign.left
-    state = checkpoint.load(path, comm)
-    return weights_of(state, "trained", path), read_precision(state, path), ()
+        return foreign.tensors, foreign.left
+    return weights_of(checkpoint.load(path, comm), "trained", path), ()

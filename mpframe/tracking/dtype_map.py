@@ -85,7 +85,6 @@ def _joined(named: list[tuple[list[str], Row]], place: int) -> tuple[list[str], 
 
 
 def as_table(rows: list[Row]) -> str:
-    """Lay the map out as a plain-text table, one line a row."""
     shown = len(_HEAD) + any(row.products for row in rows)
     cells = [(*_HEAD, _PRODUCTS)[:shown]]
     for row in rows:
@@ -101,78 +100,38 @@ def describe(precision: Precision, model: nn.Module, *, folded: bool = False) ->
     policy, rows = precision.policy, dtype_map(precision, model)
     lines = [as_table(fold(rows) if folded else rows), *map(str, policy.recipes.values())]
     if policy.stores_by_op:
-        lines += _fp32_share(precision, model)
+        lines += _fp32_share(precision, model, rows)
     return "\n".join(lines)
 
 
-def warnings(precision: Precision) -> list[str]:
-    """Return a line for each setting that costs accuracy."""
-    policy, master_weights = precision.policy, precision.master_weights
-    masters = getattr(master_weights, "option", str(master_weights).lower())
-    mode, half = policy.mode, policy.half
-    lines = []
-    if masters != "true" and mode != "mixed":
-        nothing = f"changes nothing with dtype={mode}, whose weights are fp32"
-        lines.append(f"dtype.master_weights={masters} {nothing}")
-    elif masters == "false":
-        lines.append(
-            f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
-            "state in them; updates below half a unit in a weight's last place are lost"
-        )
-    if policy.ops.empty and mode != "fp32":
-        lines.append(
-            f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
-            "sums lose small terms and squares leave the range"
-            if mode == "mixed"
-            else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
-        )
-    return lines
-
-
-def _fp32_share(precision: Precision, model: nn.Module) -> list[str]:
+def _fp32_share(precision: Precision, model: nn.Module, rows: Sequence[Row]) -> list[str]:
     """Return the share of weights in fp32, then a line for each reason, the weightiest first."""
-    policy, uses = precision.policy, precision.uses(model)
+    why = {row.module: row.why for row in rows}
     parts: dict[str, Counter[str]] = {}
-    for parameter, (name, module) in _fp32_weights(model, policy, uses).items():
-        modules = parts.setdefault(_reason(name, module, parameter, policy, uses), Counter())
-        modules[name] += parameter.numel()
-    sizes = {why: sum(modules.values()) for why, modules in parts.items()}
+    for parameter, name in _fp32_weights(model, precision).items():
+        parts.setdefault(why[name], Counter())[name] += parameter.numel()
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    lines = [f"float32: {_percent(sum(sizes.values()), total)} of {total:,} weights"]
-    for why in sorted(parts, key=lambda why: -sizes[why])[:_SHOWN]:
-        largest = max(parts[why], key=parts[why].__getitem__)
-        more = f" and {len(parts[why]) - 1} more" if len(parts[why]) > 1 else ""
-        way = "" if why.startswith("uncast ") else _way_out(model, largest, policy)
-        where = f"{largest or '(model)'}{more}{way}"
-        lines.append(f"  {_percent(sizes[why], total)}: {why}: {where}")
+    share = _percent(sum(sizes.total() for sizes in parts.values()), total)
+    lines = [f"float32: {share} of {total:,} weights"]
+    for reason, sizes in sorted(parts.items(), key=lambda part: -part[1].total())[:_SHOWN]:
+        largest, _ = sizes.most_common(1)[0]
+        more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
+        where = f"{largest or '(model)'}{more}{_way_out(model, largest, precision.policy)}"
+        lines.append(f"  {_percent(sizes.total(), total)}: {reason}: {where}")
     return lines
 
 
-def _fp32_weights(
-    model: nn.Module, policy: Policy, uses: WeightUses
-) -> dict[nn.Parameter, tuple[str, nn.Module]]:
+def _fp32_weights(model: nn.Module, precision: Precision) -> dict[nn.Parameter, str]:
     """Return the weights stored in fp32, each with the first of its modules that wants it so."""
+    policy, uses = precision.policy, precision.uses(model)
     formats = formats_of(model, policy, uses)
-    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    found: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             wanted = choose_format(name, module, policy, uses.by_weight.get(parameter))
             if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
-                found.setdefault(parameter, (name, module))
+                found.setdefault(parameter, name)
     return found
-
-
-def _reason(
-    name: str, module: nn.Module, parameter: nn.Parameter, policy: Policy, uses: WeightUses
-) -> str:
-    pin, op = policy.format_pin_of(name), op_of(module)
-    if pin is not None and pin[1] == "fp32":
-        return f"ops.modules[{pin[0]!r}]=fp32"
-    others = [use.op for use in _readers_of(uses, [parameter]) if not use.in_half(policy)]
-    decides = others[0] if others else op
-    reason = "no op of torch.nn" if decides is None else _list_reason(decides, policy)
-    never = uses.called and name not in uses.called and parameter not in uses.by_weight
-    return f"{reason}, never called" if never else reason
 
 
 def _readers_of(uses: WeightUses, weights: Sequence[nn.Parameter]) -> list[Use]:

@@ -132,7 +132,6 @@ def _text(value: float | int | str) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the columns and rows of an older table, if there is one."""
     try:
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             text = file.read()

@@ -115,7 +115,6 @@ def strict_json(entries: Mapping[str, Any]) -> str:
 
 
 def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a file, as the fields of a summary."""
     values, tested = (
         {key.removeprefix(prefix): value for key, value in _values_in(entries, prefix).items()}
         for prefix in (_VAL, _TEST)
@@ -128,7 +127,6 @@ def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries that are metrics' values."""
     return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
 
 

@@ -88,7 +88,8 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
     """Train one step more as a rank, and write this rank's peaks beside the run."""
     import torch.distributed.fsdp  # noqa: F401  # With the first step, of whatever model.
 
-    from mpframe.config.command_line import check_config, compose_named, without_hydra
+    from mpframe.config.command_line import compose_named
+    from mpframe.config.composing import check_config, without_hydra
     from mpframe.run.resume import Resume
     from mpframe.run.run import Run
     from mpframe.training.callbacks.checkpoints import Checkpoints

@@ -170,14 +170,14 @@ def test_only_the_sweeps_own_jobs_are_in_its_table_by_number(tmp_path: Path, cap
     make_job(tmp_path / "inner", 1)
     single = make_job(tmp_path, 2)
     single.write_text(single.read_text().replace("MULTIRUN", "RUN"))
-    damaged = make_job(tmp_path, 3).parents[1] / "summary.json"
-    damaged.write_text("{")
+    (make_job(tmp_path, 3).parents[1] / "summary.json").write_text("{")
     make_job(tmp_path, 4).write_text("hydra: {mode: MULTIRUN}\n")
-    found = [(job.number, job.summary) for job in find_jobs(tmp_path)]
+    _, damaged, *_ = jobs = find_jobs(tmp_path)
+    found = [(job.number, job.summary) for job in jobs]
     assert found == [(0, SUMMARY), (3, None), (9, SUMMARY), (10, SUMMARY)]
-    said = capsys.readouterr().out
-    assert str(damaged) in said
-    assert f"{tmp_path / '4'}: not a job's folder ('runtime')\n" in said
+    assert damaged.status == "unreadable"
+    assert damaged.reason.startswith("summary.json: not a run's summary (")
+    assert f"{tmp_path / '4'}: not a job's folder ('runtime')\n" in capsys.readouterr().out
 
 
 def test_only_numbers_of_a_usual_size_are_written_digit_by_digit(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_the_map_says_what_stays_fp32(start_run: StartRun, tmp_path: Path, caplo
 idle     Product      float32  -             no op of torch.nn: fp32 weights, never called
 head     Product      float16  float16       addmm in ops.allow
 float32: 31.7 % of 3,530 weights
-  29.9 %: no op of torch.nn, never called: idle; half with ops.modules['idle']=half
+  29.9 %: no op of torch.nn: fp32 weights, never called: idle; half with ops.modules['idle']=half
   1.81 %: batch_norm is in no list: norm"""
     assert any(message.endswith(text) for message in caplog.messages)
     assert text in texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]

@@ -25,11 +25,10 @@ from mpframe.checkpoint.folder import refuse_mixed
 from mpframe.checkpoint.state import RandomState, extra_state_of, read_steps_tried, weights_of
 from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
-from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
 from mpframe.data.loading import Loader
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
@@ -60,13 +59,10 @@ def main(arguments: list[str]) -> None:
 
 
 def of_evidence(folder: Path, given: list[str]) -> Report:
-    """Examine the step whose evidence lies in a folder."""
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
-    if not step.plain:
-        step = step.like(next(train.epoch(0)))
-    return _examine(step, trainer, folder)
+    return _examine(step.like(next(train.epoch(0))), trainer, folder)
 
 
 def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:

@@ -31,20 +31,20 @@ from mpframe.run.resume import take_first_weights
 def main(arguments: list[str]) -> int:
     errors = 0
     for job in jobs(arguments):
-        findings = examine(subject_of(job.config, job.overrides))
+        findings = examine(subject_of(job.config))
         print(without_secrets(as_text(job.typed, findings, job.name), job.typed))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0
 
 
-def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
+def subject_of(config: Config) -> Subject:
     """Build a run from options and their overrides, before its first step."""
     # A compiled graph is the same numbers, after minutes of compiling.
     config = replace(config, trainer=replace(config.trainer, compile=False))
     trainer, train = rebuilt(config)
-    trained_in = None if config.run.init_from is None else take_first_weights(trainer, config.run)
-    added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
-    return Subject(trainer, train, config.flat, added, trained_in)
+    if config.run.init_from is not None:
+        take_first_weights(trainer, config.run)
+    return Subject(trainer, train, config.flat)
 
 
 def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) -> str:

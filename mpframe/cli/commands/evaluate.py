@@ -33,13 +33,12 @@ from typing import Any
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import checkpoint_of, restore_run, run_folder
-from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep import name_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import printable
 from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import strict_json
@@ -51,8 +50,6 @@ _CHOICES = {"weights": KINDS, "split": ("val", "test")}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation and its subject."""
-
     evaluation: Evaluation
     split: str  # `val` or `test`
     step: int  # steps the run had tried when the checkpoint was saved

@@ -30,7 +30,6 @@ _COLUMNS = ("option", "type", "default", "allowed", "meaning")
 
 
 def options_page() -> str:
-    """Write the page as Markdown, one table for each section."""
     sections: list[tuple[str, type]] = [("", RunOptions), *SECTIONS.items()]
     sections += [("optimizer", JointOptions), ("optimizer.groups.NAME", GroupOptions)]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import check_config, compose_named
+from mpframe.config.command_line import compose_named
+from mpframe.config.composing import check_config
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.casting.storage import formats_of
 from mpframe.core.errors import ConfigError, UserCodeError, first_line

@@ -40,13 +40,13 @@ from tqdm import tqdm
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import Restored, checkpoint_of, restore_run, run_folder
-from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
+from mpframe.files.durable import refuse_unwritable
 from mpframe.files.table import refuse_unwritable_kind
 from mpframe.files.table import writing as table_writer
 from mpframe.files.text import printable
@@ -65,8 +65,6 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples to predict."""
-
     dataset: Dataset[Any]
     source: str  # in messages and file names, e.g. `val`
     names: Sequence[str] | None = None  # of each sample, or None if they are numbered

@@ -15,9 +15,8 @@ The command writes report.html and report.md.
 from pathlib import Path
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.errors import ConfigError
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import few
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs

@@ -35,7 +35,8 @@ import yaml
 from tqdm import tqdm
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
+from mpframe.config.command_line import compose_named
+from mpframe.config.composing import check_config
 from mpframe.config.overrides import pin_words
 from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
@@ -44,7 +45,7 @@ from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, make_range_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import markdown
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
@@ -201,7 +202,6 @@ def ops_yaml(config: Config, found: SearchResult) -> str:
 
 
 def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
-    """Write the evidence as Markdown."""
     aim = Aim.of(config)
     pins = shlex.join(pin_words(found.pinned, aim.pin))
     missed = "" if found.reached.worst <= found.target else "; the target is NOT reached"

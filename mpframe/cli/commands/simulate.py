@@ -21,11 +21,13 @@ import numpy as np
 import torch
 
 from mpframe.cli.program import command, take_own
-from mpframe.config.command_line import check_config, compose_named, refuse_unwritable
+from mpframe.config.command_line import compose_named
+from mpframe.config.composing import check_config
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
+from mpframe.files.durable import refuse_unwritable
 from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.run.parts import build_scaler
 from mpframe.tracking.records import read_amax

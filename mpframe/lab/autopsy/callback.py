@@ -11,9 +11,10 @@ step does not change weights or buffers.
 """
 
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from mpframe.lab.hints import scaling_of
 from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from mpframe.lab.autopsy.evidence import Evidence  # It loads the replays.
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,6 @@ class Autopsy(Callback):
         self._reports, self._examined = 0, False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder for reports, and the loader that knows the samples of each batch."""
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
@@ -71,7 +74,6 @@ class Autopsy(Callback):
         self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Examine the step if that is due."""
         self._first_loss = result.loss if self._first_loss is None else self._first_loss
         if not trainer.progress.skipped_in_a_row:
             self.written, self._examined = None, False
@@ -114,15 +116,35 @@ class Autopsy(Callback):
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
         """Examine the micro-batches of all ranks on rank 0, or keep them with divided weights."""
         # The replays are loaded when a step has failed: most runs need none.
-        from mpframe.lab.autopsy.evidence import Evidence, gather_weights, zero_eps_of
-        from mpframe.lab.autopsy.report import keep_evidence, report_beside_evidence
+        from mpframe.lab.autopsy import evidence
+        from mpframe.lab.autopsy.report import report_beside_evidence
+
+        step, written = self._evidence(trainer, result, reason), None
+        divided, run = trainer.comm.sharding is not None, self._context.folder
+        weights = evidence.gather_weights(trainer) if divided else None
+        if trainer.comm.is_main:
+            try:
+                weights = trainer.weights() if weights is None else weights
+                folder = evidence.save(run, step, weights, self._context.config)
+                if divided:  # A replay would wait for the other ranks.
+                    command = f"mpframe autopsy run={shlex.quote(str(run))} step={step.step}"
+                    log.warning("warning: %s; one process examines it: %s", reason, command)
+                    written = folder, ""
+                else:
+                    written = report_beside_evidence(step, trainer, folder)
+            except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
+                log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
+        self.written = trainer.comm.broadcast_object(written)
+
+    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
+        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
 
         assert self._step is not None  # `on_step_begin` came first.
         batches, random, epoch, batch = self._step
         samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
         parts = _gather_parts(trainer.comm, list(zip(batches, samples, strict=True)))
-        results, written = _results(trainer, result), None
-        step = Evidence(
+        results = _results(trainer, result)
+        return Evidence(
             step=trainer.progress.global_step,
             reason=reason,
             batches=[part for part, _ in parts],
@@ -140,18 +162,6 @@ class Autopsy(Callback):
             updates=trainer.progress.steps,
             clips=trainer.plan.clip_norm is not None,
         )
-        divided, folder = trainer.comm.sharding is not None, self._context.folder
-        weights = gather_weights(trainer) if divided else {}
-        if trainer.comm.is_main:
-            config = self._context.config
-            try:
-                if divided:  # A replay would wait for the other ranks.
-                    written = keep_evidence(step, weights, folder, config), ""
-                else:
-                    written = report_beside_evidence(step, trainer, folder, config)
-            except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
-                log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
-        self.written = trainer.comm.broadcast_object(written)
 
 
 def floors_of(trainer: Trainer) -> dict[str, float]:
@@ -162,7 +172,6 @@ def floors_of(trainer: Trainer) -> dict[str, float]:
 
 
 def _results(trainer: Trainer, result: StepResult) -> dict[str, StepResult]:
-    """Return the result of the optimizer's step of each loss, by its name."""
     parts = result.each()
     return {loss.name: parts.get(loss.name, result) for loss in trainer.objectives}
 

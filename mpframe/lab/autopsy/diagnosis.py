@@ -235,8 +235,6 @@ _MOST_PINS = 16
 
 
 class Kind(Enum):
-    """The fault of a step."""
-
     SCALE_TOO_HIGH = "scale too high (normal)"
     BEYOND_FORMAT = "beyond the format"
     NOT_FINITE_IN_FP32 = "not finite in fp32 too: model, data or learning rate"

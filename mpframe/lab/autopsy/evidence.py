@@ -36,15 +36,6 @@ from mpframe.training.trainer import Trainer
 _KEPT = (bool, int, float, str, type(None))
 
 
-def is_plain(batch: Any) -> bool:
-    """Return whether all containers in a batch are tuples, lists and dicts themselves."""
-    if type(batch) in (tuple, list):
-        return all(map(is_plain, batch))
-    if type(batch) is dict:
-        return all(map(is_plain, batch.values()))
-    return not isinstance(batch, tuple | list) and not fields_of(batch)
-
-
 def plain(batch: Any) -> Any:
     """Return the batch in plain tuples, lists and dicts, its tensors on the CPU.
 
@@ -103,14 +94,13 @@ class Evidence:
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
     zero_eps: str = ""  # the optimizer's eps if its format rounds it to 0: an update is 0 / 0
-    plain: bool = True  # False if the batches' containers have lost their classes, see `like`
     world_size: int = 1  # ranks that shared each micro-batch
     updates: int = 1  # steps that were applied before
     clips: bool = False  # trainer.clip_norm is set
 
     def like(self, example: Batch) -> "Evidence":
         """Return it with the classes that the containers of a batch `example` have."""
-        return replace(self, batches=[as_in(example, b) for b in self.batches], plain=True)
+        return replace(self, batches=[as_in(example, b) for b in self.batches])
 
     def case(self, trainer: Trainer) -> Case:
         """Return the step, to be replayed with a trainer that holds its weights and buffers."""
@@ -139,7 +129,6 @@ def gather_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Return the folder of the evidence of a step, in a run's folder."""
     return run / FOLDER / f"step_{step:08d}"
 
 
@@ -157,7 +146,6 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
     random = evidence.random
     state = vars(evidence) | {
         "batches": [plain(batch) for batch in evidence.batches],
-        "plain": all(map(is_plain, evidence.batches)),
         "samples": [list(ids) for ids in evidence.samples],
         "random": None if random is None else [random.cpu, random.device],
         "skipped": None if evidence.skipped is None else sorted(evidence.skipped),
@@ -193,10 +181,9 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         random=None if random is None else RandomState(*map(_generator_state, random)),
         first_loss=None if first is None else float(first),
         skipped=None if skipped is None else frozenset(map(str, skipped)),
-        plain=bool(state["plain"]),
         world_size=max(1, int(state["world_size"])),
-        updates=int(state.get("updates", state["step"] - 1)),  # Older evidence does not say.
-        clips=bool(state.get("clips", False)),
+        updates=int(state["updates"]),
+        clips=bool(state["clips"]),
         **simple,
     )
 

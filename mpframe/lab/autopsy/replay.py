@@ -43,7 +43,6 @@ class Case:
     skipped: frozenset[str] | None = None  # the losses whose step was skipped, or None for all
 
     def count(self, number: int) -> int:
-        """Return how many samples a micro-batch holds."""
         known = self.samples[number] if number < len(self.samples) else ()
         return len(known) or int(count_of(None, self.batches[number]))
 

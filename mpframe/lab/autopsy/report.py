@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, few, markdown
-from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
@@ -26,26 +25,21 @@ MODEL = "look for a division by zero, a logarithm of zero, or first weights that
 
 @dataclass(frozen=True)
 class Report:
-    """A report, in parts."""
-
     title: str  # the diagnosis in one line
     facts: Sequence[tuple[str, str]]  # (word, sentence) pairs: where, value, samples, do, ...
     replays: Sequence[Sequence[str]]  # rows of a table, the head first
 
     def text(self, path: Path | None = None) -> str:
-        """Return the title and a line for each fact, for a terminal."""
         facts = [*self.facts, *([("report", str(path))] if path else [])]
         return "\n".join([self.title, align([("", *fact) for fact in facts])])
 
     def markdown(self) -> str:
-        """Return the page, with the table of replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
         table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
-    """Put the diagnosis of a step into words."""
     culprit = diagnosis.culprit
     facts = [("why", step.reason)]
     if culprit is not None:
@@ -251,23 +245,12 @@ def write_report(folder: Path, report: Report) -> Path:
     return path
 
 
-def keep_evidence(step: Evidence, weights: dict[str, Tensor], run: Path, config: str) -> Path:
-    """Save the evidence of a failed step, say how to examine it, and return its folder."""
-    folder = evidence.save(run, step, weights, config)
-    command = f"mpframe autopsy run={shlex.quote(str(run))} step={step.step}"
-    log.warning("warning: %s; one process examines it: %s", step.reason, command)
-    return folder
+def report_beside_evidence(step: Evidence, trainer: Trainer, folder: Path) -> tuple[Path, str]:
+    """Examine a failed step, log the report, and write it into the folder of the evidence.
 
-
-def report_beside_evidence(
-    step: Evidence, trainer: Trainer, run: Path, config: str
-) -> tuple[Path, str]:
-    """Save the evidence of a failed step in a run's folder, examine it, log and write the report.
-
-    `trainer` still has the weights that the step began with. `config` is the run's options as YAML.
-    Returns the report's path, and the diagnosis, empty if that is no fault.
+    `trainer` still has the weights that the step began with. Returns the report's path, and the
+    diagnosis, empty if that is no fault.
     """
-    folder = evidence.save(run, step, trainer.weights(), config)
     report = examine(step, trainer)
     path = write_report(folder, report)
     log.warning("warning: %s\n%s", step.reason, report.text(path))

@@ -2,11 +2,10 @@
 
 optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
-           bfloat16, and their activations, may be anywhere in that range.
+           bits from 2^-14 on. bfloat16 has the range of fp32.
 scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
            the step with the run's own pins, lists and scale, and each fix has been tried on it.
-ops        norms and sizes that run where they should not, or slower than they could
+norms      do they run in half?
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
@@ -25,7 +24,6 @@ from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
-from mpframe.core.tree import HALF
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import noises_of
@@ -43,7 +41,6 @@ from mpframe.lab.hints import (
     warning,
 )
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
-from mpframe.tracking.dtype_map import Row
 from mpframe.training.probe import safe_scale
 
 
@@ -56,16 +53,6 @@ def check_numbers(subject: Subject) -> Iterator[Finding]:
             yield make(f"{path}.{number}, the format {path} works in", fix)
 
 
-def check_masters(subject: Subject) -> Iterator[Finding]:
-    masters = subject.trainer.precision.master_weights
-    weights = (w for optimizer in subject.optimizers.values() for w in optimizer.parameters)
-    half = [weight for weight in weights if weight.dtype in HALF]
-    if not masters and half:
-        weights_lost = f"the {len(half)} {subject.policy.half} weights are lost"
-        what = f"updates below half a unit in the last place of {weights_lost}"
-        yield warning(f"dtype.master_weights=false: {what}", "dtype.master_weights=true")
-
-
 def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
     if form.itemsize == 2 and not subject.trainer.precision.master_weights:
         return "dtype.master_weights=true"
@@ -73,12 +60,12 @@ def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
     default = known[name].default if name in known else inspect.Parameter.empty
     default = 1e-3 if default is inspect.Parameter.empty else default
     listed = list(default) if isinstance(default, tuple) else default
-    return subject.format_word(f"{path}.{name}", str(listed).replace(" ", ""))
+    new = "" if f"{path}.{name}" in subject.options else "++"
+    return f"{new}{path}.{name}={str(listed).replace(' ', '')}"
 
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
-_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -115,20 +102,6 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def check_training_format(subject: Subject) -> Iterator[Finding]:
-    if subject.half != torch.float16:
-        return
-    limit, fix = "beyond 65504, the largest float16 number", "dtype.half=bfloat16"
-    if subject.trained_in and "bfloat16" in subject.trained_in:
-        trained = f"init_from={subject.options.get('init_from')}: trained as {subject.trained_in}"
-        yield warning(f"{trained}, whose activations may be {limit}", fix)
-        return
-    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
-    if born:
-        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
-        yield warning(f"{few(born)}: {why} {limit}", fix)
-
-
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     """Return the shares of the values other than 0 that are 0, and that are subnormal, in half."""
     assert half is not None
@@ -138,15 +111,6 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     lost = magnitudes.to(half) == 0
     subnormal = (magnitudes < torch.finfo(half).smallest_normal) & ~lost
     return float(lost.float().mean()), float(subnormal.float().mean())
-
-
-def _all_bfloat16(values: Tensor) -> bool:
-    """Return whether all values are bfloat16 numbers, and too many of them for chance."""
-    if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
-        return False
-    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
-    different: int = torch.unique(values).numel()
-    return different >= _TELLING // 4
 
 
 _MANY_GRADIENTS_LOST = 0.05
@@ -234,61 +198,22 @@ def _exactly(power: float) -> str:
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
 NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
-_TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
-    if subject.half is None:
+    if subject.half is None or subject.policy.ops.empty:  # Without lists a hint says so.
         return
-    half = subject.policy.half
-    model = subject.trainer.model
-    ops = [(row, op_of(model.get_submodule(row.module)) or "") for row in subject.rows]
-    norms = [(row, op) for row, op in ops if op in NORMS]
-    stored = [row.module for row, _ in norms if row.storage == subject.half]
-    computed = {op: row.module for row, op in norms if row.compute == half}
-    if stored:
+    model, half = subject.trainer.model, subject.policy.half
+    ops = {row.module: op_of(model.get_submodule(row.module)) for row in subject.rows}
+    stored = [row.module for row in subject.rows if row.storage == subject.half]
+    norms = {module: op for module in stored if (op := ops[module]) in NORMS}
+    pins = [module for module in norms if subject.policy.format_pin_of(module)]
+    listed = sorted({str(op) for module, op in norms.items() if module not in pins})
+    if norms:
         yield warning(
-            f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
-            *(("ops=default",) if subject.policy.ops.empty else _suggest_fp32(subject, norms)),
+            f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms",
+            *(*deny_words(listed), *pin_words(pins)),
         )
-    elif computed:
-        yield note(
-            f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
-            "fp32 and each output is rounded once",
-            *_suggest_fp32(subject, norms),
-        )
-
-
-def check_dimensions(subject: Subject) -> Iterator[Finding]:
-    """Dimensions of half products, set by an option, that tensor cores pad."""
-    half = subject.policy.half
-    products = [row.module for row in subject.rows if row.compute == half]
-    modules = map(subject.trainer.model.get_submodule, products)
-    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
-    sizes = {size for weight in weights for size in weight.shape[:2]}
-    options = {
-        path: value
-        for path, value in subject.options.items()
-        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
-        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
-    }
-    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
-    options = {path: value for path, value in options.items() if value not in fixed}
-    if options and products:
-        yield note(
-            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
-            f"{_TILE}; tensor cores compute {half} products in tiles of it",
-            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
-        )
-
-
-def _suggest_fp32(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
-    """Return the words that run these norms in fp32: out of `allow`, and of their pins to half."""
-    half, form = subject.policy.half, subject.half
-    concerned = [(row, op) for row, op in norms if row.compute == half or row.storage == form]
-    pins = [row.module for row, _ in concerned if subject.policy.format_pin_of(row.module)]
-    listed = sorted({op for row, op in concerned if row.module not in pins})
-    return (*deny_words(listed), *pin_words(pins))
 
 
 _LEAST_DB = 10.0
@@ -342,15 +267,12 @@ def _native(half: str) -> str:
 
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_numbers,
-    check_masters,
     *HINTS,
     check_weight_range,
     check_small_weights,
-    check_training_format,
     check_overflow,
     check_small_scale,
     check_norms,
-    check_dimensions,
     check_products,
     check_emulation,
 )
@@ -358,5 +280,4 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
 
 
 def examine(subject: Subject) -> list[Finding]:
-    """Return the findings of all checks, the worst first."""
     return findings_of(CHECKS, subject)

@@ -27,8 +27,6 @@ from mpframe.training.probe import probe, wants_probe
 class Subject(PlannedRun):
     """A planned run, and trials on it."""
 
-    trained_in: str | None = None  # the mode that trained `init_from`, such as `mixed(bfloat16)`
-
     @property
     def device(self) -> torch.device:
         return device_of(self.trainer.model)

@@ -122,7 +122,6 @@ def analyse(rates: Any, tried: list[tuple[float, bool]]) -> RangeTest:
 
 
 def draw(test: RangeTest, option: str, path: Path) -> None:
-    """Draw the losses over the values of an option as a PNG."""
     figure = new_figure(width=6.6, height=4.2)
     axes = figure.subplots()
     rates, losses = test.rates[test.applied], test.losses[test.applied]

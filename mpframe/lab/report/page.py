@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import accumulate
 from typing import Any
 
 from mpframe.files.text import markdown
@@ -212,23 +211,17 @@ def _range_pictures(records: Sequence[Record]) -> list[str]:
     shown: list[str] = []
     room = _MOST_PICTURES
     for run in records:
-        sizes = list(accumulate(len(png) for _, png in run.pictures))
-        fitting = sum(size <= room for size in sizes)
-        room -= sum(len(png) for _, png in run.pictures[:fitting])
-        if run.pictures:
-            title = f"{escape(run.name)}, {escape(run.mode)}: {len(run.pictures)} pictures"
+        title = f"{escape(run.name)}, {escape(run.mode)}: {len(run.pictures)} pictures"
+        size = sum(len(png) for _, png in run.pictures)
+        if size > room:
+            place = f"{escape(run.name)}/numerics"
+            shown.append(f"<p class=quiet>{title}, too large for this page, are in {place}</p>")
+        elif run.pictures:
+            room -= size
+            figures = "".join(_figure("png", png, f"{run.name}: {n}") for n, png in run.pictures)
             unfolded = "" if shown else " open"
-            pictures = _of_run(run, fitting)
-            shown.append(f"<details{unfolded}><summary>{title}</summary>{pictures}</details>")
+            shown.append(f"<details{unfolded}><summary>{title}</summary>{figures}</details>")
     return ["<h2>Ranges</h2>", *shown] if shown else []
-
-
-def _of_run(run: Record, fitting: int) -> str:
-    figures = [_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures[:fitting]]
-    names = ", ".join(escape(name) for name, _ in run.pictures[fitting:])
-    folder = f"{escape(run.name)}/numerics"
-    left = f"<p class=quiet>Too large for this page, in {folder}: {names}</p>" if names else ""
-    return "".join(figures) + left
 
 
 def _figure(kind: str, content: bytes, caption: str) -> str:

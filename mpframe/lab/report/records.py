@@ -26,8 +26,6 @@ Curve = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
-
     name: str  # its folder, relative to the folder of all runs
     status: str  # finished, pruned, interrupted, diverged, failed, `no summary`, or `unreadable`
     reason: str = ""  # why it is not finished, in one line
@@ -75,7 +73,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 
 def read(folder: Path, top: Path) -> Record:
     """Read the run in a folder, named relative to `top`. Its reason says what cannot be read."""
-    status, summary, reason = _summary(folder)
+    status, summary, reason = read_outcome(folder)
     try:
         options = flatten(_printable(read_stored(folder / CONFIG)))
     except (OSError, MpframeError) as error:
@@ -103,7 +101,8 @@ def _natural(folder: Path) -> list[tuple[int, int, str]]:
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
 
 
-def _summary(folder: Path) -> tuple[str, Summary | None, str]:
+def read_outcome(folder: Path) -> tuple[str, Summary | None, str]:
+    """Return how the run in a folder ended: its status, its summary if any, and the reason."""
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:

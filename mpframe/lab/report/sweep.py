@@ -18,7 +18,7 @@ from mpframe.files.durable import write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.text import align, few, markdown, printable
-from mpframe.lab.report.records import NO_SUMMARY
+from mpframe.lab.report.records import NO_SUMMARY, read_outcome
 from mpframe.tracking.summary import Status, Summary
 
 COLUMNS = (
@@ -32,17 +32,17 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job of a sweep."""
-
     number: int  # Hydra's
     folder: str  # relative to the sweep's
     overrides: tuple[str, ...]  # of this job
+    status: str  # as of a `Record`, with the reason
+    reason: str
     summary: Summary | None  # how it ended, if that can be read
 
     def cells(self) -> dict[str, Any]:
         """Return the job's values by column, numbers unrounded. None is an empty cell."""
         cells: dict[str, Any] = dict.fromkeys(COLUMNS)
-        cells |= {"job": self.number, "folder": self.folder, "status": NO_SUMMARY}
+        cells |= {"job": self.number, "folder": self.folder, "status": self.status}
         cells["overrides"] = " ".join(self.overrides)
         if self.summary is not None:
             cells |= {key: value for key, value in vars(self.summary).items() if key in cells}
@@ -64,7 +64,8 @@ def find_jobs(folder: Path) -> list[JobRow]:
             continue
         name = str(home.relative_to(folder))
         if name == place:
-            jobs.append(JobRow(number, name, overrides, _summary_in(home)))
+            status, summary, reason = read_outcome(home)
+            jobs.append(JobRow(number, name, overrides, status, reason, summary))
     return sorted(jobs, key=lambda job: (job.number, job.folder))
 
 
@@ -77,16 +78,6 @@ def _job_of(path: Path, written: int) -> tuple[int, str, tuple[str, ...]]:
     home = os.path.join(hydra["runtime"]["cwd"], hydra["sweep"]["dir"])
     place = os.path.relpath(hydra["runtime"]["output_dir"], home)
     return int(hydra["job"]["num"]), place, tuple(map(str, hydra["overrides"]["task"]))
-
-
-def _summary_in(folder: Path) -> Summary | None:
-    try:
-        return Summary.read(folder)
-    except FileNotFoundError:
-        return None
-    except (OSError, MpframeError) as error:
-        print(printable(str(error)))
-        return None
 
 
 # In the readable table another column's cell holds these.
@@ -111,10 +102,11 @@ def write_table(folder: Path) -> list[JobRow]:
 def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
     """Write the table as aligned text. The last line counts the planned jobs, if they are known."""
     title, rows = _readable(jobs)
-    finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
+    finished, pruned = (
+        sum(job.status == status for job in jobs) for status in (Status.FINISHED, Status.PRUNED)
+    )
     where = os.path.relpath(folder / "sweep.md")
     missing = max(0, planned - len(jobs))
-    pruned = sum(job.summary is not None and job.summary.status is Status.PRUNED for job in jobs)
     ended = f", {pruned} pruned" if pruned else ""
     never = f", {missing} never began" if missing else ""
     last = f"{finished} of {len(jobs) + missing} jobs finished{ended}{never}; "
@@ -173,13 +165,10 @@ def _format_test(job: JobRow) -> str:
 
 
 def _reasons(jobs: Sequence[JobRow], before: str = "") -> str:
-    """Say why jobs did not finish, a line for each reason."""
     numbers: dict[str, list[str]] = {}
     for job in jobs:
-        done = job.summary
-        if done and done.status is not Status.FINISHED and done.reason:
-            reason = f"{done.status}: {printable(done.reason)}"
-            numbers.setdefault(reason, []).append(str(job.number))
+        if job.reason and job.status not in (Status.FINISHED, NO_SUMMARY):
+            numbers.setdefault(f"{job.status}: {job.reason}", []).append(str(job.number))
     return "".join(
         f"{before}job{'s' * (len(alike) > 1)} {few(alike, 8)} {reason}\n"
         for reason, alike in numbers.items()

@@ -71,7 +71,6 @@ class RunGroup:
         return str(self.runs[0].options.get(PRODUCTS, NO_RECIPE))
 
     def span(self, value: Number) -> Span | None:
-        """Return the span of a number over the finished runs."""
         return _span(self.runs, value)
 
     def beside(self, value: Number, others: Sequence[Record]) -> tuple[Span, Span] | None:
@@ -180,8 +179,6 @@ RECIPE_NOTES = (
 
 
 class Section(NamedTuple):
-    """A section of the report."""
-
     title: str
     table: Table  # the head first
     notes: Sequence[str] = ()
@@ -196,7 +193,6 @@ def sections(groups: Sequence[RunGroup]) -> list[Section]:
     every = [
         Section("Results", results(groups), NOTES),
         Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
-        Section("Not finished", tabulate_unfinished(groups)),
         Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
@@ -264,25 +260,13 @@ def _find_saturated(run: Record) -> float | None:
     return max((value for at, value in last if at == step), default=None)
 
 
-def tabulate_unfinished(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate the runs that are not finished, if there are any."""
-    rows = [
-        [_name_run(run), _label(group), run.status, run.reason]
-        for group in groups
-        for run in group.runs
-        if not run.finished
-    ]
-    head = ["run", "precision, scaling", "status", "reason"]
-    return _without_empty([head, *rows]) if rows else []
-
-
 def every_run(groups: Sequence[RunGroup]) -> Table:
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
             _name_run(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
             _label(group),
-            _lines(run.status, run.reason * run.finished),
+            _lines(run.status, run.reason),
             *_numbers(run.summary),
         ]
         for group in groups

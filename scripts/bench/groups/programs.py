@@ -36,7 +36,8 @@ from bench.whole import trainers
 from bench.whole.loop_time import LoopTime
 from bench.whole.one_run import OURS
 from bench.whole.workloads import WORKLOADS, Workload
-from mpframe.config.command_line import check_config, compose_named
+from mpframe.config.command_line import compose_named
+from mpframe.config.composing import check_config
 from mpframe.config.schema import Config
 from mpframe.core.errors import MpframeError, first_line
 from mpframe.data.loading import Loader

@@ -7,7 +7,6 @@ from fixtures import refused
 from mpframe import OpLists, Precision
 from mpframe.core.casting.policy import Policy, has_native_half
 from mpframe.core.errors import ConfigError
-from mpframe.tracking.dtype_map import warnings
 
 
 def test_refusals() -> None:
@@ -41,17 +40,3 @@ def test_where_half_is_emulated(half) -> None:
     assert {c: own.emulates(torch.device("cpu")) for c, own in computes.items()} == on_cpu
     assert not any(own.emulates(torch.device("cuda")) for own in computes.values())
     assert not has_native_half("float16")
-
-
-def test_each_rung_warns_of_what_it_costs() -> None:
-    no_masters, no_lists = {"master_weights": False}, {"ops": OpLists()}
-    for mode, options, begins in (
-        ("mixed", {}, []),
-        ("mixed", no_masters, ["dtype.master_weights=false: the optimizer works on float16 we"]),
-        ("amp", no_masters, ["dtype.master_weights=false changes nothing with dtype=amp"]),
-        ("mixed", no_lists, ["ops=none: the model's norms, softmax and reductions run in float16"]),
-        ("amp", no_lists, ["ops=none casts nothing with dtype=amp"]),
-        ("mixed", no_lists | no_masters, ["dtype.master_weights=false", "ops=none"]),
-    ):
-        lines = warnings(Precision(mode, **options))
-        assert [line[: len(begin)] for line, begin in zip(lines, begins, strict=True)] == begins
