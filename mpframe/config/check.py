@@ -121,6 +121,9 @@ def _group(name: str, node: Any) -> Part:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
+    for key in settings:
+        if hint := use_instead(key):
+            raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(

@@ -131,6 +131,12 @@ def _other_way(group: str, choice: str) -> str:
         return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
     if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
         return f"use loss_scaling=static loss_scaling.scale={choice}"
+    if group == "experiment" and choice.endswith("_small"):
+        whole = choice.removesuffix("_small")
+        file = CONF / "experiment" / f"{whole}.yaml"
+        if file.is_file():
+            sized = "${size:" in file.read_text("utf-8")
+            return f"use experiment={whole}" + (" +size=small" if sized else "_digits")
     return use_instead(choice) if group == "dtype" else ""
 
 

@@ -57,14 +57,35 @@ OTHER_NAMES = {
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "trainer.clip_norm=NUMBER"),
     **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
     **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
-    "size": "+size=small",
+}
+
+
+# Options that mpframe had, and what to write now, or what is always done.
+_FORMER = {
+    "autopsy": "use callbacks.autopsy=null",
+    "autopsy_after": "use callbacks.autopsy.after=N",
+    "bad_micro_batch": "a bad micro-batch of a window is always dropped",
+    "checkpoint_minutes": "use trainer.checkpoint_every=30min",
+    "eval_dtype": "use mpframe evaluate checkpoint=RUN dtype=CHOICE",
+    "keep_freed_memory": "freed memory is always kept",
+    "layers": "use callbacks.ranges.layers=[PATTERN]",
+    **dict.fromkeys(("numerics", "numerics.every"), "use callbacks.ranges.every=N"),
+    "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
+    "lr_scale": "use lr=10x",
+    "on_loss_spike": "use callbacks.loss_spikes.policy=CHOICE",
+    "profile": "use callbacks.profile.enabled=true",
+    "progress": "use callbacks.progress_bar.shown=CHOICE",
+    "rank_timeout": "use trainer.timeout=SECONDS",
+    "size": "use +size=small",
+    "dataset.worker_timeout": "use trainer.timeout=SECONDS",
+    "worst": "use callbacks.ranges.worst=N",
 }
 
 
 def use_instead(name: str) -> str:
-    """Return a clause with our word for another library's name, or an empty one."""
-    words = {other.lower(): words for other, words in OTHER_NAMES.items()}.get(name.lower())
-    return f"use {words}" if words else ""
+    """Return a clause with our word for an older or another library's name, or an empty one."""
+    folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
+    return (folded | _FORMER).get(name.lower(), "")
 
 
 def parse_measure(value: Any, measure: str) -> float | None:

@@ -41,8 +41,10 @@ FLAGS = [
 COMPOSED = [
     ("dtype=", "dtype=: choose amp, amp_bf16, fp32, mixed, mixed_bf16"),
     ("dtype=fp16", "dtype=fp16: choose amp, amp_bf16, fp32, mixed, mixed_bf16; use dtype=mixed or dtype=amp"),
+    ("experiment=gpt_small", "experiment=gpt_small: choose bert_classifier, ...; use experiment=gpt +size=small"),
     ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),
     ("experiment=gpt size=small", "size: no such option; use +size=small"),
+    ("numerics.every=10", "numerics.every: no such option; use callbacks.ranges.every=N"),
     ("experiment=gpt +size=tiny", "size=tiny: must be small; leave it out for the full size"),
     ("+size=small", "size=small: nothing chosen here has two sizes; docs/workloads.md lists the experiments that do"),
     ("trainer.iter_size=4", "trainer.iter_size: no such option; use trainer.accumulate=N"),

@@ -51,8 +51,9 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
     "trainer.accumulate=23 model.classes=12": [
         (hints.check_accumulation, r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
         (hints.check_classes, r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10")],
-    "loss_scaling=none device=cpu": [
+    "loss_scaling=none model.hidden=100 dataset.batch_size=60 device=cpu": [
         (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff"),
+        (checks.check_dimensions, r"note: (model\.hidden=100|dataset\.batch_size=60|, ){3}: not a multiple of 8; tensor cores compute float16 products in tiles of it; fix: (model\.hidden=104|dataset\.batch_size=64| ){3}"),
         (checks.check_emulation, r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)")],
     "loss_scaling=static dtype.compute=native device=cpu": [
         (checks.check_emulation, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto")],
@@ -60,8 +61,9 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
     f"{NET} model.head=1e7 dtype=amp": [(checks.check_weight_range, r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'")],
     "model._target_=planted.numbered model.head=1e7": [(checks.check_weight_range, r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32")],
     f"{NET} model.head=1e-7": [(checks.check_small_weights, r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'")],
-    f"{NET} model.head=1e-4": [
-        (checks.check_small_weights, r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*")],
+    f"{NET} model.head=1e-4 model.form=bfloat16": [
+        (checks.check_small_weights, r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
+        (checks.check_training_format, r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16")],
     LOUD: [(checks.check_overflow, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"{LOUD} 'ops.modules={{first:fp32}}' dtype=amp loss_scaling=static": [(checks.check_overflow, r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(hints.check_casts, r"warning: ops=none: norms, softmax and reductions run in float16 too, and lose small terms; fix: ops=default")],
@@ -86,6 +88,7 @@ SOUND: dict[str, tuple[Check, ...]] = {
     "dtype=fp32 dataset.batch_size=60 device=cpu dtype.compute=native": CHECKS,
     "dtype=mixed_bf16 loss_scaling=none dtype.master_weights=true": hints.HINTS,
     f"{NET} model.form=float16": CHECKS[:-1],
+    f"{NET} model.head=0": (checks.check_training_format,),
     f"{NET} model.head=1e7 dtype=amp_bf16": (checks.check_weight_range,),
     f"{NET} model.head=1e-7 dtype=mixed_bf16": (checks.check_small_weights,),
     f"{LOUD} dtype=amp_bf16": (checks.check_overflow,),

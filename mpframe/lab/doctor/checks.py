@@ -2,10 +2,11 @@
 
 optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on. bfloat16 has the range of fp32.
+           bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
+           bfloat16, and their activations, may be anywhere in that range.
 scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
            the step with the run's own pins, lists and scale, and each fix has been tried on it.
-norms      do they run in half?
+ops        norms and sizes that run where they should not, or slower than they could
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
@@ -66,6 +67,7 @@ def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
+_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -100,6 +102,25 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
             f"{lost:.1%} of {name} become 0 and {subnormal:.1%} subnormal",
             *pin_words(small),
         )
+
+
+def check_training_format(subject: Subject) -> Iterator[Finding]:
+    if subject.half != torch.float16:
+        return
+    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
+    if born:
+        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
+        beyond = "beyond 65504, the largest float16 number"
+        yield warning(f"{few(born)}: {why} {beyond}", "dtype.half=bfloat16")
+
+
+def _all_bfloat16(values: Tensor) -> bool:
+    """Return whether all values are bfloat16 numbers, and too many of them for chance."""
+    if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
+        return False
+    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
+    different: int = torch.unique(values).numel()
+    return different >= _TELLING // 4
 
 
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
@@ -198,6 +219,7 @@ def _exactly(power: float) -> str:
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
 NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
+_TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
@@ -213,6 +235,29 @@ def check_norms(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms",
             *(*deny_words(listed), *pin_words(pins)),
+        )
+
+
+def check_dimensions(subject: Subject) -> Iterator[Finding]:
+    """Dimensions of half products, set by an option, that tensor cores pad."""
+    half = subject.policy.half
+    products = [row.module for row in subject.rows if row.compute == half]
+    modules = map(subject.trainer.model.get_submodule, products)
+    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
+    sizes = {size for weight in weights for size in weight.shape[:2]}
+    options = {
+        path: value
+        for path, value in subject.options.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
+        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
+    }
+    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
+    options = {path: value for path, value in options.items() if value not in fixed}
+    if options and products:
+        yield note(
+            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
+            f"{_TILE}; tensor cores compute {half} products in tiles of it",
+            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
         )
 
 
@@ -270,9 +315,11 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weight_range,
     check_small_weights,
+    check_training_format,
     check_overflow,
     check_small_scale,
     check_norms,
+    check_dimensions,
     check_products,
     check_emulation,
 )
