@@ -37,6 +37,7 @@ from mpframe.config.sweep import (
     format_resolved,
     holds_this_run,
     leave_out,
+    refuse_unfit_choices,
     words_of,
     words_of_sweep,
 )
@@ -142,6 +143,7 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = compose_words([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
+    refuse_unfit_choices(swept, given, name)
 
 
 def _check(config: DictConfig, option: str) -> None:

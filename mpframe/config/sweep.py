@@ -24,11 +24,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.config.check import flatten, refuse_bad_value
-from mpframe.config.composing import choices_of, refuse_unknown_choice
+from mpframe.config.composing import choices_of, compose_words, paths, refuse_unknown_choice
 from mpframe.config.overrides import PRIMARY, parse_words, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import WATCHING, only_watches
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.text import printable
@@ -47,6 +47,23 @@ def axes(
         several = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
         raise ConfigError(f"{several}: make more than {_MOST_JOBS} jobs; give fewer values")
     return swept
+
+
+def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str = PRIMARY) -> None:
+    """Refuse an option that not every choice of its group takes, as in
+    `loss_scaling=Backoff,LogMax loss_scaling.growth_interval=5`.
+    """
+    first = [words[0] for words in swept]
+    for place, words in enumerate(swept):
+        group = words[0].partition("=")[0]
+        options = [word for word in first if word.startswith(f"++{group}.")]
+        for word in words if options and len(words) > 1 else ():
+            job = [*first[:place], word, *first[place + 1 :]]
+            known = paths(compose_words([*given, *(w for w in job if w not in options)], name))
+            for key in (option.lstrip("+").partition("=")[0] for option in options):
+                if key not in known:
+                    hint = nearest(key, known, before="; ")
+                    raise ConfigError(f"{key}: no such option of {word}{hint}")
 
 
 def _words_of(override: Override, words: list[str], draws: bool, name: str) -> list[str]:

@@ -72,6 +72,7 @@ BEFORE_A_JOB = [
     ("hydra.sweep.dir=x", "hydra.sweep.dir=x: does nothing without -m; add -m, or use hydra.run.dir"),
     ("seed=1,2", "seed=1,2: several values make a sweep; add -m"),
     ("-m dtype=fp32,amp optimizer.lr=1e-3,nan", "optimizer.lr=nan: must be a number > 0"),
+    ("-m loss_scaling=Backoff,LogMax loss_scaling.growth_interval=5", "loss_scaling.growth_interval: no such option of loss_scaling=LogMax..."),
     ("-m seed=range(1,1)", "seed=range(1,1): holds no value, so the sweep would have no job; give at least one"),
     ("-m dtype=glob(x*)", "dtype=glob(x*): matches no choice; there are amp, amp_bf16, fp32, mixed, mixed_bf16"),
     ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1): needs a sweeper that draws values, as hydra/sweeper=optuna; without one give a list, range() or choice()"),
