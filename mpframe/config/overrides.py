@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from hydra import initialize_config_dir, initialize_config_module
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -32,13 +31,13 @@ from mpframe.config import CONF
 from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError
 
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    parser = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
-    flags, rest = _parse_flags(parser, arguments)
+    flags, rest = _parse_flags(_parser(), arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
@@ -68,6 +67,21 @@ def _source_parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
         parser.add_argument(*flag.split("/"))
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Make the parser of Hydra's flags, as its documentation lists them."""
+    parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
+    for switch in ("--help/-h", "--run/-r", "--multirun/-m", "--shell-completion/-sc"):
+        parser.add_argument(*switch.split("/"), action="store_true")
+    for switch in ("--hydra-help", "--version", "--resolve"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--experimental-rerun")
     return parser
 
 
