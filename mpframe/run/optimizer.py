@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.run.parts import find_monitored
 from mpframe.run.target import find_target, make, make_a, parameters_of, require_methods
-from mpframe.training.callbacks.schedules import PlannedSchedule, Schedule
+from mpframe.training.callbacks.schedules import Numbers, PlannedSchedule, Schedule
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.selection import Selection, divide_parameters, group_parameters
+from mpframe.training.plan import Progress
 
 log = logging.getLogger(__name__)
 
@@ -107,24 +108,33 @@ def combine(config: Config, masters: dict[str, MasterWeights], task: Task) -> St
 
 
 def build_schedule(
-    config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
+    config: Config,
+    optimizer: Optimizer,
+    plan: Callable[[Progress], Numbers],
+    metrics: Mapping[str, Any],
 ) -> Schedule | None:
-    """Make the schedule, if there is one."""
+    """Make the schedule, if there is one, for a run whose plan from any progress on is given."""
     if config.scheduler is None:
         return None
-    node = fill_in(config.scheduler, plan)
-    target = find_target("scheduler", node["_target_"])
+    target = find_target("scheduler", config.scheduler["_target_"])
+    if not (isinstance(target, type) and issubclass(target, ReduceLROnPlateau)):
+        return PlannedSchedule(partial(_for_numbers, config.scheduler, optimizer), optimizer, plan)
+    node = fill_in(config.scheduler, plan(Progress()))
+    _set_direction(node, *find_monitored(metrics, config.trainer.monitor))
+    return _schedule(node, optimizer)  # type: ignore[no-any-return]
+
+
+def _for_numbers(
+    node: dict[str, Any], optimizer: Optimizer, numbers: Numbers
+) -> tuple[Any, dict[str, str]]:
+    """Make a schedule for a plan, and return it with its arguments, which a checkpoint holds."""
+    node = fill_in(node, numbers)
     if "total_steps" in (parameters_of("scheduler", node["_target_"]) or {}):
-        node.setdefault("total_steps", plan["total_steps"])
-    if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
-        _set_direction(node, *find_monitored(metrics, config.trainer.monitor))
-        return _schedule(node, optimizer)  # type: ignore[no-any-return]
-    secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
-    arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}
-    make_again = partial(_schedule, node, optimizer)
-    planned = PlannedSchedule(make_again, optimizer, arguments, plan["steps_per_epoch"])
-    _refuse_overrun(planned.schedule, plan["total_steps"])
-    return planned
+        node.setdefault("total_steps", numbers["total_steps"])
+    schedule = _schedule(node, optimizer)
+    _refuse_overrun(schedule, numbers["total_steps"])
+    secrets = secrets_of(sys.argv, os.environ)
+    return schedule, {name: hide(str(value), secrets) for name, value in flatten(node).items()}
 
 
 def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:

@@ -68,7 +68,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     _trace(config, task, model, precision, deferred)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
-    numbers, metrics = plan.numbers(batches), build_metrics(config, task)
+    numbers, metrics = partial(plan.numbers, batches), build_metrics(config, task)
     if sharded:
         shard(model, optimizers, precision, comm, device, layout, deferred)
         device, plan = finish_sharding(comm, plan, layout, device)

@@ -46,7 +46,7 @@ loss/val | Validation loss | loss
 loss/test | Test loss | loss
     the mean loss of all test samples, once, when the run is finished
 optim/lr | Learning rate | none
-    the learning rate of the step, in the first parameter group
+    the learning rate of the next step, in the first parameter group
 grad/norm | Gradient norm | loss / parameter
     the 2-norm of all gradients together, unscaled and before clipping
 grad/amax | Largest gradient | loss / parameter

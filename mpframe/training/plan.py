@@ -19,26 +19,35 @@ class Plan(StepOptions):
     accumulate: int = 1  #: micro-batches per step, >= 1
     eval_every: int | None = None  #: steps between validations, or None: after each epoch
 
-    def total_steps(self, batches: int) -> int:
-        """Return the planned optimizer steps at `batches` micro-batches per epoch."""
-        planned = self.epochs * math.ceil(batches / self.accumulate)
+    def total_steps(self, batches: int, progress: "Progress | None" = None) -> int:
+        """Return the planned optimizer steps, as if none was skipped, at `batches` an epoch.
+
+        Steps up to `progress`, which a run resumed with other batches made, count as they were.
+        """
+        progress = progress or Progress()
+        planned = progress.global_step + self._steps_in_passes(progress, batches)
         return planned if self.max_steps is None else min(planned, self.max_steps)
 
-    def numbers(self, batches: int) -> dict[str, int]:
+    def numbers(self, batches: int, progress: "Progress | None" = None) -> dict[str, int]:
         """Return the numbers that a schedule may need, each at least 1, for `batches` an epoch.
 
         These are `total_steps`, `epochs` (the last one perhaps in part) and `steps_per_epoch`.
         """
-        total = max(1, self.total_steps(batches))
+        total = max(1, self.total_steps(batches, progress))
         each = max(1, math.ceil(batches / self.accumulate))
         return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
 
     def steps_left(self, progress: "Progress", batches: int) -> int:
         """Return the steps to the planned end if none is skipped, at `batches` an epoch."""
-        each, present = math.ceil(batches / self.accumulate), batches - progress.batch
-        left = (self.epochs - progress.epoch - 1) * each + math.ceil(present / self.accumulate)
+        left = self._steps_in_passes(progress, batches)
         limit = left if self.max_steps is None else self.max_steps - progress.steps
         return max(0, min(left, limit))
+
+    def _steps_in_passes(self, progress: "Progress", batches: int) -> int:
+        """Return the steps of all planned passes from `progress` on."""
+        each, present = math.ceil(batches / self.accumulate), batches - progress.batch
+        left = (self.epochs - progress.epoch - 1) * each + math.ceil(present / self.accumulate)
+        return max(0, left)
 
 
 @dataclass

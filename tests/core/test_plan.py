@@ -17,9 +17,12 @@ def test_the_steps_left_are_those_that_follow(accumulate, max_steps) -> None:
     plan, noted = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate), Callback()
     trainer = prepared(nn.Linear(2, 1), nn.MSELoss(), plan=plan, callbacks={"noted": noted})
     progress, seen = trainer.progress, []
-    noted.on_step_end = lambda _: seen.append((plan.steps_left(progress, 7), progress.steps))
+    noted.on_step_end = lambda _: seen.append(
+        (plan.steps_left(progress, 7), progress.steps, plan.total_steps(7, progress))
+    )
     trainer.fit(batches)
-    left, steps = zip(*seen, strict=True)
+    left, steps, totals = zip(*seen, strict=True)
+    assert set(totals) == {plan.total_steps(7)}
     first = plan.steps_left(Progress(), 7)
     assert left[-1] == 0 < progress.skipped
     if max_steps == 5:  # One more for each that is skipped.
@@ -34,4 +37,6 @@ def test_a_run_past_its_end_has_no_steps_left_and_a_pass_in_part_counts() -> Non
     assert Plan(epochs=2, max_steps=4).steps_left(Progress(steps=6), 7) == 0
     numbers = Plan(epochs=9, max_steps=5, accumulate=2).numbers(7)
     assert numbers == {"total_steps": 5, "epochs": 2, "steps_per_epoch": 4}
+    other_batches = Plan(epochs=20).numbers(5, Progress(steps=30, epoch=3))
+    assert other_batches == {"total_steps": 30 + 17 * 5, "epochs": 23, "steps_per_epoch": 5}
     assert Plan(max_steps=0).numbers(7) == {"total_steps": 1, "epochs": 1, "steps_per_epoch": 7}

@@ -148,7 +148,8 @@ class LikeTimm:
 
 def test_a_schedule_like_timms_is_told_of_updates_and_whole_epochs() -> None:
     optimizer = SGD([torch.zeros(1)], lr=0.5)
-    planned = PlannedSchedule(lambda: LikeTimm(optimizer), optimizer, {}, steps_per_epoch=2)
+    each = {"steps_per_epoch": 2}
+    planned = PlannedSchedule(lambda _: (LikeTimm(optimizer), {}), optimizer, lambda _: each)
     for _ in range(5):
         planned.step()
     one, two, three, four, five = (("update", number) for number in range(1, 6))
@@ -157,8 +158,12 @@ def test_a_schedule_like_timms_is_told_of_updates_and_whole_epochs() -> None:
 
 def planned(make: Make, total: int, lr: float = 0.1) -> tuple[Optimizer, PlannedSchedule]:
     optimizer = SGD([torch.zeros(1)], lr=lr, momentum=0.9)
-    arguments = {"total_steps": str(total)}
-    return optimizer, PlannedSchedule(lambda: make(optimizer, total), optimizer, arguments, 11)
+    numbers = {"steps_per_epoch": 11}
+
+    def made(_: object) -> tuple[Any, dict[str, str]]:
+        return make(optimizer, total), {"total_steps": str(total)}
+
+    return optimizer, PlannedSchedule(made, optimizer, lambda _: numbers)
 
 
 def resumed(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:

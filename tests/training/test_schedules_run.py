@@ -52,6 +52,25 @@ def test_plateau_follows_the_validations_and_resumes(plateau: Path, tmp_path: Pa
     assert_same_run(plateau, resumed)
 
 
+def test_with_other_batches_a_resumed_schedule_ends_with_the_run(tmp_path: Path) -> None:
+    """22 steps of an epoch, then 11: the 1cycle schedule has 33, and falls to its end with them."""
+    words = [*SMALL, "scheduler=onecycle", "trainer.epochs=2", "trainer.checkpoint_every=22"]
+    train(tmp_path, *words, "trainer.max_steps=22")
+    rates = checkpoint.load(tmp_path)["trainer"]["schedule"][""]["rates"]
+    for max_steps in (27, "null"):  # The second time the batches stay the same.
+        other = "resume=auto", "dataset.batch_size=128", f"trainer.max_steps={max_steps}"
+        train(tmp_path, *words, *other)
+    optimizer = SGD([torch.zeros(1)], lr=rates[0])
+    schedule, wanted = OneCycleLR(optimizer, rates, 33 + 1), []
+    for _ in range(33):
+        optimizer.step()
+        schedule.step()
+        wanted.append(optimizer.param_groups[0]["lr"])
+    seen = [rate for _, rate in scalars(tmp_path)["optim/lr"]]
+    assert seen[27:] == pytest.approx(wanted[27:], rel=2.0**-23)  # of the event files
+    assert (len(seen), seen[-1] < 1e-4 * rates[0]) == (33, True)
+
+
 def test_another_pace_of_validations_is_said(plateau: Path, tmp_path: Path, caplog: Log) -> None:
     run = Path(shutil.copytree(plateau, tmp_path / "run"))
     train(run, *PLATEAU_RUN, "trainer.eval_every=3", "resume=auto")
@@ -70,7 +89,8 @@ def test_numbers_are_filled_in() -> None:
 
 def built(*words: str, optimizer: Optimizer | None = None) -> Any:
     own = optimizer or SGD([torch.zeros(1)], lr=0.1)
-    return build_schedule(check_config(composed(*words)), own, PLAN, {"accuracy": Accuracy})
+    config = check_config(composed(*words))
+    return build_schedule(config, own, lambda _: PLAN, {"accuracy": Accuracy})
 
 
 def by_hand(make: Any) -> list[float]:

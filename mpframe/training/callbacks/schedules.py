@@ -40,6 +40,7 @@ from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.user_code import user_code
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer, load_states
 
 log = logging.getLogger(__name__)
@@ -216,6 +217,9 @@ def _steps(units: float, unit: int) -> float:
     return round(units * unit, 6)  # 0.07 * 100 is 7.000000000000001.
 
 
+Numbers = Mapping[str, int]
+
+
 class Schedule(Protocol):
     """Sets the learning rates of an optimizer's groups, as torch's schedules do."""
 
@@ -233,23 +237,23 @@ class PlannedSchedule:
     steps, `step_update(updates)`, and after each epoch the epochs, `step(epochs)`.
 
     Args:
-        make: makes the schedule for the optimizer, from the learning rates of its groups.
-        arguments: of the schedule, as text by name.
-        steps_per_epoch: >= 1.
+        make: make(numbers) makes the schedule for the optimizer, from the learning rates of its
+            groups, and returns it with its arguments as text by name.
+        optimizer: whose rates it sets.
+        plan: plan(progress) returns the numbers (`Plan.numbers`) of the run that goes on there.
     """
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: Callable[[Numbers], tuple[Any, Mapping[str, str]]],
         optimizer: Optimizer,
-        arguments: Mapping[str, str],
-        steps_per_epoch: int,
+        plan: Callable[[Progress], Numbers],
     ) -> None:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._make, self._optimizer = make, optimizer
-        self._arguments, self._steps_per_epoch = dict(arguments), steps_per_epoch
-        self._updates = 0
-        self.schedule = make()
+        self._make, self._optimizer, self._plan = make, optimizer, plan
+        self._updates, self.progress = 0, Progress()  # where the run begins, or goes on
+        self._numbers = plan(self.progress)
+        self.schedule, self._arguments = make(self._numbers)
         self.__name__ = type(self.schedule).__name__  # Errors in it name this.
 
     def step(self) -> None:
@@ -259,8 +263,9 @@ class PlannedSchedule:
             self.schedule.step()
             return
         self.schedule.step_update(self._updates)
-        if self._updates % self._steps_per_epoch == 0:
-            self.schedule.step(self._updates // self._steps_per_epoch)
+        epochs, within = divmod(self._updates, self._numbers["steps_per_epoch"])
+        if within == 0:
+            self.schedule.step(epochs)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -271,14 +276,17 @@ class PlannedSchedule:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, with a warning that names the arguments that differ."""
+        """Continue at `progress`, with a warning that names the arguments that differ."""
         self._rates = [float(rate) for rate in state_dict["rates"]]
-        then, now = dict(state_dict["arguments"]), self._arguments
-        self._updates = int(state_dict["updates"])
-        if then == now:
+        then, numbers = dict(state_dict["arguments"]), self._plan(self.progress)
+        if (numbers, then) == (self._numbers, self._arguments):
+            self._updates = int(state_dict["updates"])
             self.schedule.load_state_dict(state_dict["schedule"])
             return
-        self._replay(self._updates)
+        self._replay(numbers, int(state_dict["updates"]))
+        now = self._arguments
+        if then == now:  # The run was resumed with these batches before.
+            return
         changes = ", ".join(
             f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
             for name in sorted(then.keys() | now.keys())
@@ -290,10 +298,11 @@ class PlannedSchedule:
             self._updates,
         )
 
-    def _replay(self, updates: int) -> None:
+    def _replay(self, numbers: Numbers, updates: int) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        self.schedule, self._updates = self._make(), 0
+        self._numbers, self._updates = numbers, 0
+        self.schedule, self._arguments = self._make(numbers)
         with warnings.catch_warnings():
             # The optimizer took these steps before the run was resumed.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -335,4 +344,7 @@ class Schedules(Algorithm):
         return {"schedule": {name: one.state_dict() for name, one in self.by_name.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for schedule in self.by_name.values():
+            if isinstance(schedule, PlannedSchedule):
+                schedule.progress = Progress.from_state(state["progress"])
         load_states(self.by_name, state.get("schedule", {}), "scheduler")
