@@ -80,7 +80,7 @@ def _handlers(root: logging.Logger) -> set[logging.Handler]:
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
-    for module in ("optim.master_weights", "loss_scaling.logmax"):
+    for module in ("objective", "optim.master_weights", "loss_scaling.logmax"):
         monkeypatch.setattr(f"mpframe.core.{module}.host_waits_for", lambda device: True)
 
 

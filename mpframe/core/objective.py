@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpframe.core.casting.cast import cast_block
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
-from mpframe.core.tree import HALF, tensors_in, to_fp32
+from mpframe.core.tree import HALF, host_waits_for, tensors_in, to_fp32
 from mpframe.core.user_code import blame, describe, name_of
 
 
@@ -156,6 +156,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Supervised:
     """The objective of batches (inputs, targets). Its loss is computed in fp32, outside the casts.
 
+    The mean of torch's cross-entropy and NLL loss is over labels, by their weights: these count.
+
     Args:
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch, of outputs in fp32 or
             wider.
@@ -189,7 +191,19 @@ class Supervised:
                 loss = self.loss(outputs, targets)
             except BaseException:
                 blame(self._option, self.loss, outputs=outputs, targets=targets)
-        return StepOutput(loss, outputs, targets)
+        return StepOutput(loss, outputs, targets, _count_labels(self.loss, targets))
+
+
+def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
+    """Return what torch's mean over classes divides by: the labels, or the sum of their weights."""
+    of_labels = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
+    if not of_labels or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None  # Probabilities of classes: the mean is over samples.
+    counts: Tensor = targets != loss.ignore_index
+    if loss.weight is not None:
+        counts = torch.where(counts, loss.weight[torch.where(counts, targets, 0)], 0.0)
+    count = counts.sum()
+    return count if loss.weight is not None or host_waits_for(count.device) else int(count)
 
 
 def supervised(loss: LossFunction) -> Supervised:

@@ -183,6 +183,44 @@ def test_the_logarithm_is_learned_and_the_number_is_measured() -> None:
     assert {output.loss.dtype, output.outputs.dtype} == {torch.float32}
 
 
+FEW_LABELS = [0, 1, -100, -100, -100, -100, -100, 2]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize(("loss", "labels"), [
+    (cross_entropy([10.0, 1.0, 1.0, 0.0]).loss, [0, 0, 0, 0, 1, 2, 3, 1]),
+    (nn.CrossEntropyLoss(), FEW_LABELS),
+    (nn.CrossEntropyLoss(), [0, 1, 2, 3, *[-100] * 4]),
+    (nn.CrossEntropyLoss(), [[0, 1], [2, -100], *[[-100, -100]] * 5, [3, 3]]),
+    (nn.NLLLoss(torch.tensor([10.0, 1, 1, 1]), ignore_index=3), [0, 3, 1, 3, 3, 2, 0, 1]),
+], ids=["weights", "few", "none in one", "dense", "NLL"])  # fmt: skip
+def test_a_batch_may_be_cut_though_its_loss_is_a_mean_over_labels(mode, loss, labels) -> None:
+    """Two micro-batches are one batch of 8 in training, and in validation batches of any size."""
+    targets, seen = torch.tensor(labels), []
+    inputs = torch.rand(8, 6, *targets.shape[1:], generator=torch.Generator().manual_seed(0))
+    for size in (8, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(6, 4, 1) if targets.dim() > 1 else nn.Linear(6, 4))
+        trainer = prepared(model, loss, mode, evaluator=Evaluator())
+        batches = Batches(zip(inputs.split(size), targets.split(size), strict=True))
+        before = trainer.evaluate(batches).loss
+        result = trainer.train_step(*batches)
+        seen.append([torch.tensor(before), result.loss, *trainer.weights().values()])
+    # Sums in another order, and in float16 each micro-batch's gradients are rounded once.
+    error = {"fp32": 1e-6, "mixed": 2.0**-10}[mode]
+    torch.testing.assert_close(*seen, rtol=error, atol=error)
+
+
+def test_what_is_no_mean_over_labels_counts_samples() -> None:
+    shares, labels = torch.full((3, 4), 0.25), torch.tensor([0, 1, 2])
+    for loss, targets in (
+        (nn.CrossEntropyLoss(), shares), (nn.CrossEntropyLoss(reduction="sum"), labels),
+        (nn.MSELoss(), shares),
+    ):  # fmt: skip
+        output = supervised(loss)(nn.Identity(), (torch.zeros(3, 4), targets))
+        assert output.count is None
+
+
 def test_dice_and_cross_entropy_by_hand() -> None:
     logits = torch.tensor([[[2.0, 0.0, -1.0], [0.0, 1.0, 1.0], [0.5, 0.0, 0.0]]]).double()
     targets = torch.tensor([[0, 1, 1]])

@@ -221,8 +221,8 @@ class CastMode(TorchFunctionMode):
         if self._steps != count_steps():
             self._steps = count_steps()
             self._kept_weights.clear()
-        # A cast made without a graph has no gradient.
-        key = (id(tensor), torch.is_grad_enabled())
+        # A cast made without a graph has no gradient, and one made with it has one for good.
+        key = (id(tensor), torch.is_grad_enabled() and tensor.requires_grad)
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
             return reuse_operand(kept[2], kept[3])

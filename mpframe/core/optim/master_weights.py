@@ -29,6 +29,7 @@ from mpframe.core.optim.gradients import (
     check_clipping,
     check_takes_sparse,
     in_chunks,
+    laid_like,
     measure_grads,
 )
 from mpframe.core.optim.masters import Master, Pair, master_class
@@ -186,8 +187,8 @@ class MasterWeights(OptimizerWrapper):
                 "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
             )
         given: Any = scaler
-        if isinstance(given, Tensor):
-            raise ConfigError("optimizer.step: takes the scaler itself, not its scale")
+        if isinstance(given, Tensor | float | int | torch.amp.GradScaler):
+            raise ConfigError("optimizer.step: takes a scaler of mpframe itself, not its scale")
         scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
         loss = None if evaluated is None else evaluate(evaluated)
         gradients = self.collect_step_grads(scale_of(scaling))
@@ -291,6 +292,8 @@ class MasterWeights(OptimizerWrapper):
             if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
+            if not gradient.is_sparse and gradient.stride() != master.stride():
+                master.grad = laid_like(gradient, master)
         self.step_wrapped(found_inf=found_inf)
         for master in masters:
             master.grad = None

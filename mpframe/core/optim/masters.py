@@ -31,6 +31,7 @@ class _Seen:
     """
 
     address, version = -1, -1
+    stride: tuple[int, ...] = ()
     words: Tensor
     bits: Tensor | None = None
     summed = False
@@ -39,9 +40,10 @@ class _Seen:
     def at(cls, weight: Tensor) -> "_Seen":
         seen, words = cls(), weight.detach()
         rows = words.flatten(1) if weight.dim() > 1 else words.flatten()
-        if weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4):
+        fits = rows.numel() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4)
+        if weight.is_contiguous() and fits:
             words = rows.view(torch.int64)  # Over words of 16 bits sums take 60 times as long.
-        seen.address, seen.words = weight.data_ptr(), words
+        seen.address, seen.stride, seen.words = weight.data_ptr(), weight.stride(), words
         if _compares_values(weight):
             large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
             seen.summed, seen.bits = large, torch.empty_like(words[:, 0] if large else words)
@@ -61,6 +63,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
     for weight, master in pairs:
         seen = master.seen
         same = seen.address == weight.data_ptr() and seen.version == weight._version
+        same = same and seen.stride == weight.stride()
         if same and seen.bits is not None and not torch.compiler.is_compiling():
             same = torch.equal(seen.words.sum(-1) if seen.summed else seen.words, seen.bits)
         if not same or (look and seen.bits is None):
@@ -73,7 +76,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
     """Note that each weight is now as its master wrote it."""
     for weight, master in pairs:
         seen = master.seen
-        if seen.address != weight.data_ptr():
+        if seen.address != weight.data_ptr() or seen.stride != weight.stride():
             seen = master.seen = _Seen.at(weight)
         seen.version = weight._version
         if seen.bits is not None and not torch.compiler.is_compiling():

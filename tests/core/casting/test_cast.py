@@ -34,6 +34,21 @@ def weight_of(value=1.0):
 class TestWeightsOfABlock:
     """One weight is cast once in a block, and never used when it is older than its weight."""
 
+    @pytest.mark.parametrize("compute", ["native", "emulated"])
+    def test_frozen_in_the_block_it_has_no_gradient_from_then_on(self, compute) -> None:
+        """A discriminator that judges for the generator, in one block with its own step."""
+        weight, x = weight_of()
+        with amp("bfloat16", compute).cast():
+            F.linear(x, weight)
+            weight.requires_grad_(False)
+            frozen = F.linear(x.requires_grad_(), weight)
+            weight.requires_grad_(True)
+            trained = F.linear(x, weight)
+        frozen.sum().backward()
+        assert weight.grad is None
+        trained.sum().backward()
+        assert weight.grad == 1
+
     @pytest.mark.parametrize("half", HALVES)
     def test_cast_once_also_after_a_block_in_which_it_was_written(self, half) -> None:
         weight, x, precision = nn.Parameter(X.clone()), X.to(HALVES[half]), amp(half, "native")

@@ -45,6 +45,29 @@ def test_a_weight_may_begin_anywhere_in_its_memory(offset) -> None:
     assert same_bits(flat[offset : offset + 8], moved.half())
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_a_model_turns_channels_last_after_it_was_prepared(half) -> None:
+    """Fused kernels take master and gradient as they lie in memory."""
+    masters = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(8, 4, 3)
+        plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        model, optimizer = Precision("mixed", half).prepare(model, plain)
+        model.to(memory_format=layout)
+        for _ in range(2):
+            model.weight.grad = torch.arange(288).view(4, 8, 3, 3).to(model.weight)
+            model.weight.grad = model.weight.grad.contiguous(memory_format=layout)
+            optimizer.step()
+        masters.append(optimizer.master_of(model.weight))
+    assert torch.equal(*masters)
+
+
+def test_a_weight_without_values_is_stepped() -> None:
+    weight = nn.Parameter(torch.empty(8, 0, dtype=HALF))
+    step(MasterWeights(torch.optim.SGD([weight], lr=0.5)), weight)
+
+
 def full(value, dtype=torch.float32):
     return torch.full((4, 4), value, dtype=dtype)
 
@@ -58,6 +81,7 @@ WRITES = {
     "copy_": lambda model: model.weight.detach().copy_(torch.ones_like(model.weight)),
     "data =": new_data,
     "data.clamp_": lambda model: model.weight.data.clamp_(-0.1, 0.1),
+    "data transposed": lambda model: setattr(model.weight, "data", model.weight.data.t()),
     "data.neg_": lambda model: model.weight.data.neg_(),
     "data rows": lambda model: model.weight.data[:2].copy_(model.weight.data[:2].flip(0)),
     "init": lambda model: nn.init.constant_(model.weight, 3.0),

@@ -271,8 +271,8 @@ BOTH = "cannot be combined; give only one"
         (lambda: Trainer(*Precision("amp").prepare(layer := nn.Linear(2, 2), SGD(
             layer.parameters(), lr=0.1)), supervised(MSE)), "precision=fp32: the optimizer was "
          "prepared by another one, amp(float16); give the trainer that precision"),
-        (lambda: made(ONE).step(Static(2.0).scale), "optimizer.step: takes the scaler itself, "
-         "not its scale"),
+        (lambda: made(ONE).step(Static(2.0).scale), "optimizer.step: takes a scaler of mpframe "
+         "itself, not its scale"),
         (lambda: made(ONE, cls=LBFGS).step(), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(closure=int, scaler=Static(2.0)), STEPS_ITSELF),
         (lambda: made(ONE, cls=LBFGS).step(scaler=lambda: None), STEPS_ITSELF),
