@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from mpframe import __version__
@@ -92,13 +92,9 @@ def help_of(name: str) -> str:
 
 
 def versions() -> str:
-    known = [f"mpframe {__version__}"]
-    for name in ("torch", "hydra-core"):
-        try:
-            known.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            known.append(f"{name} of unknown version")
-    return ", ".join([*known, f"Python {platform.python_version()}"])
+    torch, hydra = version("torch"), version("hydra-core")
+    python = platform.python_version()
+    return f"mpframe {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
 
 
 def _complete_command(arguments: list[str]) -> bool:

@@ -12,7 +12,10 @@ It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time
 import atexit
 import math
 import os
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -20,9 +23,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from mpframe.cli.job import print_error
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
-from mpframe.config.sweep import axes, say_on_signal, words_of, words_of_sweep
+from mpframe.config.sweep import axes, make_stop_error, words_of, words_of_sweep
 from mpframe.files.durable import write_atomically
 
 
@@ -40,7 +44,7 @@ class SweepTable(Callback):
         # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
-            say_on_signal(Path(config.hydra.sweep.dir))
+            _say_on_signal(Path(config.hydra.sweep.dir))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
@@ -61,6 +65,16 @@ class SweepTable(Callback):
         jobs = write_table(self._folder)
         if jobs:
             print(as_text(self._folder, jobs, self._planned))
+
+
+def _say_on_signal(folder: Path) -> None:
+    """Make signals end this process with one line, while its jobs run in other processes."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(print_error(make_stop_error(signal.Signals(number), folder)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def _count_jobs(config: DictConfig) -> int:

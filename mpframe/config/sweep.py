@@ -16,7 +16,6 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
@@ -31,7 +30,6 @@ from mpframe.config.schema import WATCHING, only_watches
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
-from mpframe.files.text import printable
 
 _VALUES_CHECKED = 512
 _MOST_JOBS = 100_000
@@ -236,19 +234,6 @@ _FOLDER = "hydra.sweep.dir"
 def make_stop_error(received: signal.Signals, folder: Path) -> RunInterrupted:
     """Make the error of a sweep that a signal stopped, with the command that continues it."""
     return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
-
-
-def say_on_signal(folder: Path) -> None:
-    """Make signals end this process with that line, while its jobs run in other processes."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        error = make_stop_error(signal.Signals(number), folder)
-        said = hide(str(error), secrets_of(sys.argv, os.environ))
-        print(f"mpframe: {printable(said)}", file=sys.stderr)
-        sys.exit(error.exit_code)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
 
 
 def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
