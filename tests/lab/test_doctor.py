@@ -20,7 +20,10 @@ from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composing import check_config
 from mpframe.lab import hints
 from mpframe.lab.autopsy.diagnosis import diagnose
-from mpframe.lab.doctor import CHECKS, Severity, Subject, checks, examine
+from mpframe.lab.doctor import checks
+from mpframe.lab.doctor.checks import CHECKS, examine
+from mpframe.lab.doctor.subject import Subject
+from mpframe.lab.hints import Severity
 from mpframe.lab.ranges import KINDS, RangeProbe
 
 DIGITS = "dataset._target_=planted.digits"

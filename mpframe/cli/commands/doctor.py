@@ -23,7 +23,9 @@ from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import jobs
 from mpframe.config.overrides import PRIMARY
 from mpframe.config.schema import Config
-from mpframe.lab.doctor import Finding, Severity, Subject, examine
+from mpframe.lab.doctor.checks import examine
+from mpframe.lab.doctor.subject import Subject
+from mpframe.lab.hints import Finding, Severity
 from mpframe.run.resume import take_first_weights
 
 

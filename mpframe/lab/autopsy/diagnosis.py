@@ -55,11 +55,6 @@ class Culprit:
     origin: OpCall | None = None
     receiver: OpCall | None = None  # the call in another module that receives the gradient
 
-    @property
-    def bits_beyond(self) -> float:
-        """How far the value is above the limit, negative if below."""
-        return math.log2(self.value / self.limit) if 0 < self.value < math.inf else math.inf
-
 
 def culprit_of_inputs(case: Case) -> Culprit | None:
     """Find a sample or a weight that is not finite before anything has run."""
@@ -86,7 +81,7 @@ def culprit_of_fp32(case: Case, full: Replay) -> Culprit | None:
         if one.finite:
             continue
         direction = "forward" if not one.loss_finite else "backward"
-        nonfinite = one.trace.nonfinite_in(direction) or one.trace.nonfinite
+        nonfinite = sorted(one.trace.nonfinite, key=lambda first: first.direction != direction)
         if nonfinite:
             first = nonfinite[0]
             samples, name = _ids(case, one.batch, first.rows), one.objective

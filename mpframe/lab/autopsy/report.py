@@ -115,9 +115,10 @@ def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
         return f"its {culprit.what} is {_number(culprit.value)} in float32"
     if culprit.value <= culprit.limit:
         return f"its {culprit.what} reaches {culprit.value:.6g} in fp32, yet is not finite here"
+    bits = math.log2(culprit.value / culprit.limit)
     return (
         f"its {culprit.what} reaches {culprit.value:.6g} in fp32; {culprit.half} ends at "
-        f"{culprit.limit:.6g}, {culprit.bits_beyond:.1f} bits below"
+        f"{culprit.limit:.6g}, {bits:.1f} bits below"
     )
 
 

@@ -142,9 +142,6 @@ class Trace:
     def observations(self, direction: str) -> dict[OpCall, Observation]:
         return self.forward if direction == "forward" else self.backward
 
-    def nonfinite_in(self, direction: str) -> list[FirstNonFinite]:
-        return [first for first in self.nonfinite if first.direction == direction]
-
 
 class Watch(TorchFunctionMode):
     """A mode that fills a `Trace` of a pass over `rows` samples. Enter it in the cast block."""

@@ -5,9 +5,3 @@
 
 Nothing is written, and each trial is undone. Begin with subject.py.
 """
-
-from mpframe.lab.doctor.checks import CHECKS, examine
-from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.hints import Finding, Severity
-
-__all__ = ["CHECKS", "Finding", "Severity", "Subject", "examine"]
