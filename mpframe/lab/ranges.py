@@ -229,8 +229,7 @@ FILE_NAME = "ranges.bin"
 class RangeRecord:
     """A record in a run's folder that grows.
 
-    Reports of the first `kept` steps stay, for a resumed run. If the disk is full, `on_error` is
-    `stop`, or `warn` to write what waits once there is room.
+    Reports of the first `kept` steps stay, for a resumed run. `on_error`: see `AppendLog`.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:

@@ -22,7 +22,7 @@ FILE_NAME = "metrics.jsonl"
 class JsonLines(Callback, Logger):
     """Writes the line of a step when a later one was tried. A checkpoint holds what waits.
 
-    If the disk is full, `on_error` is `stop`, or `warn` to write what waits once there is room.
+    `on_error`: see `AppendLog`.
     """
 
     def __init__(self, on_error: str = "stop") -> None:

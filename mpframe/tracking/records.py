@@ -34,8 +34,7 @@ _HELD = 256  # steps between two transfers from the device
 class AmaxRecord:
     """A run's record that grows. Values wait on the device until many are moved at once.
 
-    `kept` steps of an older record stay, for a resumed run. If the disk is full, `on_error` is
-    `stop`, or `warn` to write what waits once there is room.
+    `kept` steps of an older record stay, for a resumed run. `on_error`: see `AppendLog`.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
@@ -94,8 +93,7 @@ Row = Mapping[str, float | int | str]
 class MetricsCsv:
     """A table in a run's folder that grows, its first column `step`.
 
-    Rows of an older table stay if their step is below `before`. If the disk is full, `on_error` is
-    `stop`, or `warn` to write what waits once there is room.
+    Rows of an older table stay if their step is below `before`. `on_error`: see `AppendLog`.
     """
 
     def __init__(

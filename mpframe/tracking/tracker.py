@@ -122,14 +122,12 @@ class Tracker(Logger):
         self._add(Summary(value=entries), step)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        """Log a picture, an encoded PNG."""
         width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
         size = {"width": width, "height": height, "colorspace": 4}  # red, green, blue, opacity
         image = Summary.Image(encoded_image_string=png, **size)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
-        """Log counts [n], not all 0, between edges [n + 1]. No scalar has the same tag."""
         filled = [index for index, count in enumerate(counts) if count]
         first, last = filled[0], filled[-1] + 1
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
@@ -193,7 +191,6 @@ class Tracker(Logger):
             self._add(_decode(event), last_step["step"])
 
     def flush(self) -> None:
-        """Wait until all that was logged is in the file. Call it before a checkpoint."""
         with self._unwritable():
             self._events.flush()
 
