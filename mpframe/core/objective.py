@@ -156,8 +156,6 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Supervised:
     """The objective of batches (inputs, targets). Its loss is computed in fp32, outside the casts.
 
-    The mean of torch's cross-entropy and NLL loss is over labels, by their weights: these count.
-
     Args:
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch, of outputs in fp32 or
             wider.
@@ -197,13 +195,13 @@ class Supervised:
 def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
     """Return what torch's mean over classes divides by: the labels, or the sum of their weights."""
     of_labels = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
-    if not of_labels or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None  # Probabilities of classes: the mean is over samples.
-    counts: Tensor = targets != loss.ignore_index
+    if not of_labels or targets.is_floating_point():  # Of probabilities it is a mean over samples.
+        return None
+    counts = targets != loss.ignore_index
     if loss.weight is not None:
-        counts = torch.where(counts, loss.weight[torch.where(counts, targets, 0)], 0.0)
+        return torch.where(counts, loss.weight[torch.where(counts, targets, 0)], 0.0).sum()
     count = counts.sum()
-    return count if loss.weight is not None or host_waits_for(count.device) else int(count)
+    return count if host_waits_for(count.device) else int(count)
 
 
 def supervised(loss: LossFunction) -> Supervised:

@@ -1,4 +1,4 @@
-"""One backward pass before step 1, to measure how large the gradients are.
+"""How loss scaling begins: `auto`, and one backward pass before step 1 that measures gradients.
 
 Finding a first scale by trial costs a skipped step for every octave that it is too high. The probe
 runs the first batch once in fp32, which does not overflow, and measures
@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.trace import preserve_state
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.loss_scaling.scaler import largest_power_below
+from mpframe.core.loss_scaling.backoff import Backoff
+from mpframe.core.loss_scaling.scaler import NoScaling, largest_power_below
 from mpframe.core.objective import Objective, compute
 from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import user_code
+
+
+def auto(mode: str, half: str) -> Backoff | NoScaling:
+    """Return `Backoff` if dtype mode and half format use float16, else `NoScaling`.
+
+    bfloat16 has the range of fp32, so its gradients need no scale.
+    """
+    return Backoff(half=half) if (mode != "fp32" and half == "float16") else NoScaling()
 
 
 def wants_probe(scaler: object) -> TypeGuard[Any]:

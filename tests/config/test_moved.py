@@ -35,9 +35,8 @@ _WORKLOADS = {
 }
 
 _HOUSE = {
-    "core.loss_scaling": [
-        f"loss_scaling.{name}" for name in ("Static", "Backoff", "LogMax", "auto", "none")
-    ],
+    "training.probe": ["loss_scaling.auto", "core.loss_scaling.auto"],
+    "core.loss_scaling": [f"loss_scaling.{name}" for name in ("Static", "Backoff", "LogMax")],
     "core.objective": ["objectives.supervised"],
     "training.objectives": [
         f"{old}.{name}"

@@ -8,18 +8,12 @@ to where the format has room. The optimizer divides by s again, in fp32.
     Backoff   s grows after clean steps and shrinks on overflow: trial and error
     LogMax    s follows from what the gradients were: a model of their largest magnitude
 
-Each is a small state machine on the device. Begin with scaler.py. Your scaler derives from its
-`Scaler` (docs/loss_scaling.md).
+Each is a small state machine on the device. Begin with scaler.py: yours derives from `Scaler`.
 """
 
-from mpframe.core.loss_scaling.backoff import Backoff, auto
+from mpframe.core.loss_scaling.backoff import Backoff
 from mpframe.core.loss_scaling.logmax import LogMax
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
 
-
-def none() -> NoScaling:
-    """Return `NoScaling`."""
-    return NoScaling()
-
-
-__all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]
+none = NoScaling
+__all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "none"]

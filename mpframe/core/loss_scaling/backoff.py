@@ -22,7 +22,6 @@ from torch import Tensor
 from mpframe.core.loss_scaling.scaler import (
     DEFAULT,
     SCALES,
-    NoScaling,
     Scaler,
     largest_power_below,
     number,
@@ -161,12 +160,3 @@ class Backoff(AdaptiveScaler):
             scale = torch.where(bad & (overflows < self._hysteresis), before, scale)
             overflows.masked_fill_((clean_steps == 0) & ~bad, 0)
         self.state["scale"] = scale.clamp_(self._min, self._max)
-
-
-def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:
-    """Return `Backoff` if dtype mode and half format use float16, else `NoScaling`.
-
-    bfloat16 has the range of fp32, so its gradients need no scale.
-    """
-    float16 = mode != "fp32" and _half_format(half) == torch.float16
-    return Backoff(half=half) if float16 else NoScaling()

@@ -293,16 +293,15 @@ def _add_unless(bad: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], weight: Ten
         for kept, gradient in pairs:
             kept.add_((gradient * weight).masked_fill_(bad, 0.0))
         return
-    sums = [kept for kept, _ in pairs]
-    gradients = [g if g.stride() == kept.stride() else laid_like(g, kept) for kept, g in pairs]
+    sums, gradients = [], []
+    for kept, gradient in pairs:
+        if gradient.stride() != kept.stride():  # The kernel takes both as they lie in memory.
+            gradient = torch.empty_like(kept).copy_(gradient)
+        sums.append(kept)
+        gradients.append(gradient)
     plain: Any = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
     options: Any = {"lr": weight, "found_inf": bad.float(), "maximize": True, **plain}
     torch._fused_sgd_(sums, gradients, [], **options, is_first_step=False)
-
-
-def laid_like(gradient: Tensor, kept: Tensor) -> Tensor:
-    """Return a copy in the format of `kept`, which fused kernels take as it lies in memory."""
-    return torch.empty_like(kept).copy_(gradient)
 
 
 def in_chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

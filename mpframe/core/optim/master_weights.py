@@ -29,7 +29,6 @@ from mpframe.core.optim.gradients import (
     check_clipping,
     check_takes_sparse,
     in_chunks,
-    laid_like,
     measure_grads,
 )
 from mpframe.core.optim.masters import Master, Pair, master_class
@@ -292,8 +291,8 @@ class MasterWeights(OptimizerWrapper):
             if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
-            if not gradient.is_sparse and gradient.stride() != master.stride():
-                master.grad = laid_like(gradient, master)
+            if not gradient.is_sparse and gradient.stride() != master.stride():  # See _add_unless.
+                master.grad = torch.empty_like(master).copy_(gradient)
         self.step_wrapped(found_inf=found_inf)
         for master in masters:
             master.grad = None

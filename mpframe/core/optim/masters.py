@@ -40,8 +40,8 @@ class _Seen:
     def at(cls, weight: Tensor) -> "_Seen":
         seen, words = cls(), weight.detach()
         rows = words.flatten(1) if weight.dim() > 1 else words.flatten()
-        fits = rows.numel() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4)
-        if weight.is_contiguous() and fits:
+        aligned = not (rows.shape[-1] % 4 or rows.storage_offset() % 4)
+        if aligned and rows.numel() and weight.is_contiguous():
             words = rows.view(torch.int64)  # Over words of 16 bits sums take 60 times as long.
         seen.address, seen.stride, seen.words = weight.data_ptr(), weight.stride(), words
         if _compares_values(weight):

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import differing
 
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.loss_scaling import Backoff, LogMax, Scaler, Static, auto, none
+from mpframe.core.loss_scaling import Backoff, LogMax, NoScaling, Scaler, Static
 from mpframe.core.loss_scaling.scaler import name_of
+from mpframe.training.probe import auto
 
 KINDS = (Static, Backoff, LogMax)
 ODD_VALUES = torch.tensor(
@@ -136,10 +137,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, said) 
 
 def test_it_is_called_by_its_kind_or_class() -> None:
     mine = type("Mine", (Backoff,), {})  # A user's, derived from one of ours.
-    scalers = (Static(), Backoff(), LogMax(), none(), mine(), Scaler({}), object())
+    scalers = (Static(), Backoff(), LogMax(), NoScaling(), mine(), Scaler({}), object())
     names = "static Backoff LogMax none Mine Scaler object"
     assert [name_of(scaler) for scaler in scalers] == names.split()
-    float16, bfloat16, fp32 = ("amp", torch.float16), ("mixed", "bfloat16"), ("fp32", "float16")
+    float16, bfloat16, fp32 = ("amp", "float16"), ("mixed", "bfloat16"), ("fp32", "float16")
     ways = (("mixed", "float16"), float16, bfloat16, fp32)
     assert [name_of(auto(*way)) for way in ways] == ["Backoff", "Backoff", "none", "none"]
 
