@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import ROOT
 from fixtures import Shown
-from ranked import in_group, parts, setup
+from ranked import in_group, parts, setup, two_formats
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -243,8 +243,11 @@ def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize(
+    ("mode", "sharded"),
+    [("fp32", False), ("fp32", True), ("mixed", False),
+     pytest.param("mixed", True, marks=two_formats)],
+)  # fmt: skip
 def test_ranks_hold_what_is_planned(request: Any, number: str, mode: str, sharded: bool) -> None:
     for real, planned in request.getfixturevalue(number)(in_group, held_by, mode, sharded):
         assert real == pytest.approx(planned, rel=RATIO)
