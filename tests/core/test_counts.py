@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranked import two_formats
 from torch import nn
 from torch.nn import functional as F
 from vocabulary import same_bits
@@ -133,7 +134,7 @@ NONE_AND_SOME = [[0, 0], [3, 1]], [[32, 2], [7, 9]]
         (2, "in_backward", "fp32", model_loss, MANY_AND_FEW),
         (2, "after_backward", "amp", model_loss, MANY_AND_FEW),
         (1, "fsdp", "amp", model_loss, MANY_AND_FEW),
-        (2, "fsdp", "mixed", model_loss, MANY_AND_FEW),
+        pytest.param(2, "fsdp", "mixed", model_loss, MANY_AND_FEW, marks=two_formats),
         *((1, reduce, "amp", bad_mean, NONE_AND_SOME) for reduce in ("in_backward", "fsdp")),
         *((2, reduce, "amp", bad_mean, NONE_AND_SOME) for reduce in ("after_backward", "fsdp")),
     ],

@@ -5,15 +5,26 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import pytest
+from packaging.version import Version
 
 Patch = pytest.MonkeyPatch
 Log = pytest.LogCaptureFixture
 Shown = pytest.CaptureFixture[str]
 # Tests that start data workers by fork: from Python 3.12 on that warns, beside torch's threads.
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def has_torch(oldest: str) -> bool:
+    return Version(version("torch")) >= Version(oldest)
+
+
+def needs_torch(oldest: str, why: str) -> pytest.MarkDecorator:
+    """Skips with an older torch, which lacks what the test is about."""
+    return pytest.mark.skipif(not has_torch(oldest), reason=f"needs torch {oldest}, which {why}")
 
 
 def refused(error: type[Exception], call: Callable[..., Any], *given: Any, **named: Any) -> str:

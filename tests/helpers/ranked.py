@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import HELPERS, ROOT
+from fixtures import has_torch, needs_torch
 from in_process import differing, results, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
@@ -266,6 +267,10 @@ def assert_same_but(first: list[Any], second: list[Any], *names: str) -> None:
     assert_same(*([{k: s[k] for k in s if k not in names} for s in own] for own in (first, second)))
 
 
+two_formats = needs_torch("2.15", "gathers weights of a block in two formats")
+adds_zeros = needs_torch("2.15", "adds zeros for a layer that a rank does not use")
+# The mode of divided weights where it does not matter: before torch 2.15 they are not `mixed`.
+SHARDED = "mixed" if has_torch("2.15") else "amp"
 OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
        "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
        "trainer.max_steps=4"]  # fmt: skip

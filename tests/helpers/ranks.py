@@ -54,11 +54,11 @@ class Ranks:
                 return results
         except (AssertionError, BrokenPipeError):
             if not self._crashed():
+                self._restart()  # The next call would get their answers to this one.
                 raise
         codes = [process.exitcode for process in self.processes]
         print(f"ranks: a crash ended one of them {codes}; the call is made again", file=sys.stderr)
-        self._kill()
-        self._start()
+        self._restart()
         self.begin(function, *arguments)
         return self.results(within)
 
@@ -91,6 +91,10 @@ class Ranks:
     def _crashed(self) -> bool:
         """A test's SIGKILL is none."""
         return any(process.exitcode in CRASHES for process in self.processes)
+
+    def _restart(self) -> None:
+        self._kill()
+        self._start()
 
     def _kill(self) -> None:
         for process in self.processes:

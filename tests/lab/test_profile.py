@@ -113,7 +113,7 @@ class Recursive(nn.Linear):
 
 def test_marks_of_a_real_trace_and_no_hook_left(tmp_path: Path) -> None:
     model, path = nn.Sequential(nn.Linear(2, 2), Recursive(2, 2)), tmp_path / "trace.json.gz"
-    with profile(record_shapes=True) as recorded, mark_modules(model):
+    with profile(record_shapes=True, acc_events=True) as recorded, mark_modules(model):
         with pytest.raises(ValueError, match="too deep"):
             model[1](torch.ones(1, 2), -1)
         model(torch.ones(1, 2)).sum().backward()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fixtures import Patch
+from fixtures import Patch, has_torch, needs_torch
 from low_bits import COLUMNS, ML_DTYPES, ROWS, prepared, uniform
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,7 +44,9 @@ UNIT = 2.0**-24  # of fp32: half a unit in the last place, relative
 NEAR = 2 * 43 * UNIT * 2
 NONE = "scaled_mm has none with an fp32 result for "
 PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
-SWIZZLE = "CPU does not support swizzle"
+OLDER = f"scaled_mm needs torch 2.15 there, and this is {torch.__version__}"
+OF_CPU, SWIZZLE = ("", "CPU does not support swizzle") if has_torch("2.15") else (OLDER, OLDER)
+on_cpus = needs_torch("2.15", "multiplies fp8 on CPUs")
 
 
 def made(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
@@ -138,6 +140,7 @@ def test_codes_decode_to_the_very_numbers(name: str, shape: tuple[int, int]) -> 
     assert torch.equal(decoded(codes_of(parts)) * scale, expected)
 
 
+@on_cpus
 @pytest.mark.parametrize(
     "case",
     [("tensor", "tensor", (64, 96, 32), False), ("tensor", "tensor e5m2", (33, 47, 5), True),
@@ -172,6 +175,7 @@ def trained(compute: str, products: Any) -> dict[str, Any]:
     return {"y": y.detach(), "x": x.grad, "w": layer.weight.grad, "b": layer.bias.grad}
 
 
+@on_cpus
 class TestChoice:
     def test_a_cpu_emulates_unless_told(self, calls: list[tuple[int, ...]]) -> None:
         trained("auto", "fp8_rows")
@@ -215,9 +219,20 @@ class TestRefusal:
             (MXFP4, MXFP4, CPU, NONE + "e2m1 / e8m0 scale per block of 32 x 1"),
             (TENSOR, TENSOR, torch.device("meta"), "scaled_mm is not used on meta here"),
             (NVFP4, replace(NVFP4, across=16), CPU, SWIZZLE),
-            (TENSOR, replace(TENSOR, format=E5M2, history=3), CPU, ""),
+            (TENSOR, replace(TENSOR, format=E5M2, history=3), CPU, OF_CPU),
         ):
             assert refusal(left, right, device) == said
+
+    def test_by_an_older_torch(self, monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
+        """Which has the op for CUDA only. Its own text names 50 backends."""
+
+        def scaled_mm(*operands: Any, **named: Any) -> Any:
+            raise NotImplementedError("Could not run 'aten::_scaled_mm_v2' with arguments from ...")
+
+        request.addfinalizer(native._try.cache_clear)
+        native._try.cache_clear()
+        monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+        assert refusal(ROW, ROW, CPU) == OLDER
 
     def test_by_an_older_gpu(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -232,6 +247,7 @@ class TestRefusal:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
             assert refusal(how, how, CUDA) == said
 
+    @on_cpus
     def test_of_wrong_numbers(self, monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
         request.addfinalizer(native._try.cache_clear)
         native._try.cache_clear()
@@ -239,7 +255,10 @@ class TestRefusal:
         monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: scaled_mm(*a, **k).flip(0))
         assert refusal(ROW, ROW, CPU) == "torch's scaled_mm gives wrong numbers for it"
 
-    @pytest.mark.parametrize(("products", "pins"), [("mxfp8", {}), ("fp8_rows", {"head": "nvfp4"})])
+    @pytest.mark.parametrize(
+        ("products", "pins"),
+        [("mxfp8", {}), pytest.param("fp8_rows", {"head": "nvfp4"}, marks=on_cpus)],
+    )
     def test_at_once_where_native_was_asked_for(self, products: str, pins: dict[str, str]) -> None:
         lists = replace(OpLists.named(), modules=pins)
         precision = Precision("mixed", products=products, compute="native", ops=lists)

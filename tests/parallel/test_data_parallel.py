@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import CPU, assert_same, assert_same_but, bad_input, on_ranks, trained
+from ranked import CPU, SHARDED, assert_same, assert_same_but, bad_input, on_ranks, trained
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -113,7 +113,7 @@ def bad_divided_sum(trainer: Trainer, batches: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("fp32", FSDP), ("mixed", FSDP)],
+    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("fp32", FSDP), (SHARDED, FSDP)],
 )
 def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, options: Any) -> None:
     """Before the sum, or only in it; nothing changes but the scale, and the ranks agree."""

@@ -9,7 +9,7 @@ import pytest
 import ranked
 import torch
 from in_process import differing, train
-from ranked import NET, OWN, assert_same_but, bad_input, on_ranks
+from ranked import NET, OWN, SHARDED, assert_same_but, bad_input, on_ranks, two_formats
 from ranks import Ranks
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,7 +63,7 @@ def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [("gpt", "mixed"), ("tied", "fp32")])
+@pytest.mark.parametrize(("name", "mode"), [("gpt", SHARDED), ("tied", "fp32")])
 def test_two_by_two_ranks_are_two_that_accumulate(
     four: Ranks, two: Ranks, name: str, mode: str
 ) -> None:
@@ -104,7 +104,9 @@ GATHERED = {  # how often in a step: two blocks and the rest of the model, forwa
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["amp", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["amp", pytest.param("mixed", marks=[pytest.mark.slow, two_formats])]
+)
 def test_gathering_otherwise_changes_no_number(two: Ranks, mode: str) -> None:
     plain = of(two, mode, "gpt")
     calls = [own.pop("calls") for own in plain]
@@ -142,8 +144,8 @@ def compiled_run(folder: Path, *options: str) -> Any:
         return ranked.run(folder, *options)
 
 
-RUN = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9", "trainer.keep_last=3",
-       "callbacks.autopsy=null", "trainer.clip_norm=null"]  # fmt: skip
+RUN = [*NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9",
+       "trainer.keep_last=3", "callbacks.autopsy=null", "trainer.clip_norm=null"]  # fmt: skip
 GRID = ["trainer.parallel=fsdp", "distributed.replicas=2"]
 
 
@@ -174,7 +176,7 @@ def test_a_run_of_replicas_continues_on_any_ranks(four: Ranks, two: Ranks, tmp_p
 @pytest.mark.slow
 def test_replicas_that_drift_apart_are_refused(four: Ranks, tmp_path: Path) -> None:
     drift = ["+callbacks.drift._target_=ranked.Drift", "+model.bias=false"]
-    ends = four(ranked.run, tmp_path / "run", *OWN, *GRID, *drift)
+    ends = four(ranked.run, tmp_path / "run", *OWN, f"dtype={SHARDED}", *GRID, *drift)
     said = "trainer.parallel=fsdp: after step 4 weight is not the same on rank 3 as on rank 1"
     assert all(text.startswith(said) for _, text in ends), ends
     assert not checkpoint.all_in(tmp_path / "run")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Patch, refused
-from ranked import assert_same, in_group, on_ranks, setup, trained, whole_of
+from ranked import SHARDED, adds_zeros, assert_same, in_group, on_ranks, setup, trained, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mode", "options"),
     [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"}),
-     ("mixed", {"fsdp": True, "clip_norm": None})],
+     pytest.param("mixed", {"fsdp": True, "clip_norm": None}, marks=adds_zeros)],
 )  # fmt: skip
 def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
     """Of two ranks what one process counts of their two halves, even if one alone uses a layer."""
@@ -143,6 +143,7 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
 
 
 @pytest.mark.slow
+@adds_zeros
 def test_the_ranges_of_replicas_count_each_weight_once(four: Ranks) -> None:
     options: dict[str, Any] = {"fsdp": True, "clip_norm": None, "layout": {"replicas": 2}}
     first, *others = four(in_group, ranges, "mixed", options)
@@ -202,7 +203,7 @@ def by_kind(traffic: Traffic) -> Counter[str]:
      *(pytest.param("four", way, marks=pytest.mark.slow) for way in ("fsdp", "hsdp"))],
 )  # fmt: skip
 def test_the_plan_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
-    mode = "fp32" if parallel == "after_backward" else "mixed"
+    mode = {"in_backward": "mixed", "after_backward": "fp32"}.get(parallel, SHARDED)
     results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
     ways = {"fsdp": Way("fsdp", shards=len(results)), "hsdp": Way("hsdp", 2, len(results) // 2)}
     way, early = ways.get(parallel, Way("ddp", len(results))), parallel == "in_backward"

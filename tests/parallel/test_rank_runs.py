@@ -11,7 +11,18 @@ import pytest
 import ranked
 from fixtures import Log
 from in_process import assert_same_run, cut, differing, scalars, train
-from ranked import NET, NOISY, OWN, assert_same_results, rows, summary_in, torchrun, trouble
+from ranked import (
+    NET,
+    NOISY,
+    OWN,
+    SHARDED,
+    assert_same_results,
+    rows,
+    summary_in,
+    torchrun,
+    trouble,
+    two_formats,
+)
 from ranks import Ranks
 
 from mpframe import checkpoint
@@ -23,7 +34,7 @@ from mpframe.data import Loader
 from mpframe.lab.ranges import read_ranges
 from mpframe.tracking.summary import Status
 
-DIVIDED = [*NET, "model.dropout=0.2", "dtype=mixed", "trainer.ema_decay=0.9",
+DIVIDED = [*NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9",
            "trainer.clip_norm=null", "trainer.keep_last=3", "trainer.keep_best=1",
            "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
 TOO_HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=1048576"]  # for one of two parts
@@ -134,7 +145,7 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
 def test_three_ranks_become_two(two: Ranks, tmp_path: Path, parallel: str) -> None:
     """As torchrun makes of them if one machine is lost. Neither number divides the batch."""
     options = [*NET, "dataset.batch_size=16", "trainer.keep_last=9"]
-    options += [f"trainer.parallel={parallel}", "callbacks.autopsy=null"]
+    options += [f"trainer.parallel={parallel}", "callbacks.autopsy=null", f"dtype={SHARDED}"]
     with Ranks(3) as three:
         ends = three(ranked.run, tmp_path / "run", *options, *trouble(2, 4, "SIGTERM"))
     assert {kind for kind, _ in ends} == {"RunInterrupted"}
@@ -178,7 +189,8 @@ def test_pictures_and_norms_are_those_of_one_process(
     parallel: str, two: Ranks, tmp_path: Path
 ) -> None:
     watched = ["callbacks=[default,confusion_matrix,gradient_norms]", "trainer.log_every=1"]
-    options = [*NET, *watched, "trainer.clip_norm=null", "callbacks.autopsy=null"]
+    options = [*NET, *watched, "trainer.clip_norm=null", "callbacks.autopsy=null",
+               f"dtype={SHARDED}"]  # fmt: skip
     two(ranked.run, tmp_path / "two", *options, f"trainer.parallel={parallel}")
     train(tmp_path / "one", *options, "dataset.batch_size=32", "trainer.accumulate=2")
     pictures = [tmp_path / n / "validation/confusion_matrix_test.png" for n in ("two", "one")]
@@ -215,7 +227,8 @@ def test_fsdp_leaves_what_ddp_leaves(two: Ranks, run_of: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("options", "skipped"),
-    [(["experiment=digits_gan", "optimizer.skip=all", "loss_scaling=LogMax"], [0, 0]),
+    [pytest.param(["experiment=digits_gan", "optimizer.skip=all", "loss_scaling=LogMax"], [0, 0],
+                  marks=two_formats),
      (["experiment=digits_gan", "optimizer.skip=each", "optimizer.scalers=shared", *TOO_HIGH],
       [3, 0]),
      (["model=mlp", "optimizer=muon_adamw", "optimizer.skip=each", *TOO_HIGH], [0, 2])],
@@ -224,7 +237,7 @@ def test_several_losses_and_optimizers_leave_what_they_leave_with_ddp(
     two: Ranks, tmp_path: Path, options: list[str], skipped: list[int]
 ) -> None:
     """Also the first scale by a probe, and a part that is skipped where the other moves."""
-    words = [*options, "trainer.max_steps=3", "dataset.batch_size=32", "dtype=mixed"]
+    words = [*options, "trainer.max_steps=3", "dataset.batch_size=32", f"dtype={SHARDED}"]
     for parallel in ("ddp", "fsdp"):
         own = [*words, f"trainer.parallel={parallel}", "callbacks.autopsy=null"]
         ends = two(ranked.run, tmp_path / parallel, *own)
@@ -283,7 +296,9 @@ def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path
 def test_ranks_that_begin_or_drift_apart_are_refused(two: Ranks, tmp_path: Path) -> None:
     """Before the first step, or at the next checkpoint."""
     own = [*OWN[:4], "model._target_=ranked.seeded_otherwise"]
-    options = [[*own, f"trainer.parallel={parallel}"] for parallel in ("ddp", "fsdp")]
+    options = [
+        [*own, f"dtype={SHARDED}", f"trainer.parallel={parallel}"] for parallel in ("ddp", "fsdp")
+    ]
     for ends in two(ranked.runs, tmp_path / "run", options):
         for kind, said in ends:
             assert kind == "UserCodeError"
@@ -356,7 +371,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path: Path, case: An
     rank, name, timeout, how = case
     with Ranks(2) as own:
         began = time.monotonic()
-        options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how]
+        options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how, f"dtype={SHARDED}"]
         own.begin(ranked.run, tmp_path / "run", *OWN, *options)
         if name == "SIGKILL":
             own.processes[rank].join(60)

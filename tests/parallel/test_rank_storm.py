@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import ranked
 from processes import saving, wait_until
-from ranked import NOISY, OWN, assert_same_results, torchrun, trouble
+from ranked import NOISY, OWN, SHARDED, assert_same_results, torchrun, trouble
 from ranks import Ranks
 
 from mpframe import checkpoint
 from mpframe.tracking.summary import Status
 
 OPTIONS = [
-    "model=mlp", "model.hidden=64", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed",
+    "model=mlp", "model.hidden=64", "model.dropout=0.1", "dataset.augment=crop", f"dtype={SHARDED}",
     "loss_scaling=LogMax", "trainer.ema_decay=0.9", "trainer.checkpoint_every=3",
     "trainer.max_steps=14", "trainer.log_every=1", "resume=auto",
 ]  # fmt: skip
@@ -102,7 +102,8 @@ def test_ranks_that_disappear_at_once_are_named(
     The last one to end has heard from all others that are there. Before, one may still wait for
     this rank in a group of its own, and is silent as well.
     """
-    options = [*OWN[:-1], "trainer.max_steps=400", "trainer.log_every=1", *HOW["hsdp"]]
+    options = [*OWN[:-1], "trainer.max_steps=400", "trainer.log_every=1", f"dtype={SHARDED}",
+               *HOW["hsdp"]]  # fmt: skip
     curves = tmp_path / "run" / "metrics.csv"
     with Ranks(4) as own:
         own.begin(ranked.run, tmp_path / "run", *options, f"trainer.timeout={limit}")
@@ -146,7 +147,7 @@ def test_runs_in_a_row_end_with_exit_code_0(tmp_path: Path, runs: int) -> None:
 @pytest.mark.parametrize("last", [NOISY[-1], "trainer.parallel=fsdp"])
 def test_torchrun_starts_killed_ranks_again(two: Ranks, tmp_path: Path, last: str) -> None:
     """The run comes to the same."""
-    options = [*NOISY[:-1], last]
+    options = [*NOISY[:-1], f"dtype={SHARDED}", last]
     two(ranked.run, tmp_path / "undisturbed", *options)
     for rank in (0, 1):
         kill = [*trouble(rank, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={tmp_path}/{rank}"]

@@ -11,7 +11,7 @@ import ranked
 import torch
 from fixtures import Patch
 from in_process import differing
-from ranked import CPU, NET, assert_same_results
+from ranked import CPU, NET, SHARDED, assert_same_results
 from ranks import Ranks
 from slow_disk import disk
 from torch import Tensor
@@ -24,7 +24,7 @@ from mpframe.core.errors import CheckpointError
 from mpframe.parallel.launch import init_comm
 from mpframe.tracking.summary import Status
 
-FSDP = [*NET, "dtype=mixed", "trainer.ema_decay=0.9", "trainer.keep_last=3",
+FSDP = [*NET, f"dtype={SHARDED}", "trainer.ema_decay=0.9", "trainer.keep_last=3",
         "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
 BEHIND = [*FSDP, "trainer.async_save=true"]
 FIVE = torch.arange(10.0).view(5, 2)

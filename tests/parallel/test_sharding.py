@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranked import (
     CPU,
+    SHARDED,
     assert_same_but,
     bad_input,
     in_group,
@@ -21,6 +22,7 @@ from ranked import (
     parts,
     refusal_of,
     setup,
+    two_formats,
     whole_of,
 )
 from ranks import Ranks
@@ -46,12 +48,11 @@ def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[
     return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
 
 
-SLOW = pytest.param("resnet18", "mixed", marks=pytest.mark.slow)
+MIXED = pytest.param("gpt", "mixed", marks=two_formats)
+SLOW = pytest.param("resnet18", SHARDED, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("mlp", "amp"), ("gpt", "mixed"), ("tied", "fp32"), SLOW]
-)
+@pytest.mark.parametrize(("name", "mode"), [("mlp", "amp"), MIXED, ("tied", "fp32"), SLOW])
 def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
     """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
     clip = 2.0**-8 if name == "mlp" else None
@@ -136,6 +137,7 @@ def _divide_alone(comm: Comm) -> None:
     assert all(map(is_sharded, model.parameters()))
 
 
+@two_formats
 def test_a_rank_holds_half_of_the_weights_in_fp32(two: Ranks) -> None:
     """In the same memory all the time. Blocks are gathered as one process stores them."""
     gathered = {"norm1.weight": torch.float32, "attention.qkv.weight": torch.float16}
@@ -195,10 +197,12 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (huge, whole, "weight lies beyond the range of float16, in which it is gathered; use "
      "dtype.half=bfloat16, or ops.modules=...:fp32"),
 ]  # fmt: skip
+if SHARDED == "amp":
+    REFUSED.pop()  # Weights are gathered in fp32.
 
 
 def step(comm: Comm, make: Any, loss: Any) -> None:
-    model, precision = make(), Precision("mixed")
+    model, precision = make(), Precision(SHARDED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)

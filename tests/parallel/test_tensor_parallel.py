@@ -17,7 +17,7 @@ import ranked
 import torch
 from checkout import ROOT
 from in_process import differing, train
-from ranked import CPU, on_ranks, parts, setup, trained
+from ranked import CPU, SHARDED, on_ranks, parts, setup, trained, two_formats
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -87,13 +87,13 @@ def assert_steps_of_one(ranks: Ranks, name: str, mode: str) -> None:
     assert (moved - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("net", "fp32"), ("gpt", "mixed")])
+@pytest.mark.parametrize(("name", "mode"), [("net", "fp32"), ("gpt", SHARDED)])
 def test_two_ranks_divide_layers(two: Ranks, name: str, mode: str) -> None:
     assert_steps_of_one(two, name, mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+@pytest.mark.parametrize("mode", ["fp32", pytest.param("mixed", marks=two_formats), "amp"])
 @pytest.mark.parametrize("name", ["gpt", "net"])
 def test_fsdp_over_layers_that_ranks_divide(four: Ranks, name: str, mode: str) -> None:
     assert_steps_of_one(four, name, mode)
@@ -113,7 +113,7 @@ def overflow_in_a_part(trainer: Trainer, batches: Any) -> None:
 
 
 def test_an_overflow_in_a_part_skips_on_all(two: Ranks) -> None:
-    first, second = two(on_ranks, "mixed", divided("net", "mixed", faults={1: overflow_in_a_part}))
+    first, second = two(on_ranks, SHARDED, divided("net", SHARDED, faults={1: overflow_in_a_part}))
     assert [step["skipped"] for step in first["results"]] == [0, 1, 0, 0]
     assert first["results"] == second["results"]
     before, after, last = (state["weights"] for state in first["states"][1:4])
@@ -124,7 +124,7 @@ def test_an_overflow_in_a_part_skips_on_all(two: Ranks) -> None:
 def held() -> list[Any]:
     """What this rank says of its weights, its share of the data, and what ranks add up."""
     with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, *_ = setup("mixed", comm, divided("gpt", "mixed", batch=8))
+        trainer, *_ = setup(SHARDED, comm, divided("gpt", SHARDED, batch=8))
         model: Any = trainer.model
         places: dict[str, Any] = dict(model.named_parameters())
         copies = [
@@ -196,7 +196,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def step(comm: Comm, make: Any, plan: Any) -> None:
-    model, precision = make(), Precision("mixed")
+    model, precision = make(), Precision(SHARDED)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     shard(model, {"": optimizer}, precision, comm, CPU, Layout(tensor=2, plan=plan))
     _, masters = precision.prepare(model, optimizer)
@@ -235,7 +235,7 @@ def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
 RUN = [
     *ranked.NET,
     "model.dropout=0.2",
-    "dtype=mixed",
+    f"dtype={SHARDED}",
     "trainer.ema_decay=0.9",
     "trainer.max_steps=4",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import assert_same_but, on_ranks, whole_of
+from ranked import SHARDED, adds_zeros, assert_same_but, on_ranks, two_formats, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
@@ -33,6 +33,7 @@ def assert_as_ddp(ranks: Ranks, mode: str, options: dict[str, Any], *but: str) -
     return first
 
 
+@adds_zeros
 @pytest.mark.parametrize(("name", "mode"), [("skipping", "amp"), ("net", "mixed")])
 def test_a_layer_that_some_ranks_do_not_use_counts_as_zero_there(
     two: Ranks, name: str, mode: str
@@ -51,6 +52,7 @@ def freeze_for_a_step(trainer: Trainer, step: int) -> None:
         set_requires_grad(trainer.optimizer, frozen, requires_grad=step not in (0, 2))
 
 
+@two_formats
 def test_layers_are_frozen_and_trained_again(two: Ranks) -> None:
     """From the start, and later, when they have a state: a block, and one with others after it."""
     options = {"name": "tied", "steps": 5, "before": freeze_for_a_step}
@@ -86,7 +88,7 @@ def scale_gradients(trainer: Trainer, step: int) -> None:
 
 
 def test_a_penalty_sees_whole_weights(two: Ranks) -> None:
-    assert_as_ddp(two, "mixed", {"name": "mlp", "steps": 3, "before": penalise})
+    assert_as_ddp(two, SHARDED, {"name": "mlp", "steps": 3, "before": penalise})
 
 
 def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
@@ -116,7 +118,7 @@ DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": 
 @pytest.mark.parametrize("recipe", [OF_NOW, DELAYED])
 def test_products_below_16_bits(two: Ranks, recipe: Any) -> None:
     """Blocks of the whole weight have their scales, and its amax history has its name."""
-    found = assert_as_ddp(two, "mixed", {"name": "gpt", "steps": 3, "recipe": recipe})
+    found = assert_as_ddp(two, SHARDED, {"name": "gpt", "steps": 3, "recipe": recipe})
     amax = found["states"][-1]["products"]["amax"]
     assert any(name.endswith("qkv.weight w") for name in amax) == (recipe is DELAYED)
 
@@ -161,6 +163,7 @@ def used_by(turns: list[int], graph: bool = True) -> tuple[Usage, list[str]]:
     return usage, order
 
 
+@adds_zeros
 @pytest.mark.parametrize("turns", [[0, 1, 2], [1], [0, 2], [2], []])
 def test_a_block_that_is_passed_by_takes_its_turn(turns: list[int]) -> None:
     usage, order = used_by(turns)
@@ -172,6 +175,7 @@ def test_a_block_that_is_passed_by_takes_its_turn(turns: list[int]) -> None:
     }
 
 
+@adds_zeros
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [(([0, 1, 2],), ([1, 0, 2],), "the ranks run the model's blocks in different orders; run them "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import ROOT
 from fixtures import Shown
-from ranked import in_group, parts, setup
+from ranked import in_group, parts, setup, two_formats
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -82,7 +82,7 @@ def test_activations_are_those_that_autograd_saves(name: str, mode: str) -> None
     batch = tuple(t[:8].clone() for t in data.tensors)
     real = really_saved(model.train(), in_formats(model, mode), loss, batch)
     formats = [p.dtype for p in model.parameters()]
-    with FakeTensorMode() as shapes:
+    with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
         model = parts(name)[0].train()
         for weight, dtype in zip(model.parameters(), formats, strict=True):
             weight.data = weight.data.to(dtype)
@@ -243,8 +243,11 @@ def held_by(comm: Comm, mode: str, sharded: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("number", ["two", pytest.param("four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize(
+    ("mode", "sharded"),
+    [("fp32", False), ("fp32", True), ("mixed", False),
+     pytest.param("mixed", True, marks=two_formats)],
+)  # fmt: skip
 def test_ranks_hold_what_is_planned(request: Any, number: str, mode: str, sharded: bool) -> None:
     for real, planned in request.getfixturevalue(number)(in_group, held_by, mode, sharded):
         assert real == pytest.approx(planned, rel=RATIO)
@@ -268,6 +271,21 @@ def test_the_command_prints_what_fits(capsys: Shown) -> None:
     assert {row[-1] for row in rows.values()} == {"yes", "no"}
     saved = names.split().index("activations")
     assert float(rows["fsdp", "amp"][saved]) < float(rows["ddp", "amp"][saved])
+
+
+TABLE = torch.ones(4, 4)  # made with the module
+
+
+class LooksUp(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs @ TABLE)
+
+
+def test_a_model_may_hold_tensors_that_were_made_before(capsys: Shown) -> None:
+    own = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=4", "model=own"]
+    own += ["model._target_=test_footprint.LooksUp", "+model.in_features=4"]
+    command.main([*own, "+model.out_features=2", "gpus=2"])
+    assert capsys.readouterr().out.count("ddp") == 3
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ALIASES = {
 FAULTS = {
     "dataset.fault=classes": "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), OUT 3; the targets name 4 classes, the outputs have 3: let the model return 4, as by model.classes=4, or correct the labels (training, epoch 0, batch 3, sample 37)",
     "dataset.fault=negative": "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target -3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of -3 to 2; -3 is no class: correct the label, or use -100, which is left out (training, epoch 0, batch 3, sample 37)",
-    "dataset.fault=float": "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (expected target dtype to be Long or Byte, but got Double), given outputs float32 [16, 3] and targets float64 [16]; FULL AT0",
+    "dataset.fault=float": "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (expected TORCH), given outputs float32 [16, 3] and targets float64 [16]; FULL AT0",
     "dataset.whole=true dataset.fault=words": "after step 0: dataset: samples 11, 23, 53 and 13 more make a str, which holds no tensor; return tensors, arrays or numbers, alone or in tuples, lists and dicts",
     "dataset.fault=uint8": "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float) at erring.py:N, given inputs uint8 [16, 8] of 8 to 127; FORMATS AT0",
     "dataset.fault=length": "dataset: the __len__ of Samples raised OSError (no such list) at erring.py:N; FULL",
@@ -48,7 +48,7 @@ FAULTS = {
     "model.fault=frozen": "model: Net has no weight to train (2 are frozen); leave requires_grad to some",
     "model.fault=exit_later": "after step 4: model: Net raised SystemExit (0) at erring.py:N, IN; FULL (validation, epoch 0, batch 0)",
     "model.fault=exit_mode": "the run was ended by SystemExit (0) at erring.py:N; let it return",
-    "model.fault=backward": "after step 0: model: the backward pass of Net raised RuntimeError (one of the variables needed for gradient computation has been modified by an inplace operation: [torch.FloatTensor [16, 3]], which is output 0 of Exp, is at version 1; expected version 0 instead. Hint...); FULL AT0",
+    "model.fault=backward": "after step 0: model: the backward pass of Net raised RuntimeError (one of the variables needed for gradient computation TORCH); FULL AT0",
     "model.fault=tuple": "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [16, 3], float32 [16, 3] and targets int64 [16] of 0 to 2; let the model return one tensor, or give the dataset a loss for what it returns AT0",
     "model.fault=detached": "after step 0: model: Net gave outputs without a gradient; WEIGHTS AT0",
     "optimizer._target_=erring.StuckSGD": "after step 0: optimizer: StuckSGD raised ArithmeticError (no way down) at erring.py:N; FULL AT0",
@@ -85,6 +85,7 @@ def start(folder: Path, options: str, hydra: DictConfig | None = None) -> Summar
 def test_a_fault_is_one_line(options: str, tmp_path: Path) -> None:
     line = re.sub(r"\b[A-Z]+0?\b", lambda found: ALIASES.get(found[0], found[0]), FAULTS[options])
     pattern = re.escape(line).replace("erring\\.py:N", r"erring\.py:\d+")
+    pattern = pattern.replace("TORCH", ".+")  # Each version has its own words.
     with pytest.raises(MpframeError) as caught:
         start(tmp_path, options)
     assert re.fullmatch(pattern, str(caught.value)), str(caught.value)

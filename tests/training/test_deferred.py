@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures import Log
 from in_process import composed, train
-from ranked import OWN, Net, parts
+from ranked import OWN, SHARDED, Net, parts
 from ranks import Ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -241,7 +241,7 @@ def test_lazy_layers_get_their_values_at_once() -> None:
     assert isinstance(model, nn.LazyLinear)
 
 
-RUN = [*OWN[:4], "model._target_=test_deferred.Deep", "trainer.max_steps=3", "dtype=mixed",
+RUN = [*OWN[:4], "model._target_=test_deferred.Deep", "trainer.max_steps=3", f"dtype={SHARDED}",
        "trainer.parallel=fsdp", "trainer.clip_norm=null", "callbacks.autopsy=null"]  # fmt: skip
 
 

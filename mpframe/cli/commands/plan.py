@@ -87,7 +87,8 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     largest_share = -(-config.data.batch_size * way.tensor // way.ranks)
     batch = next(training_loader(task, largest_share, config.run.seed).epoch(0))
     try:
-        with FakeTensorMode() as shapes:
+        # A model may hold tensors that were made before, or on the meta device.
+        with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
             model = build_model(config).train()
             batch = map_tensors(shapes.from_tensor, batch)
             styles = _styles(model, names)

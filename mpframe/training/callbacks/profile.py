@@ -296,6 +296,7 @@ class Profile(Callback):
         self._profiler = profile(
             schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
             record_shapes=True,
+            acc_events=True,  # There is one cycle, and torch 2.11 warns that it drops others.
         )
         self._profiler.start()
 

@@ -318,7 +318,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # A head's rows of q, k and v are neighbours, so that ranks can divide the heads.
-        heads = self.qkv(x).unflatten(-1, (-1, self.of_a_head)).transpose(1, 2)
+        # Not the method: torch 2.11's compiler breaks the graph at it.
+        heads = torch.unflatten(self.qkv(x), -1, (-1, self.of_a_head)).transpose(1, 2)
         q, k, v = heads.chunk(3, dim=-1)  # each [N, heads, T, width / heads]
         rate = self.dropout.p if self.training else 0.0
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
