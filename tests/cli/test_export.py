@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch, Shown, refused
+from fixtures import Log, Patch, Shown, full, refused
 from in_process import train
 from pages import Page
 from safetensors import safe_open
@@ -73,28 +73,21 @@ def test_a_file_loads_back_each_weight_for_itself(form: str, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
-    for value, dtype, text in [
-        (torch.nan, "float32", "w holds nan or inf; export an older checkpoint"),
-        (torch.inf, "float32", "w holds nan or inf"),
-        (1.0, "complex64", "w is torch.complex64, which no export format"),
-        (1.0, "float64", "w is torch.float64, which no export format"),
-    ]:
-        with pytest.raises(CheckpointError, match=text):
-            convert_weights({"w": torch.tensor([1.0, value]).to(getattr(torch, dtype))}, "float16")
+    for weight, text in (
+        (torch.tensor([1.0, torch.nan]), "w holds nan or inf; export an older checkpoint"),
+        (torch.tensor([1.0, torch.inf]), "w holds nan or inf"),
+        (torch.ones(2).double(), "w is torch.float64, which no export format"),
+    ):
+        assert text in refused(CheckpointError, convert_weights, {"w": weight}, "float16")
 
 
 @pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
 def test_nothing_is_left_of_a_failure(allowed: int, tmp_path: Path, monkeypatch: Patch) -> None:
-    calls: list[int] = []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) > allowed:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"x: cannot be written \(No space left on device\); ch"):
-        write(tmp_path / "x", b"weights", "safetensors", {"schema": 1})
+    left = iter(range(allowed))
+    monkeypatch.setattr(os, "fsync", lambda _: full() if next(left, None) is None else None)
+    given = tmp_path / "x", b"weights", "safetensors", {"schema": 1}
+    said = "x: cannot be written (No space left on device); ch"
+    assert said in refused(ConfigError, write, *given)
     assert not list(tmp_path.iterdir())
 
 
@@ -103,8 +96,8 @@ def test_only_what_may_be_replaced_is_replaced_and_links_are_not_followed(tmp_pa
     (tmp_path / "kept").write_text("mine")
     for taken, target in product((out, sidecar), ("kept", "nowhere")):
         taken.symlink_to(target)
-        with pytest.raises(ConfigError, match=f"out={out}: {taken} exists; choose another file"):
-            refuse_taken(out, overwrite=False)
+        said = refused(ConfigError, refuse_taken, out, overwrite=False)
+        assert said.startswith(f"out={out}: {taken} exists; choose another file")
         refuse_taken(out, overwrite=True)
         write(out, b"weights", "safetensors", {"schema": 1})
         assert not taken.is_symlink()
@@ -199,8 +192,7 @@ def test_a_state_that_is_no_runs_is_refused() -> None:
         ({"trainer": GOOD | {"ema": [torch.ones(2)]}}, "ema", "holds no ema of a run"),
     ]
     for state, kind, text in rows:
-        with pytest.raises(CheckpointError, match=text):
-            weights_of(state, kind, Path("x"))
+        assert text in refused(CheckpointError, weights_of, state, kind, Path("x"))
 
 
 IMAGE = {"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}
@@ -217,8 +209,8 @@ def test_inputs_that_no_graph_can_take_are_refused() -> None:
     changed = [[IMAGE | {key: value}] for key, values in changes for value in values]
     wrong: list[Any] = [None, [], "images", {"images": IMAGE}, ["images"], [{"name": "images"}]]
     for inputs in [*wrong, *changed]:
-        with pytest.raises(CheckpointError, match="does not say that its model is called with pl"):
-            graph_inputs({"inputs": inputs}, "fp32")
+        said = refused(CheckpointError, graph_inputs, {"inputs": inputs}, "fp32")
+        assert "does not say that its model is called with pl" in said
     taken = graph_inputs({"inputs": [IMAGE, WORDS]}, "bfloat16")
     assert taken == [IMAGE | {"dtype": "bfloat16"}, WORDS]
 
@@ -286,22 +278,17 @@ def traced(model: nn.Module, *inputs: Any, dynamic: Any = None) -> Any:
     return trace_model(model, weights, "fp32", given, open_sizes(given, dynamic))
 
 
-LOADED = """
-import sys, torch
-graph = torch.export.load(sys.argv[1]).module()
-for length in (2, 5, 9):
-    found = graph(torch.zeros(3, length, dtype=torch.int64))
-    assert list(found) == ["logits", "states"] and found["logits"].shape == (3, 3), found
-    assert found["states"][0]["logits"].shape == found["states"][1][0].shape == (3, length, 4)
-"""
-
-
-@pytest.mark.slow
-def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
+def test_the_outputs_of_a_text_of_any_length_are_named(tmp_path: Path) -> None:
+    """Those within others as well, and of types that torch does not know."""
     graph = traced(Counted(nested=True))
     assert describe_inputs(graph, [WORDS], open_sizes([WORDS])) == [WORDS | {"shape": [None, None]}]
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
-    subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
+    loaded = torch.export.load(tmp_path / "x.pt2").module()
+    for length in (2, 9):
+        found = loaded(torch.zeros(3, length, dtype=torch.int64))
+        assert (list(found), found["logits"].shape) == (["logits", "states"], (3, 3))
+        (first, (second,)), shape = found["states"], (3, length, 4)
+        assert (type(first), first["logits"].shape, second.shape) == (dict, shape, shape)
 
 
 def test_in_onnx_too() -> None:
