@@ -84,6 +84,14 @@ def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mpframe.core.{module}.host_waits_for", lambda device: True)
 
 
+@pytest.fixture
+def only_new_tensors() -> Iterator[None]:
+    """Garbage collection, and who asks it for objects, knows those only that the test makes."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     with Ranks(2) as own:

@@ -5,7 +5,6 @@ All tensors that Python knows are looked at after each step, by the address of t
 
 import gc
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,13 +42,7 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _only_what_a_test_makes() -> Iterator[None]:
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
+@pytest.mark.usefixtures("only_new_tensors")
 @pytest.mark.parametrize(("case", "bytes_each"), CASES.items(), ids=str)
 def test_nothing_moves_or_is_left_behind_in_20_steps(case, bytes_each) -> None:
     mode, half, scaler, window = case
@@ -67,10 +60,9 @@ def test_nothing_moves_or_is_left_behind_in_20_steps(case, bytes_each) -> None:
     for _ in range(20):
         trainer.train_step(*[batch] * window)
         # A scaler's numbers are new after each step, because the result keeps the scale it used.
-        scale = (
-            [value.untyped_storage().data_ptr() for value in made.state.values()] if made else []
-        )
-        assert not living().keys() - first.keys() - {*scale}
+        own = made.state.values() if made else ()
+        scale = {value.untyped_storage().data_ptr() for value in own}
+        assert not living().keys() - first.keys() - scale
     held = sum(first.values()) - batch.nbytes
     # Counts of steps, numbers of a scaler, sums of rows, copies of vectors: a hundredth.
     assert 0 <= held / PARAMETERS - bytes_each <= 0.1

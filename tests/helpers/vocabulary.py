@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,6 +69,27 @@ class NoSilentPromotion(TorchDispatchMode):
             shown = ", ".join(sorted(map(str, found)))
             assert len(found) < 2, f"{func} was given {shown}: a silent promotion"
         return func(*args, **(kwargs or {}))
+
+
+class Living(TorchDispatchMode):
+    """The bytes of new tensors that are in memory, and the most at once; perhaps of some only."""
+
+    def __init__(self, counts: Callable[[Any, Tensor], bool] = lambda func, made: True) -> None:
+        super().__init__()
+        self.most, self._counts, self._made = 0, counts, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        for made in tensors(result):
+            memory = made.untyped_storage()
+            if memory._cdata not in known and self._counts(func, made):
+                self._made[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self.most = max(self.most, sum(self.alive()))
+        return result
+
+    def alive(self) -> list[int]:
+        return [size for memory, size in self._made.values() if not memory.expired()]
 
 
 def tensors(node: Any) -> list[Tensor]:

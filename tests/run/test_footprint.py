@@ -13,9 +13,8 @@ from fixtures import Shown
 from ranked import in_group, parts, setup, two_formats
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from vocabulary import Living
 
 from mpframe import Precision
 from mpframe.cli.commands import plan as command
@@ -29,13 +28,7 @@ from mpframe.run.footprint import Way, Weight, held, longest_message, measure, p
 from mpframe.training.memory import cast_again, recompute
 
 RATIO = 0.05
-
-
-@pytest.fixture(autouse=True)
-def _only_what_a_test_makes() -> Iterator[None]:
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("only_new_tensors")
 
 
 def in_formats(model: nn.Module, mode: str) -> Precision:
@@ -154,27 +147,9 @@ def test_adamw_takes_four_bytes_for_each_value_that_it_steps_at_once() -> None:
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
-        with Made() as made:
+        with Living() as made:
             optimizer.step()
         assert expected <= made.most <= expected + 4000  # Also the counts of steps.
-
-
-class Made(TorchDispatchMode):
-    """The bytes of tensors that ops make, as many as live at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self._made = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        for storage in (tensor.untyped_storage() for tensor in tensors_in(result)):
-            if storage._cdata not in known:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        alive = sum(size for made, size in self._made.values() if not made.expired())
-        self.most = max(self.most, alive)
-        return result
 
 
 def test_a_step_of_many_weights_counts_where_nothing_is_gathered(capsys: Shown) -> None:

@@ -9,9 +9,7 @@ import torch
 from ranked import in_group, parts, setup
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from vocabulary import same_bits
+from vocabulary import Living, same_bits
 
 from mpframe import Precision
 from mpframe.core.comm import Comm
@@ -47,23 +45,11 @@ def made(mode: str, half: str, compute: str, saving: Any) -> tuple[Net, Precisio
     return model, precision
 
 
-class Watch(TorchDispatchMode):
-    """Counts the casts of tensors of some shapes that are still in memory."""
-
-    def __init__(self, weights: nn.Module) -> None:
-        super().__init__()
-        self._shapes = {weight.shape for weight in weights.parameters()}
-        self._made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.shape in self._shapes:
-            self._made.append(StorageWeakRef(result.untyped_storage()))
-        return result
-
-    def alive(self) -> int:
-        assert self._made
-        return sum(not cast.expired() for cast in self._made)
+def casts_of(weights: nn.Module) -> Living:
+    """Those of tensors in the shapes of the weights."""
+    shapes = {weight.shape for weight in weights.parameters()}
+    cast = torch.ops.aten._to_copy.default
+    return Living(lambda func, made: func is cast and made.shape in shapes)
 
 
 def step(
@@ -71,10 +57,10 @@ def step(
 ) -> tuple[list[Tensor | None], int]:
     """The gradients of a backward pass, and how many casts the forward pass has left."""
     torch.manual_seed(1)
-    watch, inputs = Watch(model), torch.randn(2, 3, 10)
+    watch, inputs = casts_of(model), torch.randn(2, 3, 10)
     with precision.cast(), watch:
         loss = run(inputs).float().square().sum()
-    alive = watch.alive()
+    alive = len(watch.alive())
     loss.backward()
     return [weight.grad for weight in model.parameters()], alive
 
@@ -126,12 +112,13 @@ def test_others_decide_what_is_saved() -> None:
 
 def casts_left(comm: Comm, half: str) -> int:
     """How many casts of a divided GPT's weights live when its backward pass begins."""
-    watch = Watch(parts("gpt")[0].get_submodule("blocks"))
+    watch = casts_of(parts("gpt")[0].get_submodule("blocks"))
     trainer, train, _ = setup("amp", comm, {"name": "gpt", "fsdp": True, "half": half})
     with trainer.precision.cast(), watch:
         output = trainer.model(next(iter(train.epoch(0)))[0])
-    left = watch.alive()
+    left = len(watch.alive())
     output.float().sum().backward()
+    assert watch.most > 0
     return left
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import refused
 from prepared import prepared
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -118,9 +119,8 @@ def test_names_and_copies_are_those_of_the_plain_model_and_other_names_are_refus
     twin(torch.randn(4, 8)).sum().backward()
     assert CALLS[leaf] == 0
     names = "the names are 0, 1, 1.0, 1.0.parametrizations, ..."
-    with pytest.raises(ConfigError) as refused:
-        recompute(net(), ["1", "blocks.*"])
-    assert str(refused.value) == f"trainer.recompute=[blocks.*]: matches no module; {names}"
+    said = refused(ConfigError, recompute, net(), ["1", "blocks.*"])
+    assert said == f"trainer.recompute=[blocks.*]: matches no module; {names}"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
