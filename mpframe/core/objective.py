@@ -195,7 +195,7 @@ class Supervised:
 def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
     """Return what torch's mean over classes divides by: the labels, or the sum of their weights."""
     of_labels = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
-    if not of_labels or targets.is_floating_point():  # Of probabilities it is a mean over samples.
+    if not of_labels or targets.is_floating_point():  # Probabilities: a mean over samples.
         return None
     counts = targets != loss.ignore_index
     if loss.weight is not None:
