@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} are resolved here
 from mpframe.config.redaction import values_of
 from mpframe.config.schema import (
+    FORMER,
     OPEN,
     OPTIONS,
     RUN_OPTIONS,
@@ -122,7 +123,7 @@ def _group(name: str, node: Any) -> Part:
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
     for key in settings:
-        if hint := use_instead(key):
+        if hint := FORMER.get(key):
             raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
@@ -301,7 +302,7 @@ def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None
         if key not in known:
             prefix = f"{path}." if path else ""
             names = [f"{prefix}{name}" for name in sorted(known)]
-            hint = use_instead(str(key)) or nearest(f"{prefix}{key}", names)
+            hint = use_instead(str(key), node[key]) or nearest(f"{prefix}{key}", names)
             raise ConfigError(
                 f"{prefix}{key}: no such option; {hint or 'known: ' + ', '.join(names)}"
             )

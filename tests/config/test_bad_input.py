@@ -48,6 +48,8 @@ COMPOSED = [
     ("experiment=gpt +size=tiny", "size=tiny: must be small; leave it out for the full size"),
     ("+size=small", "size=small: nothing chosen here has two sizes; docs/workloads.md lists the experiments that do"),
     ("trainer.iter_size=4", "trainer.iter_size: no such option; use trainer.accumulate=N"),
+    ("trainer.precision=bf16-mixed", "trainer.precision: no such option; use dtype=amp_bf16"),
+    ("learning_rate=0.1", "learning_rate: no such option; use optimizer.lr=NUMBER"),
     ("model.widht=3", "model.widht: no such option; nearest: model.width; an argument of your own class: +model.widht=..."),
     ("loss_scaling.scale=8", "loss_scaling.scale: no such option; known: loss_scaling._target_, loss_scaling.half, loss_scaling.mode; an argument of your own class: +loss_scaling.scale=..."),
     ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found; set optimizer.lr=VALUE"),
