@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
@@ -56,6 +56,11 @@ def check(composed: DictConfig) -> Config:
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
     data, arguments = _split(DatasetOptions, _open(tree, "dataset"))
+    trainer = _load(TrainerOptions, "trainer", _section(tree, "trainer"))
+    if None not in (trainer.clip_norm, trainer.clip_value):
+        raise ConfigError(
+            "trainer.clip_norm and trainer.clip_value: cannot be combined; give only one"
+        )
     groups = optimizer.get("groups") or {}
     if joint is None:
         optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
@@ -64,7 +69,7 @@ def check(composed: DictConfig) -> Config:
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
         loss_scaling=_open(tree, "loss_scaling"),
         ops=_load(Ops, "ops", _section(tree, "ops")),
-        trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
+        trainer=trainer,
         data=_load(DatasetOptions, "dataset", data),
         model=_open(tree, "model"),
         dataset=arguments,
@@ -112,6 +117,12 @@ def _check_run(run: RunOptions) -> None:
     for old, new in names.items():
         if not isinstance(new, str):
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
+
+
+def refuse_missing(resume: str) -> None:
+    """Refuse to resume from a path that does not exist."""
+    if resume not in ("none", "auto") and not Path(resume).exists():
+        raise ConfigError(f"resume={resume}: no such folder; name a run's folder or a checkpoint")
 
 
 def _group(name: str, node: Any) -> Part:
