@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mpframe import __version__
 from mpframe.core.errors import ConfigError, nearest
-from mpframe.files.text import one_line_exit
+from mpframe.files.text import one_line_exit, say
 
 COMMANDS = {
     name: f"mpframe.cli.commands.{name}"
@@ -47,9 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Start the command that the first word names, by default of the command line."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in _HELP:
-        _say(overview())
+        say(overview())
     elif given[0] == _VERSION:
-        _say(versions())
+        say(versions())
     elif given[0] in _COMPLETION:
         if not _complete_command(given):
             start("train", given, "mpframe")
@@ -71,9 +71,9 @@ def start(name: str, arguments: list[str] | None = None, program: str | None = N
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.argv = [program or sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if _VERSION in sys.argv:
-        _say(versions())
+        say(versions())
     elif name != "train" and not _HELP.isdisjoint(sys.argv):  # Hydra shows the help of train.
-        _say(help_of(name))
+        say(help_of(name))
     else:
         import_module(COMMANDS[name]).main()
 
@@ -111,12 +111,3 @@ def _complete_command(arguments: list[str]) -> bool:
         return True
     os.environ[_LINE] = f"{program} {options}"
     return False
-
-
-def _say(text: str) -> None:
-    """Print, even to a reader that stops early, such as `head`."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python writes the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

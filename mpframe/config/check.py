@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} are resolved here
 from mpframe.config.redaction import values_of
 from mpframe.config.schema import (
+    FORMER,
     OPEN,
     OPTIONS,
     RUN_OPTIONS,
@@ -55,6 +56,11 @@ def check(composed: DictConfig) -> Config:
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
     data, arguments = _split(DatasetOptions, _open(tree, "dataset"))
+    trainer = _load(TrainerOptions, "trainer", _section(tree, "trainer"))
+    if None not in (trainer.clip_norm, trainer.clip_value):
+        raise ConfigError(
+            "trainer.clip_norm and trainer.clip_value: cannot be combined; give only one"
+        )
     groups = optimizer.get("groups") or {}
     if joint is None:
         optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
@@ -63,7 +69,7 @@ def check(composed: DictConfig) -> Config:
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
         loss_scaling=_open(tree, "loss_scaling"),
         ops=_load(Ops, "ops", _section(tree, "ops")),
-        trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
+        trainer=trainer,
         data=_load(DatasetOptions, "dataset", data),
         model=_open(tree, "model"),
         dataset=arguments,
@@ -113,6 +119,12 @@ def _check_run(run: RunOptions) -> None:
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
 
 
+def refuse_missing(resume: str) -> None:
+    """Refuse to resume from a path that does not exist."""
+    if resume not in ("none", "auto") and not Path(resume).exists():
+        raise ConfigError(f"resume={resume}: no such folder; name a run's folder or a checkpoint")
+
+
 def _group(name: str, node: Any) -> Part:
     path = f"optimizer.groups.{name}"
     if not isinstance(node, dict):
@@ -122,7 +134,7 @@ def _group(name: str, node: Any) -> Part:
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
     for key in settings:
-        if hint := use_instead(key):
+        if hint := FORMER.get(key):
             raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
@@ -301,7 +313,7 @@ def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None
         if key not in known:
             prefix = f"{path}." if path else ""
             names = [f"{prefix}{name}" for name in sorted(known)]
-            hint = use_instead(str(key)) or nearest(f"{prefix}{key}", names)
+            hint = use_instead(str(key), node[key]) or nearest(f"{prefix}{key}", names)
             raise ConfigError(
                 f"{prefix}{key}: no such option; {hint or 'known: ' + ', '.join(names)}"
             )

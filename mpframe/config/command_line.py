@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from mpframe.config.check import refuse_missing
 from mpframe.config.composing import check_config, compose_words, refuse_bad_override, without_hydra
 from mpframe.config.overrides import (
     PRIMARY,
@@ -158,6 +159,8 @@ def _check(config: DictConfig, option: str) -> None:
         HydraConfig.instance().set_config(job)
         resume = check_config(job).run.resume
         refuse_unwritable(option, folder)
+        if option == "hydra.run.dir" and not job.hydra.job.chdir:  # Here, and in this process.
+            refuse_missing(resume)
         if option == "hydra.sweep.dir":
             file = folder / "multirun.yaml"
             # Hydra would write through a link, and wait for a FIFO.

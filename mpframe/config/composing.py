@@ -164,7 +164,9 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     is_open = section in OPEN and bool(rest)
-    hint = use_instead(key) or ("" if is_open else use_instead(key.rpartition(".")[2]))
+    value = override.value()
+    hint = use_instead(key, value)
+    hint = hint or ("" if is_open else use_instead(key.rpartition(".")[2], value))
     hint = hint or nearest(key, known)
     beside = [path for path in known if path.startswith(f"{section}.")]
     advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))

@@ -23,6 +23,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -199,6 +200,11 @@ def _moves(word: str) -> list[str]:
     return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
 
 
+def as_given(move: str, words: Iterable[str]) -> str:
+    """Return the word among `words` that moves an op, such as `ops.move.exp=none`, or the move."""
+    return next((word for word in words if f"++{move}" in _moves(word)), move)
+
+
 def _choose_users_targets(words: list[str]) -> list[str]:
     """Give a user's class none of the arguments of the shipped choice."""
     named = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
@@ -285,6 +291,28 @@ def stand_ins(hydra: DictConfig) -> Iterator[str]:
     unused = [file for folder in theirs for file in folder.glob("*.yaml")]
     if unused and hydra.job.config_name == PRIMARY:
         yield f"{unused[0]} is not used; --config-name={unused[0].stem} begins with it"
+
+
+def words_again(hydra: DictConfig) -> list[str]:
+    """Return the words that train a run again; a job of a sweep is then a run by itself."""
+    flags = {"main": "--config-path", "command-line": "--config-dir"}
+    words = []
+    for source in hydra.runtime.config_sources:
+        place = f"{_PACKAGE}{source.path}" if source.schema == "pkg" else source.path
+        if source.provider in flags and not _is_shipped(place):
+            words.append(f"{flags[source.provider]}={_from(hydra.runtime.cwd, place)}")
+    if hydra.job.config_name != PRIMARY:
+        words.append(f"--config-name={hydra.job.config_name}")
+    given = [word for word in hydra.overrides.hydra if not word.startswith("hydra.mode=")]
+    if hydra.mode is RunMode.MULTIRUN:  # The others say where and how the jobs run.
+        given = [word for word in given if word.startswith(f"{_SEARCHED}=")]
+    words += given
+    return [*dict.fromkeys(words), *hydra.overrides.task]
+
+
+def _from(folder: str, place: str) -> str:
+    inside = Path(place).is_relative_to(folder)
+    return str(Path(place).relative_to(folder)) if inside else place
 
 
 def take_source(

@@ -54,14 +54,21 @@ OTHER_NAMES = {
         ("iter_size", "gradient_accumulation_steps", "accumulate_grad_batches"),
         "trainer.accumulate=N",
     ),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "trainer.clip_norm=NUMBER"),
+    "O3": "dtype=mixed ops=none dtype.master_weights=false loss_scaling=none",
+    **dict.fromkeys(("precision", "mixed_precision", "opt_level"), "dtype=CHOICE"),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "grad_clip"), "trainer.clip_norm=NUMBER"
+    ),
+    "learning_rate": "optimizer.lr=NUMBER",
+    "accelerator": "device=NAME",
+    "strategy": "trainer.parallel=CHOICE",
     **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
     **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
 }
 
 
 # Options that mpframe had, and what to write now, or what is always done.
-_FORMER = {
+FORMER = {
     "autopsy": "use callbacks.autopsy=null",
     "autopsy_after": "use callbacks.autopsy.after=N",
     "bad_micro_batch": "a bad micro-batch of a window is always dropped",
@@ -82,10 +89,14 @@ _FORMER = {
 }
 
 
-def use_instead(name: str) -> str:
-    """Return a clause with our word for an older or another library's name, or an empty one."""
+def use_instead(name: str, value: object = None) -> str:
+    """Return a clause with our word for an older or another library's name, or an empty one.
+
+    If that is a choice of `dtype`, the value may name it, as in `precision=bf16-mixed`.
+    """
     folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
-    return (folded | _FORMER).get(name.lower(), "")
+    found = (folded | FORMER).get(name.lower(), "")
+    return folded.get(str(value).lower(), found) if found == "use dtype=CHOICE" else found
 
 
 def parse_measure(value: Any, measure: str) -> float | None:

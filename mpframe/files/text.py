@@ -1,12 +1,17 @@
-"""Text for a terminal: printable lines, errors in one line, a program's own options, and tables."""
+"""Text for a terminal: printable lines, errors in one line, a program's own options, and tables.
+
+The reader of a pipe may stop early, as `head` does. The program goes on, and its output is dropped.
+"""
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import TextIO
 
 from mpframe.core.errors import ConfigError, MpframeError
 
@@ -68,6 +73,32 @@ def one_line_exit() -> Iterator[None]:
             raise
         print(f"mpframe: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """A log handler that stops showing lines, without a word, if their reader stops early."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Drop the console's lines from now on if its reader has gone."""
+        if isinstance(sys.exception(), BrokenPipeError):
+            _drop_output(self.stream)
+        else:
+            super().handleError(record)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print, even to a reader that stops early."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        _drop_output(sys.stdout)
+
+
+def _drop_output(stream: TextIO) -> None:
+    """Send what a stream still holds to nobody: Python writes the rest when it ends."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, stream.fileno())
+    os.close(nobody)
 
 
 def take_options(

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.checkpoint.export import versions
 from mpframe.config import CONF
 from mpframe.config.check import as_typed
-from mpframe.config.overrides import parse_words
+from mpframe.config.overrides import parse_words, words_again
 from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
 from mpframe.core.casting.op_lists import OpLists
@@ -256,7 +256,7 @@ def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> d
     """Return how to use the weights, as JSON values (null if unknown)."""
     names = task.class_names
     parts: dict[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
-    words = None if hydra is None else ["mpframe train", *hydra.overrides.task]
+    words = None if hydra is None else ["mpframe train", *words_again(hydra)]
     return {
         "command": None if words is None else format_command(words, os.environ),
         "inputs": _inputs_of(task, trainer.model),

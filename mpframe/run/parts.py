@@ -6,6 +6,7 @@ that does not fit is refused before the first step.
 
 import inspect
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpframe.config.overrides import as_given
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.casting.op_lists import PINS, OpLists
@@ -249,7 +251,7 @@ def _of_dataset(task: Task) -> dict[str, Any]:
 def build_precision(config: Config) -> Precision:
     """Make the dtype mode with its op lists."""
     dtype = config.dtype
-    lists = OpLists.from_mapping(vars(config.ops))
+    lists = _op_lists(config)
     recipes = {}
     if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
         made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
@@ -266,6 +268,15 @@ def build_precision(config: Config) -> Precision:
         products=dtype.products,
         recipes=recipes,
     )
+
+
+def _op_lists(config: Config) -> OpLists:
+    """Make the op lists, or name the word that was typed, `ops.allow+=[exp]`, for a move."""
+    try:
+        return OpLists.from_mapping(vars(config.ops))
+    except ConfigError as error:
+        path, _, said = str(error).partition(": ")
+        raise ConfigError(f"{as_given(path, sys.orig_argv)}: {said}") from None
 
 
 def in_fp32(config: Config) -> Config:

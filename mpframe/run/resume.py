@@ -17,7 +17,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest, refuse_mixed
 from mpframe.checkpoint.state import conversion, of_rank, rounding, weights_of
-from mpframe.config.check import flatten
+from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.comm import Comm
@@ -144,11 +144,8 @@ class Resume:
             return new_identity()
         if self.option == "auto":
             return self._load_newest_good(trainer, renew)
+        refuse_missing(self.option)
         path = Path(self.option)
-        if not path.exists():
-            raise CheckpointError(
-                f"resume={path}: no such folder; name a run's folder or a checkpoint"
-            )
         refuse_mixed(path)
         return self._load(newest(path), trainer, renew)
 

@@ -53,14 +53,30 @@ def test_help_version_and_a_typo_are_answered_without_torch() -> None:
     assert version.startswith(f"mpframe {mpframe.__version__}, torch 2.")
 
 
-def test_a_reader_of_python_m_may_stop_before_the_end() -> None:
-    """As in `python -m mpframe --help | head -1`."""
+def without_a_reader(*words: str, folder: Path | None = None) -> tuple[int, str]:
+    """Return exit code and stderr of `python -m mpframe WORDS... | true`."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "mpframe"]
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    line = [sys.executable, "-m", "mpframe", *words]
+    with os.fdopen(writer, "w") as out:
+        done = subprocess.run(
+            line, stdout=out, stderr=subprocess.PIPE, text=True, cwd=folder, check=False
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", ["", "train --help", "train --info config"])
+def test_a_reader_of_python_m_may_stop_before_the_end(words: str) -> None:
+    """As in `python -m mpframe --help | head -1`."""
+    assert without_a_reader(*words.split()) == (0, "")
+
+
+def test_a_run_goes_on_if_the_reader_stops_before_the_end(tmp_path: Path) -> None:
+    """Its log is whole, and no line on stderr says that nobody reads the console."""
+    words = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "hydra.run.dir=run"]
+    assert without_a_reader("train", *words, folder=tmp_path) == (0, "")
+    first, *_, last = (tmp_path / "run" / "train.log").read_text().splitlines()
+    assert ("run folder" in first, "finished: " in last) == (True, True)
 
 
 def test_a_command_gets_its_own_words(monkeypatch: Patch) -> None:

@@ -2,15 +2,19 @@
 
 import inspect
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 import torch
 from fixtures import Patch, refused
+from in_process import composed
 
+from mpframe.config.command_line import check_config
+from mpframe.config.overrides import rewrite
 from mpframe.core.errors import ConfigError
-from mpframe.run.parts import build_loaders, resolve_device
+from mpframe.run.parts import build_loaders, build_precision, resolve_device
 from mpframe.run.target import make, options_of
 
 
@@ -23,6 +27,15 @@ def test_a_device_is_there_or_refused() -> None:
     said = r"device=cuda:99: this machine has \d+ CUDA devices; use device=cpu"
     with pytest.raises(ConfigError, match=said):
         resolve_device("cuda:99")
+
+
+def test_an_unknown_op_is_refused_by_the_word_that_was_typed(monkeypatch: Patch) -> None:
+    said = "'sofmax' is not an op of PyTorch; nearest: softmax"
+    for typed in ("ops.allow+=[sofmax]", "ops.allow+=[exp,sofmax]", "ops.move.sofmax=allow"):
+        monkeypatch.setattr(sys, "orig_argv", ["python", "mpframe", "train", typed])
+        config = check_config(composed(*rewrite([typed])))
+        line = refused(ConfigError, build_precision, config)
+        assert line.startswith(f"{typed}: {said}")
 
 
 def call_another() -> None:

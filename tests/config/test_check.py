@@ -74,8 +74,16 @@ def test_another_librarys_name_is_answered_with_ours() -> None:
         "fp8": "dtype=mixed_bf16 dtype.products=fp8_tensorwise",
         "iter_size": "trainer.accumulate=N", "max_grad_norm": "trainer.clip_norm=NUMBER",
         "num_gpus use_horovod": "torchrun --nproc-per-node N", "lr_policy": "scheduler=CHOICE",
+        "O3": "dtype=mixed ops=none dtype.master_weights=false loss_scaling=none",
+        "precision mixed_precision opt_level": "dtype=CHOICE", "accelerator": "device=NAME",
+        "strategy": "trainer.parallel=CHOICE", "learning_rate": "optimizer.lr=NUMBER",
+        "grad_clip": "trainer.clip_norm=NUMBER",
     }.items():  # fmt: skip
         assert {use_instead(name) for name in names.split()} == {f"use {words}"}
+    assert use_instead("precision", "bf16-mixed") == "use dtype=amp_bf16"
+    assert use_instead("precision", 16) == "use dtype=amp"
+    assert use_instead("precision", "other") == "use dtype=CHOICE"
+    assert use_instead("iter_size", 16) == "use trainer.accumulate=N"
     assert use_instead("epochs") == ""
 
 

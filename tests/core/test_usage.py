@@ -1,6 +1,7 @@
 """What a checkpoint tells a stranger about data, model and precision."""
 
 import torch
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -11,6 +12,7 @@ from mpframe.run.description import usage_of
 from mpframe.training.objectives import model_loss
 
 PAIRS = [(torch.ones(3, 4), torch.tensor(1))] * 2
+SEARCHED = "hydra.searchpath=[file:///more]"
 TEXTS = [{"input_ids": torch.ones(5).long(), "labels": torch.tensor(0)}] * 2
 
 
@@ -62,13 +64,26 @@ def test_inputs_that_cannot_be_known_are_null() -> None:
 
 
 def test_the_command_line_and_the_samples_of_each_part_are_noted(monkeypatch) -> None:
+    """All that composed the run, also Hydra's flags, and of a sweep's job only its own options."""
     monkeypatch.setenv("SOME_TOKEN", "data/hidden")
     task = Task(PAIRS, PAIRS[:1], loss=nn.CrossEntropyLoss())
     words = ["model=mlp", "dataset.root=data/hidden"]
-    hydra = OmegaConf.create({"overrides": {"task": words}})
+    hydra = OmegaConf.create({
+        "overrides": {"task": words, "hydra": [SEARCHED, "hydra.run.dir=out", "hydra.mode=RUN"]},
+        "job": {"config_name": "mine"},
+        "mode": RunMode.RUN,
+        "runtime": {"cwd": "/work", "config_sources": [
+            {"path": "my_pkg.conf", "schema": "pkg", "provider": "main"},
+            {"path": "/work/own", "schema": "file", "provider": "command-line"},
+        ]},
+    })  # fmt: skip
     usage = usage_of(task, trainer(layer(), task), hydra)
-    assert usage["command"] == "mpframe train model=mlp 'dataset.root=***'"
+    flags = "--config-path=pkg://my_pkg.conf --config-dir=own --config-name=mine"
+    first, own = f"mpframe train {flags} '{SEARCHED}'", "model=mlp 'dataset.root=***'"
+    assert usage["command"] == f"{first} hydra.run.dir=out {own}"
     assert usage["samples"] == {"train": 2, "val": 1}
+    hydra.mode = RunMode.MULTIRUN
+    assert usage_of(task, trainer(layer(), task), hydra)["command"] == f"{first} {own}"
 
 
 def test_the_precision_names_the_half_weights_and_the_lists() -> None:

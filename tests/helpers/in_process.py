@@ -24,7 +24,8 @@ from mpframe.tracking.summary import Summary
 
 StartRun = Callable[..., Summary]
 HYDRA = {
-    "job": {"name": "train"}, "overrides": {"task": []}, "mode": "RUN", "sweep": {"dir": "."},
+    "job": {"name": "train", "config_name": "config"}, "overrides": {"task": [], "hydra": []},
+    "mode": "RUN", "sweep": {"dir": "."},
     "runtime": {"cwd": ".", "config_sources": [], "choices": {}},
 }  # fmt: skip
 MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")

@@ -38,7 +38,7 @@ from mpframe.config.overrides import (
 )
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.core.errors import MpframeError
-from mpframe.files.text import unreachable_in_one_line
+from mpframe.files.text import say, unreachable_in_one_line
 from mpframe.parallel.place import place, separate
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -65,7 +65,9 @@ def _train() -> None:
     sys.argv[1:] = prepare(of_this_rank(arguments))
     flags, words = parse_flags(arguments)
     source = source_of(flags, words)
-    shown = _without_secrets(source, words) if flags.cfg or flags.resolve else nullcontext()
+    only_prints = flags.cfg or flags.info or flags.help or flags.hydra_help
+    secrets = _find_secrets(source, words) if flags.cfg or flags.resolve else []
+    shown = _printing(secrets) if only_prints else nullcontext()
     jobs = Jobs()
     try:
         with _raise_errors(), shown, own_folders_first(source):
@@ -94,15 +96,21 @@ def of_this_rank(arguments: list[str]) -> list[str]:
     return arguments if place().rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
 
-@contextmanager
-def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
-    """Context manager that prints the output of its block with `***` for each secret."""
+def _find_secrets(source: Source, words: list[str]) -> list[str]:
+    """Return the secrets that a configuration would show."""
     with hydra_over(source):
         values = values_of(compose_words(rewrite(words), source.name))
-    secrets = secrets_of(values, os.environ)
-    with redirect_stdout(StringIO()) as printed:
-        yield
-    print(hide(printed.getvalue(), secrets), end="")
+    return secrets_of(values, os.environ)
+
+
+@contextmanager
+def _printing(secrets: list[str]) -> Iterator[None]:
+    """Context manager that prints the output of its block with `***` for each secret."""
+    try:
+        with redirect_stdout(StringIO()) as printed:
+            yield
+    finally:
+        say(hide(printed.getvalue(), secrets), end="")
 
 
 @contextmanager

@@ -130,8 +130,8 @@ class OpLists:
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
         """
-        _check_known("ops.move", move)
         for op, destination in move.items():
+            _check_known(f"ops.move.{op}={destination}", [op])
             if destination not in (*LISTS, "none"):
                 raise ConfigError(
                     f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"

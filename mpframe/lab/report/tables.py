@@ -31,6 +31,8 @@ SHOWN_APART = (
     *("dtype.mode", "dtype.half"),
     *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
 )
+PARALLEL = "trainer.parallel"
+"""It changes time and memory, and sums in the last bits."""
 _CLASS = re.compile(r"\._target_=.*\.")
 
 Number = Callable[[Summary], float | None]
@@ -110,7 +112,8 @@ def _find_differing(records: Sequence[Record]) -> list[str]:
         if len(values) > 1 or (lacking and not _another_choice(path, known)):
             differing.append(path)
     apart = {"seed", *SHOWN_APART}
-    return [path for path in differing if path not in apart and not only_watches(path)]
+    shown = [path for path in differing if path == PARALLEL or not only_watches(path)]
+    return [path for path in shown if path not in apart]
 
 
 def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:

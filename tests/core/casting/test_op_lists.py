@@ -63,7 +63,7 @@ def test_refusals() -> None:
     for node, text in (
         ({"deny": ["Softmax_"]}, f"ops.deny: 'Softmax_' {unknown}; nearest: softmax"),
         ({"allow": ["exp_"]}, f"ops.allow: 'exp_' {unknown}; nearest: exp"),
-        ({"move": {"xqzzy": "deny"}}, f"ops.move: 'xqzzy' {unknown}"),
+        ({"move": {"xqzzy": "deny"}}, f"ops.move.xqzzy=deny: 'xqzzy' {unknown}"),
         ({"deny": ["cat"], "infer": ["concat"]}, f"{both} ops.move.cat=deny or infer"),
         ({"move": {"exp": "half"}}, "ops.move.exp=half: choose allow, deny, infer or none (= no "),
         ({"deny": ["torchvision.nmss"]}, "ops.deny: 'torchvision.nmss' is not an op of torchvis"),
