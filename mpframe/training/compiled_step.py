@@ -192,15 +192,17 @@ class CompiledTrainer(Trainer):
         optimizer, random_state = self._wrapped, RandomState.now(self._device)
         of_scaler = dict(scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
-        yield
-        optimizer.state.clear()
-        optimizer.state.update(of_optimizer)
-        scaler.state = of_scaler
-        with torch.no_grad():
-            for tensor, old in before:
-                tensor.copy_(old)
-        random_state.restore(self._device)
-        self._note_writes()
+        try:
+            yield
+        finally:
+            optimizer.state.clear()
+            optimizer.state.update(of_optimizer)
+            scaler.state = of_scaler
+            with torch.no_grad():
+                for tensor, old in before:
+                    tensor.copy_(old)
+            random_state.restore(self._device)
+            self._note_writes()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

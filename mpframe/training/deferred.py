@@ -117,6 +117,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(tensors_in((args, kwargs)))
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         if any(map(self.lacks_values, inputs)) or (on_cpu and not inputs):
+            if func.overloadpacket is torch.ops.aten.set_:
+                return _set(func, *args)
             result = self._defer(func, args, kwargs)
             return self._run_now(func, args, kwargs) if result is NotImplemented else result
         return func(*args, **kwargs)
@@ -128,7 +130,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not all(map(self._is_recorded, (*inputs, *written))):
             return NotImplemented  # It writes memory that others may read at once.
-        if name == "set_" or (draws and inputs and name not in _DRAWS):
+        if draws and inputs and name not in _DRAWS:
             return NotImplemented
         before = [map_tensors(self._alias, list(args)), map_tensors(self._alias, kwargs)]
         covers = {
@@ -262,6 +264,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     named = {**dict(zip((place.name for place in places), args, strict=False)), **kwargs}
     writes = (place for place in places if place.alias_info and place.alias_info.is_write)
     return [tensor for place in writes for tensor in tensors_in(named.get(place.name))]
+
+
+def _set(func: Any, tensor: Tensor, *source: Any) -> Tensor:
+    """Give a tensor the memory of another one. No op is recorded: a place shows by itself."""
+    if func is not torch.ops.aten.set_.source_Tensor:
+        raise NotImplementedError(f"{func} moves a tensor without values")
+    (tensor.data,) = source
+    return tensor
 
 
 def _address(tensor: Tensor) -> int:

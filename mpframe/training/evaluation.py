@@ -198,6 +198,8 @@ class Evaluator:
         with ExitStack() as stack:
             for algorithm in trainer.algorithms.values():
                 stack.enter_context(algorithm.evaluating(trainer))
+            for module in trainer.model.modules():  # Some may be in eval mode while others train.
+                stack.callback(setattr, module, "training", module.training)
             stack.callback(trainer.model.train, trainer.model.training)
             trainer.model.eval()
             for number, batch in enumerate(loader.epoch(0)):

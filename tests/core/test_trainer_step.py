@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures import refused
+from prepared import prepared
 from torch import nn
 from torch.utils.data import TensorDataset
 from vocabulary import differing, same_bits
@@ -182,6 +183,27 @@ def test_evaluation_uses_the_average_and_leaves_the_model_and_its_mode(training)
     assert trainer.model.training is training
     trainer.algorithms = {}
     assert trainer.evaluate(loader).loss != with_average.loss
+
+
+class Merges(nn.Linear):
+    """It acts when its mode changes, as layers do that merge an adapter into their weight."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merges":
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_evaluation_restores_the_mode_of_each_module() -> None:
+    """A pretrained BatchNorm often stays in eval mode while the rest trains."""
+    model = nn.Sequential(Merges(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trainer = prepared(model, nn.CrossEntropyLoss(), evaluator=Evaluator())
+    model[1].eval()
+    batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
+    trainer.evaluate(SimpleNamespace(epoch=lambda _: [batch]))
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+    assert not model[0].merged
 
 
 def test_bad_data_leaves_the_weights_of_the_step_before() -> None:

@@ -1,5 +1,6 @@
 """The step as one graph: the same steps as op by op, and what cannot be one graph is refused."""
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -267,6 +268,17 @@ def test_a_step_that_depends_on_python_is_refused(op_by_op, what: str) -> None:
     line = rf"^trainer\.compile=step: {REFUSED[what]}; use trainer\.compile=true$"
     with pytest.raises(ConfigError, match=line):
         run(made, calm(4))
+
+
+def test_a_step_that_is_refused_changes_nothing(op_by_op) -> None:
+    """It has moved the statistics of a BatchNorm, and drawn numbers, when it reads one."""
+    made = trainer(CompiledTrainer, model=nn.Sequential(net(8), Model(ENDS["item"])))
+    made.train_step(batches()[0])
+    before, drawn = copy.deepcopy(made.state_dict()), torch.get_rng_state()
+    with pytest.raises(ConfigError, match="a number is read"):
+        made.train_step(batches()[1])
+    assert differing(before, made.state_dict()) == []
+    assert torch.equal(drawn, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("end", [start_from_one, lambda _, x, y: y[torch.arange(len(y))]])

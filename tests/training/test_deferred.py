@@ -87,6 +87,43 @@ class Written(nn.Module):
         self.target = nn.Parameter(target)
 
 
+class Moved(nn.Module):
+    """Weights that are set into the memory of others, with and without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.small = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(2, 2)
+        self.before, self.real = self.a.weight.detach(), torch.full((4, 4), 0.5)
+        with torch.no_grad():
+            self.a.weight.set_(self.b.weight[3:, 2:])
+            self.before.mul_(7)
+            self.b.weight.add_(1)  # And so to what is set into it.
+            self.b.bias.set_(self.real)
+            self.b.bias.mul_(3)
+            self.real.add_(1)
+            self.small.weight.set_(self.b.weight.t())
+            self.small.weight.mul_(5)
+
+
+class Positive(nn.Module):
+    """A parametrization, whose weight begins with the values of the plain one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.softplus(x)
+
+    def right_inverse(self, y: Tensor) -> Tensor:
+        return torch.log(torch.expm1(y.abs() + 0.1))
+
+
+def parametrized() -> nn.Module:
+    """torch sets each weight into the memory of what its `right_inverse` returns."""
+    positive, orthogonal = nn.Linear(20, 20), nn.utils.parametrizations.orthogonal
+    nn.utils.parametrize.register_parametrization(positive, "weight", Positive())
+    maps = "matrix_exp", "cayley", "householder"
+    others = [orthogonal(nn.Linear(20, 20), orthogonal_map=name) for name in maps]
+    return nn.Sequential(positive, *others, nn.utils.parametrizations.weight_norm(nn.Linear(9, 9)))
+
+
 def init(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
@@ -115,6 +152,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "apply": lambda: nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).apply(init),
     "inits": Inits,
     "written": Written,
+    "moved": Moved,
+    "parametrized": parametrized,
     **{name: lambda name=name: parts(name)[0] for name in ("tied", "gpt", "resnet18")},  # type: ignore[misc]
     "vit": of_package("torchvision.models", lambda models: models.VisionTransformer(
         image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)),
@@ -232,6 +271,17 @@ def test_a_constructor_that_fails_without_values_is_called_again_with_them(caplo
     values.fill(model)
     assert torch.equal(model.weight, ordinary.weight)
     assert model.mean == ordinary.mean
+
+
+def set_into_storage() -> nn.Module:
+    model, other = nn.Linear(20, 20), torch.randn(400)
+    model.weight.data.set_(other.untyped_storage(), 0, (20, 20), (1, 20))
+    return model
+
+
+def test_memory_without_a_tensor_needs_the_values() -> None:
+    with pytest.raises(NotImplementedError, match="moves a tensor without values"):
+        Deferred().construct(set_into_storage)
 
 
 def test_lazy_layers_get_their_values_at_once() -> None:
