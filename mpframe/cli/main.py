@@ -92,6 +92,7 @@ def help_of(name: str) -> str:
 
 
 def versions() -> str:
+    """Return the versions a bug report needs, in one line."""
     torch, hydra = version("torch"), version("hydra-core")
     python = platform.python_version()
     return f"mpframe {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
