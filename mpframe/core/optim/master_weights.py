@@ -87,7 +87,7 @@ class MasterWeights(OptimizerWrapper):
         self.comm = comm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and masters, and the accumulated ones."""
+        """Clear all gradients, also accumulated ones. A step consumes them, zeros as well."""
         self._register_groups()
         self.optimizer.zero_grad(set_to_none)
         for parameter, stepped in self._stepped.items():

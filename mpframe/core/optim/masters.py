@@ -27,7 +27,7 @@ class _Seen:
     """A half weight as its master last wrote it. A new one matches no weight.
 
     `words` is a view of its bits, which keeps the memory: no other tensor gets this address. `bits`
-    is a copy of them, or `summed` over each row. If None, values are not compared.
+    is a copy, or `summed` over rows, whose order it does not see. If None, values are not compared.
     """
 
     address, version = -1, -1
