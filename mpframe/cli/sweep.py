@@ -24,6 +24,7 @@ from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.config.sweep import axes, say_on_signal, words_of, words_of_sweep
 from mpframe.files.durable import write_atomically
+from mpframe.files.text import say
 
 
 class SweepTable(Callback):
@@ -60,7 +61,7 @@ class SweepTable(Callback):
 
         jobs = write_table(self._folder)
         if jobs:
-            print(as_text(self._folder, jobs, self._planned))
+            say(as_text(self._folder, jobs, self._planned))
 
 
 def _count_jobs(config: DictConfig) -> int:
