@@ -28,6 +28,7 @@ from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.config.sweep import axes, make_stop_error, words_of, words_of_sweep
 from mpframe.files.durable import write_atomically
+from mpframe.files.text import say
 
 
 class SweepTable(Callback):
@@ -64,7 +65,7 @@ class SweepTable(Callback):
 
         jobs = write_table(self._folder)
         if jobs:
-            print(as_text(self._folder, jobs, self._planned))
+            say(as_text(self._folder, jobs, self._planned))
 
 
 def _say_on_signal(folder: Path) -> None:

@@ -201,7 +201,7 @@ def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
     if loss.weight is not None:
         return torch.where(counts, loss.weight[torch.where(counts, targets, 0)], 0.0).sum()
     count = counts.sum()
-    return count if host_waits_for(count.device) else int(count)
+    return int(count) if type(count) is Tensor and not host_waits_for(count.device) else count
 
 
 def supervised(loss: LossFunction) -> Supervised:

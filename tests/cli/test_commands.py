@@ -65,7 +65,7 @@ def without_a_reader(*words: str, folder: Path | None = None) -> tuple[int, str]
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("words", ["", "train --help", "train --info config"])
+@pytest.mark.parametrize("words", ["", "options", "train --help", "train --info config"])
 def test_a_reader_of_python_m_may_stop_before_the_end(words: str) -> None:
     """As in `python -m mpframe --help | head -1`."""
     assert without_a_reader(*words.split()) == (0, "")

@@ -29,6 +29,7 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
 from mpframe.data.loading import Loader
 from mpframe.files.durable import refuse_unwritable, write_atomically
+from mpframe.files.text import say
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
@@ -48,14 +49,14 @@ def main(arguments: list[str]) -> None:
     folder = _evidence_in(path, options.get("step"))
     if folder is not None:
         report = of_evidence(folder, given)
-        print(report.text(write_report(folder, report)))
+        say(report.text(write_report(folder, report)))
         return
     refuse_mixed(path)
     report, steps = of_checkpoint(checkpoint.newest(path), given)
     out = path / f"autopsy_after_step_{steps:08d}.md"
     refuse_unwritable("run", path)
     write_atomically(out, report.markdown())
-    print(report.text(out))
+    say(report.text(out))
 
 
 def of_evidence(folder: Path, given: list[str]) -> Report:

@@ -23,6 +23,7 @@ from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import jobs
 from mpframe.config.overrides import PRIMARY
 from mpframe.config.schema import Config
+from mpframe.files.text import say
 from mpframe.lab.doctor.checks import examine
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.hints import Finding, Severity
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     errors = 0
     for job in jobs(arguments):
         findings = examine(subject_of(job.config))
-        print(without_secrets(as_text(job.typed, findings, job.name), job.typed))
+        say(without_secrets(as_text(job.typed, findings, job.name), job.typed))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0
 

@@ -39,7 +39,7 @@ from mpframe.config.sweep import name_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
 from mpframe.files.durable import refuse_unwritable, write_atomically
-from mpframe.files.text import printable
+from mpframe.files.text import printable, say
 from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
     out = Path(options.get("out") or run_folder(path) / _file_name(done, changed))
     with writing(out):
         write_atomically(out, strict_json(_entries(path, done)))
-    print(printable(_text(path, done, out)))
+    say(printable(_text(path, done, out)))
 
 
 def evaluate(

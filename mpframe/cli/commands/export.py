@@ -49,7 +49,7 @@ from mpframe.config.redaction import redact, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import dtype_name
-from mpframe.files.text import few, printable
+from mpframe.files.text import few, printable, say
 from mpframe.run.parts import build_model
 
 _FOLDER = "huggingface"
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
         content = _content(source, facts)
         export.write(out, content, options["format"], _without_secrets(facts))
         guide = export.beside(out).name
-    print(printable(_text(source, out, facts, guide)))
+    say(printable(_text(source, out, facts, guide)))
 
 
 def _read(options: dict[str, str], given: list[str]) -> Source:

@@ -17,6 +17,7 @@ from pathlib import Path
 from mpframe.cli.program import command
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import refuse_unwritable
+from mpframe.files.text import say
 
 _TEMPLATE = Path(__file__).parent / "template"
 
@@ -31,4 +32,4 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"new={folder}: is not empty; name a new folder")
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_TEMPLATE, folder, ignore=unwanted, dirs_exist_ok=True)
-    print(f"{folder}: written; begin with {folder / 'README.md'}")
+    say(f"{folder}: written; begin with {folder / 'README.md'}")

@@ -17,7 +17,7 @@ from mpframe.cli.program import command, refuse_words, take_own
 from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, RunOptions
 from mpframe.core.ranges import Range
 from mpframe.files.durable import refuse_unwritable, write_atomically
-from mpframe.files.text import markdown
+from mpframe.files.text import markdown, say
 
 _HEAD = """# Options
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     options, rest = take_own(arguments, ["out"])
     refuse_words(rest, ["out"])
     if not options.get("out"):
-        print(options_page(), end="")
+        say(options_page(), end="")
         return
     out = Path(options["out"])
     refuse_unwritable("out", out.parent)

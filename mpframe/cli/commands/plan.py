@@ -36,7 +36,7 @@ from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
 from mpframe.data.loading import training_loader
 from mpframe.data.task import Task
-from mpframe.files.text import align
+from mpframe.files.text import align, say
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sharding import blocks_of
 from mpframe.run import footprint
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     task, layout = build_task(config), build_layout(config)
     ways = _ways(int(nodes), int(gpus), layout)
     rows = [_row(config, task, layout, way, mode) for way in ways for mode in _MODES]
-    print(_table(rows, memory))
+    say(_table(rows, memory))
 
 
 def _read(name: str, text: str, unit: str) -> float:

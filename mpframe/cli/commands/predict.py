@@ -49,7 +49,7 @@ from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.table import refuse_unwritable_kind
 from mpframe.files.table import writing as table_writer
-from mpframe.files.text import printable
+from mpframe.files.text import printable, say
 from mpframe.run.parts import evaluation_loader
 from mpframe.training.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
         f"({run.trainer.precision} on {device_of(run.trainer.model)}, weights {run.weights}); "
         f"written to {out}"
     )
-    print(printable(said))
+    say(printable(said))
 
 
 def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpframe.cli.program import command, take_own
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import refuse_unwritable, write_atomically
-from mpframe.files.text import few
+from mpframe.files.text import few, say
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import group_runs
@@ -43,4 +43,4 @@ def main(arguments: list[str]) -> None:
     write_atomically(out / PAGE, as_page(title, groups, records))
     write_atomically(out / TABLES, as_markdown(title, groups, records))
     finished = sum(record.finished for record in records)
-    print(f"{finished} of {len(records)} runs finished; {out / PAGE} and {TABLES} beside it")
+    say(f"{finished} of {len(records)} runs finished; {out / PAGE} and {TABLES} beside it")

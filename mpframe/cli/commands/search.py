@@ -46,7 +46,7 @@ from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, make_range_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable, write_atomically
-from mpframe.files.text import markdown
+from mpframe.files.text import markdown, say
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
 from mpframe.run.trainer import build_trainer
@@ -107,8 +107,8 @@ def main(arguments: list[str]) -> None:
     write_atomically(out / "ops.yaml", ops_yaml(config, found))
     text = report(config, found, proof)
     write_atomically(out / "search.md", text)
-    print(text)
-    print(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
+    say(text)
+    say(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
 
 
 def search(config: Config, target: float, batches: int) -> SearchResult:

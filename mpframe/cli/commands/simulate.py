@@ -28,6 +28,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 from mpframe.files.durable import refuse_unwritable
+from mpframe.files.text import say
 from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.run.parts import build_scaler
 from mpframe.tracking.records import read_amax
@@ -52,12 +53,12 @@ def main(arguments: list[str]) -> None:
     amax = recorded[np.isfinite(recorded)]
     if len(amax) < len(recorded):
         # Their gradients are unknown, and any guess would decide the result.
-        print(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
+        say(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
     scalers = [_scaler(name, config) for name, config in configs.items()]
     replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
-    print(as_table(replays))
+    say(as_table(replays))
     draw(amax, replays, picture, half)
-    print(f"picture: {picture}")
+    say(f"picture: {picture}")
 
 
 def _scaler(name: str, config: Config) -> LossScaler:

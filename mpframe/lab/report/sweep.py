@@ -17,7 +17,7 @@ from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.stored_yaml import read_stored
-from mpframe.files.text import align, few, markdown, printable
+from mpframe.files.text import align, few, markdown, printable, say
 from mpframe.lab.report.records import NO_SUMMARY, read_outcome
 from mpframe.tracking.summary import Status, Summary
 
@@ -60,7 +60,7 @@ def find_jobs(folder: Path) -> list[JobRow]:
         try:
             number, place, overrides = _job_of(path, path.stat().st_mtime_ns)
         except (OSError, MpframeError, LookupError, TypeError, ValueError) as error:
-            print(f"{printable(str(home))}: not a job's folder ({printable(first_line(error))})")
+            say(f"{printable(str(home))}: not a job's folder ({printable(first_line(error))})")
             continue
         name = str(home.relative_to(folder))
         if name == place:
