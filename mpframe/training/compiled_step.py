@@ -160,7 +160,7 @@ class CompiledTrainer(Trainer):
         _refuse_hooks(self._wrapped)
         modules, drawn = ModuleState.of(self.model), _python_random()
         places, held = [tensor.data_ptr() for tensor in inputs], self._undone()
-        with self._undoing(), self._on_device():
+        with self._undoing(batches), self._on_device():
             counts = self._python_values()
             recorder = Recorder(inputs)
             with recorder, torch.no_grad():
@@ -185,10 +185,11 @@ class CompiledTrainer(Trainer):
         return record
 
     @contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Context manager that puts everything back that a step changes."""
+    def _undoing(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Context manager that puts everything back that a step changes, its batches as well."""
         scaler: Any = self.scaler
         before = [(tensor, tensor.detach().clone()) for tensor in self._state()]
+        given = [(t, t.detach().clone(), t._version) for t in tensors_in(tuple(batches))]
         optimizer, random_state = self._wrapped, RandomState.now(self._device)
         of_scaler = dict(scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
@@ -199,6 +200,9 @@ class CompiledTrainer(Trainer):
             optimizer.state.update(of_optimizer)
             scaler.state = of_scaler
             with torch.no_grad():
+                for tensor, old, version in given:
+                    if tensor._version != version:  # An expanded one cannot be written at all.
+                        before.append((tensor, old))
                 for tensor, old in before:
                     tensor.copy_(old)
             random_state.restore(self._device)
