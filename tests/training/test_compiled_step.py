@@ -5,7 +5,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +162,7 @@ def test_each_shape_of_batch_has_a_record(op_by_op, monkeypatch, caplog) -> None
     assert len(compiled._records) == len(compiled._confirmed) == 3
     assert caplog.messages == [
         "warning: trainer.compile=step: 3 kinds of step are compiled, and all others run op by op: "
-        "batches differ in shape, or settings of the optimizer change"
+        "batches differ in shape, or settings of model or optimizer change"
     ]
 
 
@@ -192,6 +192,72 @@ def test_what_other_code_does_between_steps_counts(op_by_op) -> None:
         ended.append((found, made.state_dict()))
     assert differing(*ended) == []
     assert len(made._records) == 4
+
+
+class Weighted:
+    """A loss beside a penalty on the outputs, whose weight is a number of the model or its own."""
+
+    def __init__(self) -> None:
+        self.share, self.loss = 0.0, nn.CrossEntropyLoss()
+
+    def __call__(self, model: Any, batch: Any) -> StepOutput:
+        outputs = model(batch[0])
+        share = self.share + model.share
+        return StepOutput(self.loss(outputs, batch[1]) + share * outputs.square().mean())
+
+    def called(self, model: Any, batch: Any) -> StepOutput:
+        return self(model, batch)
+
+
+def clip_more(made: Any) -> None:
+    made.plan = replace(made.plan, clip_norm=2.0**-7)
+
+
+def smooth(made: Any) -> None:
+    made.objectives[0].objective.loss.label_smoothing = 0.5
+
+
+def set_share(made: Any) -> None:
+    made.objectives[0].objective.__self__.share = 1.0
+
+
+def double(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda made: setattr(made.model, "share", 1.0),
+    "probability": lambda made: setattr(made.model[3], "p", 0.75),
+    "hook": lambda made: made.model[0].register_forward_hook(double),
+    "module": lambda made: setattr(made.model, "2", nn.Tanh()),
+    "loss": smooth,
+    "objective": set_share,
+    "plan": clip_more,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_other_code_changes_in_python_has_a_record_of_its_own(op_by_op, what: str) -> None:
+    ended = []
+    for cls in (Trainer, CompiledTrainer):
+        weighted, model = Weighted(), net()
+        model.share = 0.0  # type: ignore[assignment]
+        objective = weighted.called if what == "objective" else weighted
+        made = trainer(cls, model=model, objective=objective)
+        found = run(made, calm(4))
+        CHANGES[what](made)
+        ended.append((found + run(made, calm(4)), made.state_dict()))
+    assert differing(*ended) == []
+    assert len(made._records) == len(made._confirmed) == 2
+
+
+def test_an_attribute_that_is_set_to_its_value_is_no_change(op_by_op) -> None:
+    made = trainer(CompiledTrainer)
+    for number, window in enumerate(calm(4)):
+        made.model[3].p = float("0.2")  # Another object.
+        made.model.late = "x" * (number > 9)
+        run(made, [window])
+    assert len(made._records) == 1
 
 
 def test_a_resumed_run_goes_on_exactly(op_by_op) -> None:
