@@ -2,7 +2,7 @@
 
 The step is not written again. The trainer's own step is recorded while it runs, with all decisions
 on the device as on an accelerator, and the record is compiled (step_record.py). Every kind of step
-has its record: a shape of batch, a state of the optimizer, and so on.
+has its record: a shape of batch, a state of the optimizer, the attributes of modules, and so on.
 
     the first step of a kind    is recorded on its batch, undone, compiled, and runs compiled
     the second                  is recorded as well, and must give the same record
@@ -39,6 +39,7 @@ from mpframe.core.tree import HALF, fields_of, host_waits_for, tensors_in, wides
 from mpframe.core.user_code import describe_error, name_of
 from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.callbacks.schedules import Schedules
+from mpframe.training.python_state import Watcher
 from mpframe.training.step_record import Recorder, StepRecord, refused
 from mpframe.training.trainer import Trainer
 
@@ -65,10 +66,10 @@ class CompiledTrainer(Trainer):
         self._confirmed: set[Any] = set()  # kinds of which two records were equal
         self._begun = False  # whether a step was applied op by op
         self._recording = self._warned = False
-        self._modules = list(self.model.modules())
         self._homes: list[Any] = [
-            home for m in self._modules for home in (m._parameters, m._buffers) if home
+            home for m in self.model.modules() for home in (m._parameters, m._buffers) if home
         ]
+        self._watcher = Watcher(self.model, [part.objective for part in self.objectives])
         self._held: tuple[int, list[Tensor]] = (0, [])  # by how many groups, which parameters
         self._rates: list[Tensor] = []  # 0-d, the learning rates of the groups
         self._frozen = frozen_beside(self.model.parameters())
@@ -160,7 +161,7 @@ class CompiledTrainer(Trainer):
         _refuse_hooks(self._wrapped)
         modules, drawn = ModuleState.of(self.model), _python_random()
         places, held = [tensor.data_ptr() for tensor in inputs], self._undone()
-        with self._undoing(), self._on_device():
+        with self._undoing(batches), self._on_device():
             counts = self._python_values()
             recorder = Recorder(inputs)
             with recorder, torch.no_grad():
@@ -185,10 +186,11 @@ class CompiledTrainer(Trainer):
         return record
 
     @contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Context manager that puts everything back that a step changes."""
+    def _undoing(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Context manager that puts everything back that a step changes, its batches as well."""
         scaler: Any = self.scaler
         before = [(tensor, tensor.detach().clone()) for tensor in self._state()]
+        given = [(t, t.detach().clone(), t._version) for t in tensors_in(tuple(batches))]
         optimizer, random_state = self._wrapped, RandomState.now(self._device)
         of_scaler = dict(scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
@@ -199,6 +201,9 @@ class CompiledTrainer(Trainer):
             optimizer.state.update(of_optimizer)
             scaler.state = of_scaler
             with torch.no_grad():
+                for tensor, old, version in given:
+                    if tensor._version != version:  # An expanded one cannot be written at all.
+                        before.append((tensor, old))
                 for tensor, old in before:
                     tensor.copy_(old)
             random_state.restore(self._device)
@@ -241,7 +246,7 @@ class CompiledTrainer(Trainer):
             tuple(map(_form, batches)),
             tuple([first.setdefault(tensor, len(first)) for tensor in tensors]),
             tuple([(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]),
-            tuple([module.training for module in self._modules]),
+            self._watcher.look(self.plan),
             tuple(
                 [
                     (name, value if isinstance(value, Hashable) else repr(value))
@@ -305,7 +310,7 @@ class CompiledTrainer(Trainer):
             self._warned = True
             log.warning(
                 "warning: trainer.compile=step: %d kinds of step are compiled, and all others run "
-                "op by op: batches differ in shape, or settings of the optimizer change",
+                "op by op: batches differ in shape, or settings of model or optimizer change",
                 _MOST,
             )
 

@@ -12,21 +12,29 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpframe.core import casting
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
 _MOVES_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
 _READ_LENGTHS = frozenset({"_pack_padded_sequence", "_ctc_loss"})  # torch does not tag them.
 _INDEXING = frozenset({"index", "_unsafe_index"})
+# They read or write the memory of a tensor without an op.
+_BESIDE_OPS = frozenset(
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_")
+)
 _TORCH = Path(torch.__file__).parent
+_CASTS = Path(casting.__file__).parent
 
 
 def refused(what: str) -> ConfigError:
@@ -74,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that runs every op and records it.
 
     ConfigError: an op gives Python a number, or a shape that depends on one, moves memory, or makes
-    a sparse tensor.
+    a sparse tensor. Or Python looks into a tensor's memory, by `tolist`, numpy or dlpack.
 
     Args:
         inputs: the tensors that differ from step to step, each once.
@@ -82,6 +90,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._reads: Any = _RefuseReads()
         self._graph = fx.Graph()
         self._nodes: Any = WeakTensorKeyDictionary()
         self._inputs: list[fx.Node] = []
@@ -89,6 +98,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             self._add_input(tensor)
         self._given = len(self._inputs)
+
+    def __enter__(self) -> Self:
+        self._reads.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,6 +169,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._track(item, self._graph.call_function(operator.getitem, (node, index)))
 
 
+class _RefuseReads(TorchFunctionMode):
+    """Context manager that raises ConfigError where a tensor is read without an op."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BESIDE_OPS:
+            raise refused(f"a number is read from a tensor ({func.__name__.strip('_')}{_where()})")
+        return func(*args, **(kwargs or {}))
+
+
 def _lines(graph: fx.GraphModule) -> list[str]:
     return [node.format_node() or node.name for node in graph.graph.nodes]
 
@@ -171,10 +197,11 @@ def _refuse(func: Any, args: Any) -> None:
 
 
 def _where() -> str:
-    """Return the innermost line outside of torch and of this file, or in one of its optimizers."""
+    """Return the innermost line outside of torch, casts and this file, or in torch's optimizers."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         shown = not path.is_relative_to(_TORCH) or path.parent == _TORCH / "optim"
+        shown = shown and not path.is_relative_to(_CASTS)
         if shown and path != Path(__file__) and path.name != "optimizer.py":
             return f" at {path.name}:{frame.lineno}"
     return ""

@@ -1,14 +1,16 @@
 """The step as one graph: the same steps as op by op, and what cannot be one graph is refused."""
 
 import copy
+import itertools
 import random
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +162,7 @@ def test_each_shape_of_batch_has_a_record(op_by_op, monkeypatch, caplog) -> None
     assert len(compiled._records) == len(compiled._confirmed) == 3
     assert caplog.messages == [
         "warning: trainer.compile=step: 3 kinds of step are compiled, and all others run op by op: "
-        "batches differ in shape, or settings of the optimizer change"
+        "batches differ in shape, or settings of model or optimizer change"
     ]
 
 
@@ -190,6 +192,72 @@ def test_what_other_code_does_between_steps_counts(op_by_op) -> None:
         ended.append((found, made.state_dict()))
     assert differing(*ended) == []
     assert len(made._records) == 4
+
+
+class Weighted:
+    """A loss beside a penalty on the outputs, whose weight is a number of the model or its own."""
+
+    def __init__(self) -> None:
+        self.share, self.loss = 0.0, nn.CrossEntropyLoss()
+
+    def __call__(self, model: Any, batch: Any) -> StepOutput:
+        outputs = model(batch[0])
+        share = self.share + model.share
+        return StepOutput(self.loss(outputs, batch[1]) + share * outputs.square().mean())
+
+    def called(self, model: Any, batch: Any) -> StepOutput:
+        return self(model, batch)
+
+
+def clip_more(made: Any) -> None:
+    made.plan = replace(made.plan, clip_norm=2.0**-7)
+
+
+def smooth(made: Any) -> None:
+    made.objectives[0].objective.loss.label_smoothing = 0.5
+
+
+def set_share(made: Any) -> None:
+    made.objectives[0].objective.__self__.share = 1.0
+
+
+def double(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda made: setattr(made.model, "share", 1.0),
+    "probability": lambda made: setattr(made.model[3], "p", 0.75),
+    "hook": lambda made: made.model[0].register_forward_hook(double),
+    "module": lambda made: setattr(made.model, "2", nn.Tanh()),
+    "loss": smooth,
+    "objective": set_share,
+    "plan": clip_more,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_other_code_changes_in_python_has_a_record_of_its_own(op_by_op, what: str) -> None:
+    ended = []
+    for cls in (Trainer, CompiledTrainer):
+        weighted, model = Weighted(), net()
+        model.share = 0.0  # type: ignore[assignment]
+        objective = weighted.called if what == "objective" else weighted
+        made = trainer(cls, model=model, objective=objective)
+        found = run(made, calm(4))
+        CHANGES[what](made)
+        ended.append((found + run(made, calm(4)), made.state_dict()))
+    assert differing(*ended) == []
+    assert len(made._records) == len(made._confirmed) == 2
+
+
+def test_an_attribute_that_is_set_to_its_value_is_no_change(op_by_op) -> None:
+    made = trainer(CompiledTrainer)
+    for number, window in enumerate(calm(4)):
+        made.model[3].p = float("0.2")  # Another object.
+        made.model.late = "x" * (number > 9)
+        run(made, [window])
+    assert len(made._records) == 1
 
 
 def test_a_resumed_run_goes_on_exactly(op_by_op) -> None:
@@ -234,21 +302,36 @@ def start_from_one(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return y * total
 
 
+changing = itertools.count()
 ENDS: dict[str, Any] = {
     "item": lambda model, x, y: y * y.sum().item(),
     "lengths": lambda model, x, y: pack_padded_sequence(y[:, None], [len(y)]).data[:, :4],
     "shape": lambda model, x, y: y + y[y > 0].sum(),
     "list": lambda model, x, y: y * x.flatten().tolist()[0],
+    "numpy": lambda model, x, y: y * float(x.numpy()[0, 0]),
+    "array": lambda model, x, y: y * float(np.asarray(x)[0, 0]),
+    "dlpack": lambda model, x, y: y * float(np.from_dlpack(x)[0, 0]),
+    "function": lambda model, x, y: y * x.clone().apply_(abs)[0, 0],
+    "constant": lambda model, x, y: y * next(changing),
     "random": lambda model, x, y: y * random.random(),
     "attribute": count_calls,
     "tensor": count_in_a_tensor,
     "sparse": lambda model, x, y: y + model.words(torch.arange(len(y))),
 }
+BESIDE_OPS = {
+    "list": "tolist",
+    "numpy": "numpy",
+    "array": "array",
+    "dlpack": "dlpack",
+    "function": "apply",
+}
+READ = r"a number is read from a tensor \(%s at test_compiled_step.py:\d+\)"
 REFUSED = {
-    "item": r"a number is read from a tensor \(local_scalar_dense at test_compiled_step.py:\d+\)",
+    "item": READ % "local_scalar_dense",
     "lengths": r"a number is read from a tensor \(pack_padded_sequence at test_.*\)",
     "shape": r"a shape depends on the numbers of a tensor \(index at test_compiled_step.py:\d+\)",
-    "list": r"two steps ran other ops \(%mul.*, then %mul.*\)",
+    **{what: READ % name for what, name in BESIDE_OPS.items()},
+    "constant": r"two steps ran other ops \(%mul.*, then %mul.*\)",
     "random": "a step draws random numbers of Python or numpy",
     "attribute": "a step sets the attribute calls of a module to 2",
     "tensor": "a step writes into a tensor that is no parameter, buffer or optimizer state",
@@ -260,10 +343,12 @@ def calm(steps: int) -> list[Any]:
     return [[batch] for batch in batches(steps)[:OVERFLOW]]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_step_that_depends_on_python_is_refused(op_by_op, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "mode"), [*((what, "fp32") for what in REFUSED), ("item", "mixed"), ("list", "mixed")]
+)
+def test_a_step_that_depends_on_python_is_refused(op_by_op, what: str, mode: str) -> None:
     made = trainer(
-        CompiledTrainer, model=Model(ENDS[what]), optimizer=partial(torch.optim.SGD, lr=0.1)
+        CompiledTrainer, mode, model=Model(ENDS[what]), optimizer=partial(torch.optim.SGD, lr=0.1)
     )
     line = rf"^trainer\.compile=step: {REFUSED[what]}; use trainer\.compile=true$"
     with pytest.raises(ConfigError, match=line):
@@ -284,6 +369,16 @@ def test_a_step_that_is_refused_changes_nothing(op_by_op) -> None:
 @pytest.mark.parametrize("end", [start_from_one, lambda _, x, y: y[torch.arange(len(y))]])
 def test_a_constant_is_new_in_each_step(op_by_op, end) -> None:
     both(calm(4), lambda: {"model": Model(end)})
+
+
+def test_a_step_that_writes_into_its_batch_does_so_once(op_by_op) -> None:
+    """A recorded step is undone and run again, on the batch that it was given."""
+    ended = []
+    for cls in (Trainer, CompiledTrainer):
+        made = trainer(cls, model=Model(lambda model, x, y: model.layer(x.mul_(4))))
+        windows = calm(4)
+        ended.append((run(made, windows), made.state_dict(), windows))
+    assert differing(*ended) == []
 
 
 class OwnScaler:
