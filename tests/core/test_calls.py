@@ -6,6 +6,7 @@ from bench.calls import calls_of_a_step
 from torch import nn
 
 from mpframe import Backoff, Precision
+from mpframe.core.casting import torch_functions
 from mpframe.core.objective import supervised
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
@@ -15,6 +16,8 @@ from mpframe.training.trainer import Trainer
 @pytest.mark.parametrize(("mode", "limit"), [("fp32", 56), ("mixed", 63)])
 def test_no_call_is_added_to_a_step(mode, limit) -> None:
     """On Python 3.11. Newer ones inline comprehensions, and make fewer calls."""
+    for user in [*torch_functions._users]:  # Precisions that other tests left.
+        torch_functions.stop_following(user)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     precision = Precision(mode)
     model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
