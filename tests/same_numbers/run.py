@@ -28,6 +28,7 @@ from in_process import differing, scalars  # noqa: E402
 
 # Parts of tags, of keys of the summary and of places in a checkpoint that hold times or memory.
 _MEASURED = ["seconds", "per_second", "memory", "step_times", "throughput", "curves", "folder"]
+_MEASURED += ["usage/command"]  # It names the folder.
 
 
 def main() -> int:
