@@ -6,16 +6,13 @@ TensorBoard's is tracker.py. A callback adds another in its `setup`, with
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mpframe.core.errors import MpframeError
 from mpframe.core.user_code import blame, describe_error, name_of
-
-if TYPE_CHECKING:
-    from mpframe.tracking.tracker import Tracker  # It is a Logger itself.
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +45,13 @@ class Logger:
 
 
 class Loggers(Logger):
-    """Gives each result to TensorBoard's logger, then to the others. Use as a context manager."""
+    """Gives each result to TensorBoard's logger, then to the others. Use as a context manager.
 
-    def __init__(self, tensorboard: "Tracker") -> None:
+    Args:
+        tensorboard: a `Tracker`, whose context it leaves.
+    """
+
+    def __init__(self, tensorboard: Any) -> None:
         self.tensorboard = tensorboard
         self._added: dict[Logger, str] = {}
         self._texts: dict[str, str] = {}
