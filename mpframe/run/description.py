@@ -36,7 +36,8 @@ from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.tree import HALF, device_of, dtype_name
 from mpframe.data.fetching import named_tensors
-from mpframe.data.loading import Loader, make_loader
+from mpframe.data.loaders import make_loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.run.folder import WHOLE

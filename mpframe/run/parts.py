@@ -30,7 +30,8 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import describe, name_of, user_code
-from mpframe.data.loading import Loader, make_loader, training_loader
+from mpframe.data.loaders import make_loader, training_loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.parallel.layout import Layout

@@ -17,7 +17,7 @@ from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.precision import Precision
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import device_of, map_tensors
-from mpframe.data.loading import training_loader
+from mpframe.data.loaders import training_loader
 from mpframe.data.task import Task
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (

@@ -83,7 +83,7 @@ def test_evaluations_have_a_batch_size_of_their_own_and_cuda_pinned_batches(
         with pytest.raises(ConfigError, match=rf"^dataset.{name}={size}: 2 ranks share each batch"):
             build_loaders(own, task, two)
     own.data.batch_size, own.data.eval_batch_size = 4, None
-    for place in ("mpframe.run.parts", "mpframe.data.loading"):
+    for place in ("mpframe.run.parts", "mpframe.data.loaders"):
         monkeypatch.setattr(f"{place}.make_loader", lambda *_, **options: options["pin"])
     monkeypatch.setattr("mpframe.run.parts.resolve_device", torch.device)
     for own.run.device, pinned in {"cpu": False, "cuda:0": True}.items():

@@ -11,7 +11,7 @@ from fixtures import Patch
 from in_process import command, scalars
 from pages import Page
 
-from mpframe.data.loading import make_loader
+from mpframe.data.loaders import make_loader
 
 PAGE = Page(ROOT / "docs" / "streams.md")
 
