@@ -25,7 +25,7 @@ class PythonState:
 
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects  # While they live, no other object has the same id.
-        self._values = tuple([_value(it) for it in objects])
+        self._values = tuple([_value(item) for item in objects])
         self._hash = hash(self._values)
 
     def has(self, objects: list[Any]) -> bool:
@@ -43,9 +43,9 @@ class Watcher:
     """Looks at the Python state of a model and its objectives."""
 
     def __init__(self, model: nn.Module, objectives: Iterable[Any]) -> None:
-        given = [getattr(it, "__self__", it) for it in objectives]  # The object of a method.
-        owners = [it for it in given if isinstance(getattr(it, "__dict__", None), dict)]
-        self._roots = [model, *owners, *(it for owner in owners for it in vars(owner).values())]
+        given = [getattr(item, "__self__", item) for item in objectives]  # The object of a method.
+        owners = [item for item in given if isinstance(getattr(item, "__dict__", None), dict)]
+        self._roots = [model, *owners, *(item for owner in owners for item in vars(owner).values())]
         self._owners = [owner for owner in owners if not isinstance(owner, nn.Module)]
         self._find_homes()
         self._last = PythonState([])
@@ -70,5 +70,5 @@ class Watcher:
         return [*chain.from_iterable(homes), *chain.from_iterable(self._hooks)]
 
 
-def _value(it: Any) -> Any:
-    return (type(it), it) if type(it) in _BY_VALUE else id(it)
+def _value(item: Any) -> Any:
+    return (type(item), item) if type(item) in _BY_VALUE else id(item)
