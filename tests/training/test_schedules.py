@@ -201,4 +201,5 @@ def test_a_schedule_that_was_made_longer_is_saved_as_such(caplog: Log) -> None:
     settings(*second, 9)
     third = resumed(second, planned(onecycle, 44))
     assert settings(*third, 26) == settings(*second, 26)
+    assert third[1].state_dict()["updates"] == second[1].state_dict()["updates"] == 44
     assert len(caplog.messages) == 1  # of the first resume
