@@ -60,8 +60,8 @@ def test_nothing_moves_or_is_left_behind_in_20_steps(case, bytes_each) -> None:
     for _ in range(20):
         trainer.train_step(*[batch] * window)
         # A scaler's numbers are new after each step, because the result keeps the scale it used.
-        own = made.state.values() if made else ()
-        scale = {value.untyped_storage().data_ptr() for value in own}
+        numbers = made.state.values() if made else ()
+        scale = {value.untyped_storage().data_ptr() for value in numbers}
         assert not living().keys() - first.keys() - scale
     held = sum(first.values()) - batch.nbytes
     # Counts of steps, numbers of a scaler, sums of rows, copies of vectors: a hundredth.

@@ -79,11 +79,11 @@ def test_the_command_line_and_the_samples_of_each_part_are_noted(monkeypatch) ->
     })  # fmt: skip
     usage = usage_of(task, trainer(layer(), task), hydra)
     flags = "--config-path=pkg://my_pkg.conf --config-dir=own --config-name=mine"
-    first, own = f"mpframe train {flags} '{SEARCHED}'", "model=mlp 'dataset.root=***'"
-    assert usage["command"] == f"{first} hydra.run.dir=out {own}"
+    first, options = f"mpframe train {flags} '{SEARCHED}'", "model=mlp 'dataset.root=***'"
+    assert usage["command"] == f"{first} hydra.run.dir=out {options}"
     assert usage["samples"] == {"train": 2, "val": 1}
     hydra.mode = RunMode.MULTIRUN
-    assert usage_of(task, trainer(layer(), task), hydra)["command"] == f"{first} {own}"
+    assert usage_of(task, trainer(layer(), task), hydra)["command"] == f"{first} {options}"
 
 
 def test_the_precision_names_the_half_weights_and_the_lists() -> None:

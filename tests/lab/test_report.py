@@ -154,8 +154,8 @@ def test_ways_to_divide_a_run_are_rows_and_options_that_only_watch_are_not(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     for seed, way in enumerate(("ddp", "ddp", "fsdp")):
-        own = {"trainer": {"parallel": way, "log_every": seed + 1}}
-        make_run(f"a{seed}", replace(SUMMARY, seed=seed), **own)
+        options = {"trainer": {"parallel": way, "log_every": seed + 1}}
+        make_run(f"a{seed}", replace(SUMMARY, seed=seed), **options)
     words = "fp32, none\ntrainer.parallel="
     rows = [(row[MODE], row["n"]) for row in table(tmp_path)]
     assert rows == [(f"{words}ddp", "2"), (f"{words}fsdp", "1")]

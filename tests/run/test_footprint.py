@@ -257,9 +257,9 @@ class LooksUp(nn.Linear):
 
 
 def test_a_model_may_hold_tensors_that_were_made_before(capsys: Shown) -> None:
-    own = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=4", "model=own"]
-    own += ["model._target_=test_footprint.LooksUp", "+model.in_features=4"]
-    command.main([*own, "+model.out_features=2", "gpus=2"])
+    words = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=4", "model=own"]
+    words += ["model._target_=test_footprint.LooksUp", "+model.in_features=4"]
+    command.main([*words, "+model.out_features=2", "gpus=2"])
     assert capsys.readouterr().out.count("ddp") == 3
 
 

@@ -46,7 +46,7 @@ def made(mode: str, half: str, compute: str, saving: Any) -> tuple[Net, Precisio
 
 
 def casts_of(weights: nn.Module) -> Living:
-    """Those of tensors in the shapes of the weights."""
+    """Casts that live, of tensors in the shapes of the weights."""
     shapes = {weight.shape for weight in weights.parameters()}
     cast = torch.ops.aten._to_copy.default
     return Living(lambda func, made: func is cast and made.shape in shapes)
