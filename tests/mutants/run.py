@@ -13,16 +13,20 @@ without the fault proves nothing: --control, which takes a name as well, finds s
 """
 
 import argparse
+import compileall
+import gc
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import time
 import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -30,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = multiprocessing.get_context("forkserver")
 # What most tests need and no mutant touches: imported once, and not for each mutant anew.
 SERVER.set_forkserver_preload(
-    ["pytest", "torch.testing", "torch._dynamo", "torchvision", "omegaconf"]
+    "pytest torch.testing torch._dynamo torchvision omegaconf hydra hydra.compose "
+    "matplotlib.backends.backend_agg tensorboard.summary.writer.event_file_writer".split()
 )
 CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
 NO_TESTS = 5  # pytest's own code
@@ -103,7 +108,8 @@ class Outcomes:
 
 def _pytest(arguments: list[str], copy: Path) -> None:
     """Run pytest in a process of its own; its exit code is that of pytest."""
-    code, stderr = CRASHED, os.fdopen(os.dup(2), "w")
+    code, stderr = CRASHED, os.fdopen(os.dup(2), "w", buffering=1)
+    gc.freeze()  # Collecting what the server has imported takes as long as many a test.
     try:
         _enter(copy)
         import pytest
@@ -121,10 +127,9 @@ def _enter(copy: Path) -> None:
     """From here on `copy` is the package that this process, and those it starts, import."""
     assert "mpframe" not in sys.modules, "the server has imported what a mutant may change"
     os.chdir(copy)
-    # No bytecode: a file that is changed twice within a second would be taken from its cache.
-    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    os.environ |= own
-    sys.dont_write_bytecode = True
+    # pytest would rewrite its plugins, and can't if the server has imported them.
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "_hypothesis_pytestplugin"}
+    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **own}
     sys.path[:] = [str(copy), *(p for p in sys.path if p != str(Path(__file__).parent))]
     multiprocessing.set_start_method(None, force=True)  # the tests choose as in a new program
     for stream in (1, 2):
@@ -141,6 +146,9 @@ def copies(folder: Path, count: int) -> Queue[Path]:
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=bytecode)
         for name in FILES:
             shutil.copy(ROOT / name, copy / name)
+        # Compiled once, and known by its source's hash: by its time, a file that changes twice
+        # within a second would be taken from the cache.
+        compileall.compile_dir(copy, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         free.put(copy)
     return free
 
@@ -169,17 +177,18 @@ def report(cases: Sequence[tuple[str, Any]], judge: Callable[[Any, Path], str], 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         free = copies(Path(folder), workers)
 
-        def tried(case: Any) -> str:
-            copy = free.get()
+        def tried(case: Any) -> tuple[str, float]:
+            copy, start = free.get(), time.monotonic()
             try:
-                return judge(case, copy)
+                return judge(case, copy), time.monotonic() - start
             finally:
                 free.put(copy)
 
         verdicts = []
-        for (name, _), own in zip(cases, pool.map(tried, [own for _, own in cases]), strict=True):
+        outcomes = pool.map(tried, [own for _, own in cases])
+        for (name, _), (own, seconds) in zip(cases, outcomes, strict=True):
             verdicts.append(own)
-            print(f"{own:10} {name}", flush=True)
+            print(f"{own:10} {seconds:5.1f} s  {name}", flush=True)
     count, skipped = verdicts.count(good), verdicts.count("skipped")
     print(f"{count} of {len(cases)} {good}" + (f", {skipped} skipped" if skipped else ""))
     return 0 if cases and count + skipped == len(cases) else 1
