@@ -242,7 +242,7 @@ def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
 
 def in_group(do: Any, *arguments: Any) -> Any:
     """What `do` returns for the ranks and these arguments, as one of the ranks."""
-    with init_comm(None, lambda: CPU, 120) as comm:
+    with init_comm(None, lambda: CPU, 60) as comm:
         return do(comm, *arguments)
 
 

@@ -34,8 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = multiprocessing.get_context("forkserver")
 # What most tests need and no mutant touches: imported once, and not for each mutant anew.
 SERVER.set_forkserver_preload(
-    "pytest torch.testing torch._dynamo torchvision omegaconf hydra hydra.compose "
-    "matplotlib.backends.backend_agg tensorboard.summary.writer.event_file_writer".split()
+    ["pytest", "torch.testing", "torch._dynamo", "torchvision", "omegaconf", "hydra.compose"]
 )
 CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
 NO_TESTS = 5  # pytest's own code

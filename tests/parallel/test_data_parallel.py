@@ -164,7 +164,7 @@ def test_averaged_in_the_backward_it_is_the_same_step(two: Ranks, mode: str, cha
 
 def sent_before_the_first_layer(large: int) -> int:
     """How many pieces were under way when the backward pass came to the first of three layers."""
-    with init_comm(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
+    with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))

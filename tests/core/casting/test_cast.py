@@ -139,13 +139,13 @@ class TestThreads:
             with precision.cast():
                 with Precision("fp32").cast():
                     opened.set()
-                    leave.wait(60)
+                    leave.wait(10)
                 return outside, formats()
 
         with ThreadPoolExecutor(1) as threads:
             with precision.cast():
                 other = threads.submit(hold)
-                opened.wait(60)
+                opened.wait(10)
                 if not first_out:
                     leave.set()
                     other.result()
@@ -160,12 +160,12 @@ class TestThreads:
 
         def hold(*_) -> None:
             within.set()
-            leave.wait(60)
+            leave.wait(10)
 
         model.head.register_forward_pre_hook(hold)
         with ThreadPoolExecutor(1) as threads:
             other = threads.submit(inside(precision, formats))
-            within.wait(60)
+            within.wait(10)
             with precision.cast():
                 assert (X @ X).dtype == HALF
                 leave.set()
