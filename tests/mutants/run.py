@@ -66,7 +66,9 @@ def load(wanted: str, part: str = "*") -> list[Mutant]:
 def control(tests: str, copy: Path, passed: str = "passed", failed: str = "FAILED") -> str:
     """`passed`, or what is wrong with tests that meet no fault: they run in a process."""
     paths, _, words = tests.partition(" -k ")
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
+    # Runs side by side would tidy up one another's temporary folders.
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={copy}-temporary"]
+    arguments += paths.split()
     arguments += ["-k", words] * bool(words)
     code = NO_TESTS
     for kinds in ((), ("-m", "slow")):  # The tests that `./dev` runs, then those it leaves out.
