@@ -260,8 +260,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
             "trainer.reduce=after_backward",
             "(a block's gradients are summed in its backward pass); use trainer.reduce=in_backward",
         ),
-        ("dtype.master_weights=off", f"{masters}; use dtype.master_weights=on"),
-        ("dtype.master_weights=split", f"{masters}; use dtype.master_weights=on"),
+        ("dtype.master_weights=false", f"{masters}; use dtype.master_weights=true"),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse_beside_sharding(composed(option))
