@@ -27,7 +27,6 @@ from mpframe.core.optim.gradients import (
     Gradients,
     as_count,
     check_clipping,
-    check_takes_sparse,
     in_chunks,
     measure_grads,
 )
@@ -76,7 +75,6 @@ class MasterWeights(OptimizerWrapper):
         self.accumulator = Accumulator()
         self._means: Gradients | None = None
         self._consumed = False
-        self._tried_sparse: set[Tensor] = set()
         self.stepped_once: set[Tensor] = set()  # masters of which the optimizer has state
         super().__init__(optimizer, keep_masters)
 
@@ -172,9 +170,8 @@ class MasterWeights(OptimizerWrapper):
             closure: computes the loss and calls backward. It is called once, before the step.
 
         Raises:
-            ConfigError: there are no new gradients, a bound is out of its range, or both are given,
-                or the optimizer needs a closure (training/optimizers/lbfgs.py) or does not take a
-                sparse gradient. Nothing has changed.
+            ConfigError: there are no new gradients, a bound is out of its range, both are given, or
+                the optimizer needs a closure (training/optimizers/lbfgs.py). Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
@@ -235,10 +232,6 @@ class MasterWeights(OptimizerWrapper):
         self._means = None
         if self.skips_on_device and not self.stepped_once.issuperset(gradients.by_master):
             self.skips_on_device = None
-        for master, gradient in gradients.by_master.items():
-            if gradient.is_sparse and master not in self._tried_sparse:
-                check_takes_sparse(self.optimizer, master)
-                self._tried_sparse.add(master)
         return gradients
 
     @torch.no_grad()
