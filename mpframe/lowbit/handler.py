@@ -28,7 +28,8 @@ class ProductHandler(OpHandler):
     """The `OpHandler` that runs the products of every recipe that a policy names."""
 
     def __init__(self, policy: Policy) -> None:
-        self.state, self._policy = ProductState(), policy
+        self._policy = policy
+        self.state = ProductState(max((r.history for r in policy.recipes.values()), default=0))
         half = None if policy.mode == "fp32" else policy.half_dtype
         self._ops = {
             (op, name): ProductOp(op, quantizer, half)
@@ -70,9 +71,8 @@ class ProductHandler(OpHandler):
         return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
 
     def sync(self, comm: Comm) -> None:
-        length = max(recipe.history for recipe in self._policy.recipes.values())
-        if comm.size > 1 and length:
-            self.state.agree(comm, length)
+        if comm.size > 1 and self.state.longest:
+            self.state.agree(comm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()
