@@ -21,10 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = request.config.getoption("--path")
-    if chosen == "split" and request.node.get_closest_marker("whole_masters"):
-        pytest.skip("writes into masters, which a split one does not keep")
-    PATHS[chosen](monkeypatch)
+    PATHS[request.config.getoption("--path")](monkeypatch)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -223,8 +223,6 @@ def _convert(value: Any, spec: Any) -> Any:
         merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
         held: Any = OmegaConf.to_container(merged)
         value = held["value"]
-    if "on" in spec.metadata["range"].choices and isinstance(value, bool):
-        return {True: "on", False: "off"}[value]  # YAML reads an unquoted `on` as true.
     if "true" in spec.metadata["range"].choices:  # A quoted one was a word.
         return {"true": True, "false": False}.get(str(value), value)
     return value

@@ -117,11 +117,8 @@ class Dtype:
         "rounding. auto: native where supported; below 16 bits only on GPUs.",
         choices=("auto", "native", "emulated"),
     )
-    master_weights: str | bool = option(
-        "on",
-        "Keep fp32 masters of half weights. split, for bfloat16: keep only the 16 bits that each "
-        "weight lacks, for less memory and more time. off is for studies. true is on, false off.",
-        choices=("on", "off", "split"),
+    master_weights: bool = option(
+        True, "Keep fp32 masters of half weights. Without them is for studies."
     )
     products: str = option("none", "Recipe for matrix products and convolutions below 16 bits.")
     recipes: dict[str, Any] = option({}, "Your own recipes by name, for products and pins.")

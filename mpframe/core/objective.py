@@ -95,7 +95,7 @@ def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
     """Return `count`, or if None the size of the batch's first tensor along dimension 0."""
     if count is not None:
         return count
-    if type(batch) is tuple and isinstance(batch[0], Tensor) and batch[0].dim():
+    if type(batch) is tuple and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return len(batch[0])  # At once: this runs in every step.
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 

@@ -26,7 +26,7 @@ from mpframe.core.casting.trace import WeightUses, initialize_lazy, trace
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.optim.masters import Master, master_class, set_master
+from mpframe.core.optim.masters import set_master
 from mpframe.core.optim.optimizer import refuse_wrapped
 from mpframe.core.optim.widening import watch
 from mpframe.core.tree import HALF, device_of
@@ -45,8 +45,7 @@ class Precision:
         compute: how half ops run on a CPU: by `native` kernels, `emulated` (half inputs, fp32
             accumulation, one rounding), or `auto` (native if the CPU can). It also holds for
             products below 16 bits, for which `auto` is native only on GPUs.
-        master_weights: False leaves the masters out, to study what they are for. A subclass of
-            `Master` keeps the fp32 values in another way, such as training's `SplitMaster`.
+        master_weights: False leaves the masters out, to study what they are for.
         products: the recipe that computes matrix products and convolutions below 16 bits, a name or
             a `Recipe`, or `none` to keep them in half. `import mpframe.lowbit` first.
         recipes: your recipes, by the names that `products` and pins use.
@@ -63,7 +62,7 @@ class Precision:
         *,
         ops: OpLists | None = None,
         compute: str = "auto",
-        master_weights: bool | type[Master] = True,
+        master_weights: bool = True,
         products: Any = "none",
         recipes: Mapping[str, Any] | None = None,
         op_handlers: Sequence[OpHandler] = (),
@@ -83,8 +82,6 @@ class Precision:
                 )
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
-        if mode == "mixed" and isinstance(master_weights, type):
-            master_weights.check_format(self.policy.half_dtype)
         self.master_weights = master_weights
         casts = self.policy.casts or bool(self.op_handlers)
         self._casts = Casts(self.policy, self.op_handlers) if casts else None
@@ -136,11 +133,11 @@ class Precision:
             self.trace(model, example)
         for parameter, value in store(model, self.policy, self.uses(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
-                set_master(parameter, value, master_class(self.master_weights) or Master)
+                set_master(parameter, value)
         watch(model, widens=self.policy.stores_by_op)
         self.attach(model)
-        masters = self.master_weights if self.policy.mode == "mixed" else True
-        wrapped = MasterWeights(optimizer, keep_masters=masters)
+        keep_masters = self.master_weights or self.policy.mode != "mixed"
+        wrapped = MasterWeights(optimizer, keep_masters=keep_masters)
         wrapped.policy = self.policy
         return model, wrapped
 

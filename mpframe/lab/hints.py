@@ -107,12 +107,12 @@ def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
 
 
 def check_masters(run: PlannedRun) -> Iterator[Finding]:
-    masters, mode = run.trainer.precision.master_weights, run.policy.mode
-    word = getattr(masters, "option", str(masters).lower())
-    if word != "true" and mode != "mixed":
-        what = f"dtype.master_weights={word}: changes nothing with dtype={mode}"
+    if run.trainer.precision.master_weights:
+        return
+    if (mode := run.policy.mode) != "mixed":
+        what = f"dtype.master_weights=false: changes nothing with dtype={mode}"
         yield warning(f"{what}, whose weights are fp32", "dtype.master_weights=true")
-    elif word == "false":
+    else:
         lost = f"below half a unit in the last place of {run.policy.half} weights are lost"
         yield warning(f"dtype.master_weights=false: updates {lost}", "dtype.master_weights=true")
 

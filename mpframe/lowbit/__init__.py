@@ -10,7 +10,6 @@ says how each operand of each product is quantised.
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product
-    recurrent.py  LSTM, GRU and RNN step by step, so that each product can be quantised
     state.py      random numbers and histories of delayed scaling, from step to step
 
 The shipped recipes are `conf/dtype/products/*.yaml`.

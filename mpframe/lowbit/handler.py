@@ -18,18 +18,18 @@ from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
 from mpframe.lowbit.native import is_wanted, make_native_error, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
 from mpframe.lowbit.recipe import Recipe, list_recipes
-from mpframe.lowbit.recurrent import RECURRENT
 from mpframe.lowbit.state import ProductState, Watch
 
 # Ops that multiply two matrices, neither batches nor convolutions.
-_OF_MATRICES = {"linear", "matmul", "mm", "addmm", *RECURRENT}
+_OF_MATRICES = {"linear", "matmul", "mm", "addmm"}
 
 
 class ProductHandler(OpHandler):
     """The `OpHandler` that runs the products of every recipe that a policy names."""
 
     def __init__(self, policy: Policy) -> None:
-        self.state, self._policy = ProductState(), policy
+        self._policy = policy
+        self.state = ProductState(max((r.history for r in policy.recipes.values()), default=0))
         half = None if policy.mode == "fp32" else policy.half_dtype
         self._ops = {
             (op, name): ProductOp(op, quantizer, half)
@@ -71,9 +71,8 @@ class ProductHandler(OpHandler):
         return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
 
     def sync(self, comm: Comm) -> None:
-        length = max(recipe.history for recipe in self._policy.recipes.values())
-        if comm.size > 1 and length:
-            self.state.agree(comm, length)
+        if comm.size > 1 and self.state.longest:
+            self.state.agree(comm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()
@@ -137,24 +136,12 @@ def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> s
 
 
 def _list_half(recipe: Recipe, module: nn.Module) -> list[str]:
-    weights = dict(_matrices(module))
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, weight in weights.items():
-        for product, reason in _reasons(recipe, module, weight):
-            found.setdefault((product, reason), []).append(name)
-    return [
-        product + f" of {', '.join(names)}" * (len(names) < len(weights)) + f" in half: {reason}"
-        for (product, reason), names in found.items()
-    ]
-
-
-def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the weights of a layer: recurrent layers have several."""
-    many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-    for name, weight in module.named_parameters(recurse=False):
-        known = name.startswith("weight_") if many else name == "weight"
-        if known and not is_lazy(weight) and weight.dim() > 1:
-            yield name, weight
+    # A weight that is calculated from others is no parameter, and reading it may change it.
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or is_lazy(weight) or weight.dim() < 2:
+        return []
+    reasons = _reasons(recipe, module, weight)
+    return [f"{product} in half: {reason}" for product, reason in reasons]
 
 
 def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,15 @@
 """PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
 
-Other ops stay in half: outer products, which sum over nothing, chains of matrices, whose order a
-kernel chooses, einsums of one or three operands, and forms that write in place or into `out=`.
+Other ops stay in half: recurrent layers and cells, which torch computes in one kernel, outer
+products, which sum over nothing, chains of matrices, whose order a kernel chooses, einsums of one
+or three operands, `vecdot`, `conv_tbc`, and forms that write in place or into `out=`.
 """
 
 import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,9 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
 from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.recurrent import RECURRENT
 
 ATTENTION = "scaled_dot_product_attention"
 _broadcast: Any = torch.broadcast_shapes
-_broadcast_tensors: Any = torch.broadcast_tensors
 
 
 def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
@@ -42,18 +41,12 @@ def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
 class Call:
     """One call of an op by one recipe.
 
-    `weight` is the right operand, unless only the left is a parameter. `given` has the tensors of
-    an op with several products: each after rounding, and as the op got it.
+    `weight` is the right operand, unless only the left is a parameter.
     """
 
     quantizer: Quantizer
     weight: Any = None
     weight_first: bool = False
-    given: tuple[tuple[Tensor, Tensor], ...] = ()
-
-    def by(self, weight: Tensor) -> "Call":
-        """Return the call for the product with one of several weights."""
-        return replace(self, weight=next(first for made, first in self.given if made is weight))
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left @ right, both of 2 axes or both of 3."""
@@ -92,10 +85,6 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return y if bias is None else y + bias
 
 
-def recurrent(run: Callable[..., Any], call: Call, *args: Any, **kwargs: Any) -> Any:
-    return run(lambda x, w, bias: linear(call.by(w), x, w, bias), *args, **kwargs)
-
-
 def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
     left = input[None] if input.dim() == 1 else input
     right = other[:, None] if other.dim() == 1 else other
@@ -113,12 +102,6 @@ def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
 def matmul_of(call: Call, input: Tensor, *other: Tensor, **named: Tensor) -> Tensor:
     """Compute matmul, mm, bmm or mv, whose second operand has its own name in each."""
     return _matmul(call, input, *other, *named.values())
-
-
-def vecdot(call: Call, x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    """Compute each pair of vectors as a product of one row and one column."""
-    x, y = (t.movedim(dim, -1) for t in _broadcast_tensors(x, y))
-    return _matmul(call, x[..., None, :], y[..., None])[..., 0, 0]
 
 
 def grouped_mm(
@@ -259,12 +242,6 @@ def conv(
     return _convolution(call, input, weight, bias, stride, padding, dilation, False, 0, groups)
 
 
-def conv_tbc(call: Call, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
-    """Compute conv1d of [time, batch, channels], by a weight of [time, in, out]."""
-    y = conv(call, input.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
-    return y.permute(2, 0, 1)
-
-
 def conv_transpose(
     call: Call,
     input: Tensor,
@@ -308,8 +285,8 @@ def attention(
     return _matmul(call, shares, value)
 
 
-# Each op, and the place of its left operand among its arguments, or None for several products.
-OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
+# Each op, and the place of its left operand among its arguments.
+OPS: dict[str, tuple[Callable[..., Any], int]] = {
     "linear": (linear, 0),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
@@ -319,9 +296,6 @@ OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),
     **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (conv_transpose, 0)),
     "convolution": (_convolution, 0),
-    "conv_tbc": (conv_tbc, 0),
-    "linalg_vecdot": (vecdot, 0),
-    **{op: (partial(recurrent, run), None) for op, run in RECURRENT.items()},
     ATTENTION: (attention, 0),
 }
 
@@ -337,19 +311,15 @@ class ProductOp:
         """Return the result of a call, or NotImplemented if it has no such product in half."""
         if not self._takes(args, kwargs):
             return NotImplemented if self.half else func(*args, **kwargs)
-        given = args, kwargs
-        args, kwargs = map_tensors(self._operand, given)
-        run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
+        run: Callable[..., Any] = partial(self._run, self._call(args, kwargs))
+        args, kwargs = map_tensors(self._operand, (args, kwargs))
         if not torch.compiler.is_compiling():
             run = show_as(func, run)
         y, half = run(*args, **kwargs), self.half
         return y if half is None else map_tensors(lambda tensor: round_to(tensor, half), y)
 
-    def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
-        if self._first is None:
-            pairs = zip(tensors_in(made), tensors_in(given), strict=True)
-            return Call(self.quantizer, given=tuple(pairs))
-        operands = [*given[0], *given[1].values()][self._first : self._first + 2]
+    def _call(self, args: Args, kwargs: Kwargs) -> Call:
+        operands = [*args, *kwargs.values()][self._first : self._first + 2]
         first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
         return Call(self.quantizer, operands[0 if first else -1], first)
 

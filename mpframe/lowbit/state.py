@@ -33,8 +33,8 @@ class AmaxHistory:
         self._step = -1
         self.not_agreed = False  # whether something was seen since the ranks agreed
 
-    def amax(self, now: Tensor, record: bool) -> Tensor:
-        """Return the largest of the past, or `now`, the tensor's amax, if there is none."""
+    def amax(self, now: Tensor, length: int, record: bool) -> Tensor:
+        """Return the largest of `length` past steps, or `now`, the tensor's, if there is none."""
         self.past, self.present = self.past.to(now.device), self.present.to(now.device)
         if self._step != count_steps():
             self._end_step(self.present > 0)
@@ -43,7 +43,7 @@ class AmaxHistory:
             # An overflow makes this step fail, and no later one.
             self.present = torch.maximum(self.present, torch.where(now.isfinite(), now, 0.0))
             self._step, self.not_agreed = count_steps(), True
-        largest = self.past.max()
+        largest = self.past[:length].max()
         return torch.where(largest > 0, largest, now)
 
     def agree(self, largest: Tensor, step: int) -> None:
@@ -64,9 +64,14 @@ Watch = Callable[[str, str, str, Tensor], None]
 
 
 class ProductState:
-    """The generators of stochastic rounding, and the amax histories of delayed scaling."""
+    """The generators of stochastic rounding, and the amax histories of delayed scaling.
 
-    def __init__(self) -> None:
+    Each history holds `longest` optimizer steps, the most that any recipe looks back. So a rank
+    that has not used a weight, and does not know its recipe, keeps the same one.
+    """
+
+    def __init__(self, longest: int = 0) -> None:
+        self.longest = longest
         self.watch: Watch | None = None  # called for each operand that is quantised
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
@@ -104,14 +109,14 @@ class ProductState:
         """
         history = self._histories.get(operand)
         if history is None:
-            history = AmaxHistory(torch.zeros(length, device=now.device))
+            history = AmaxHistory(torch.zeros(self.longest, device=now.device))
             if record:
                 self._histories[operand] = history
         if record:
             self._step, self._device = count_steps(), now.device
-        return history.amax(now, record)
+        return history.amax(now, length, record)
 
-    def agree(self, comm: Comm, length: int) -> None:
+    def agree(self, comm: Comm) -> None:
         """Give all ranks the histories of one process that sees all samples.
 
         All ranks of `comm` call it once in each step, after the backward pass. A weight that only
@@ -125,7 +130,7 @@ class ProductState:
             operands, histories, comm.max(torch.stack(seen)), strict=True
         ):
             if history is None:
-                history = AmaxHistory(torch.zeros(length, device=self._device))
+                history = AmaxHistory(torch.zeros(self.longest, device=self._device))
                 self._histories[operand] = history
             history.agree(largest, self._step)
 

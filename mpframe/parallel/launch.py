@@ -39,8 +39,8 @@ def refuse_misfit(parallel: str | None) -> None:
         )
     if parallel == "none" and size > 1:
         raise ConfigError(
-            f"trainer.parallel=none: torchrun has started {size} processes, and each would train "
-            "the same; use trainer.parallel=ddp, or start one process"
+            f"trainer.parallel=none: {place().starter} has started {size} processes, and each "
+            "would train the same; use trainer.parallel=ddp, or start one process"
         )
 
 

@@ -203,7 +203,8 @@ def _limit_waits(mesh: Any, device: torch.device) -> None:
     world: Any = dist.group.WORLD
     limit = world._get_backend(device).options._timeout
     # It has a public name since torch 2.15.
-    set_timeout: Any = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    public: Any = getattr(dist, "set_timeout", None)
+    set_timeout = public or dist.distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         set_timeout(limit, group)
 

@@ -34,9 +34,15 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
         values = input.float() if input.dtype.itemsize < 4 else input
         dims = [0, *range(2, values.dim())]
         shape = [1, -1, *[1] * (values.dim() - 2)]
-        count = values.new_tensor([values.numel() / values.shape[1]])
-        sums = _over_ranks(torch.cat([values.sum(dims), count]))
+        own_count = values.numel() // values.shape[1]
+        sums = _over_ranks(torch.cat([values.sum(dims), values.new_tensor([own_count])]))
         count = sums[-1].detach()
+        # Only a rank with so few values reads their sum, for which the host waits for the device.
+        if own_count < 2 and count < 2:
+            size = torch.Size([int(count), *input.shape[1:]])
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {size}"
+            )
         centered = values - (sums[:-1] / count).view(shape)
         variance = _over_ranks((centered * centered).sum(dims)) / count
         self._track(sums[:-1].detach() / count, variance.detach() * count / (count - 1))

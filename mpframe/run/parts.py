@@ -27,7 +27,6 @@ from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
-from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loaders import make_loader, training_loader
@@ -257,15 +256,12 @@ def build_precision(config: Config) -> Precision:
     if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
         made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
         recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
-    masters: bool | type[Master] = dtype.master_weights == "on"
-    if dtype.master_weights == "split":
-        masters = import_module("mpframe.training.optimizers.split_master").SplitMaster
     return Precision(
         dtype.mode,
         dtype.half,
         ops=lists,
         compute=dtype.compute,
-        master_weights=masters,
+        master_weights=dtype.master_weights,
         products=dtype.products,
         recipes=recipes,
     )

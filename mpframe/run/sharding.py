@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _NEEDED = {  # Options that need whole weights on each rank are off.
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "dtype.master_weights": "on",
+    "dtype.master_weights": "true",
 }
 _WHY = {
     "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",

@@ -7,7 +7,7 @@
     memory                             channels last, recomputation, memory kept for the next step
     interruption, ranks, run_context   signals that stop a run; ranks that differ; a run's parts
     callbacks/                         what watches a run, and what follows each step of it
-    optimizers/                        several optimizers, several losses, LBFGS, split masters
+    optimizers/                        several optimizers, several losses, LBFGS
 
 Imports data and what is below it. Nothing here knows an option or instantiates anything.
 """

@@ -105,7 +105,6 @@ class CompiledTrainer(Trainer):
     def check_fit(self) -> None:
         """Raise ConfigError for what cannot be in one graph."""
         super().check_fit()
-        masters = map(master_behind, self.model.parameters())
         spikes, scaler = spikes_of(self), self.scaler
         if self.comm.size > 1:
             raise refused(f"{self.comm.size} ranks average their gradients within a step")
@@ -113,8 +112,6 @@ class CompiledTrainer(Trainer):
             raise refused("several optimizers share a step")
         if self.precision.op_handlers:
             raise refused(f"dtype.products={self.precision.policy.products} measures every step")
-        if any(master is not None and type(master) is not Master for master in masters):
-            raise refused("dtype.master_weights=split makes the masters anew in every step")
         if scaler is not None and not isinstance(scaler, Scaler):
             raise refused(f"loss_scaling={name_of(scaler)} is not derived from mpframe's Scaler")
         if spikes is not None and spikes.policy != "warn":

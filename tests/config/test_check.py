@@ -35,7 +35,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
     ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ({"dtype__half": "float8"}, "dtype.half=float8: must be one of float16, bfloat16; nearest: float16, bfloat16"),
-    ({"dtype__master_weights": 2}, "dtype.master_weights=2: must be one of on, off, split"),
+    ({"dtype__master_weights": 2}, "dtype.master_weights=2: must be true or false"),
+    ({"dtype__master_weights": "split"}, "dtype.master_weights=split: must be true or false"),
     ({"ops__allow": "softmax"}, "ops.allow=softmax: must be a list"),
     ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a number > 0"),
     ({"seed": 2**63}, "seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"),
@@ -102,7 +103,10 @@ def test_open_sections_take_whatever_their_target_takes() -> None:
 def test_values_arrive_typed() -> None:
     config = check(tree(trainer__clip_norm=1, trainer__max_steps="12"))
     assert (repr(config.trainer.clip_norm), config.trainer.max_steps) == ("1.0", 12)
-    assert check(tree(dtype__master_weights=False)).dtype.master_weights == "off"
+    masters = [
+        check(tree(dtype__master_weights=v)).dtype.master_weights for v in ("on", "off", True)
+    ]
+    assert masters == [True, False, True]
     compiled = [check(tree(trainer__compile=v)).trainer.compile for v in (True, "false", "step")]
     assert compiled == [True, False, "step"]
     assert check(tree(ops__allow=["linear", 1])).ops.allow == ["linear", "1"]

@@ -256,7 +256,7 @@ def test_without_a_count_the_first_tensor_with_samples_counts() -> None:
     weight, inputs = torch.tensor(0.5), torch.zeros(3, 2)
     for batch in ((weight, inputs), {"weight": weight, "inputs": inputs}):
         assert count_of(None, batch) == 3
-    assert count_of(None, weight) == 1
+    assert [count_of(None, batch) for batch in (weight, [], ())] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])

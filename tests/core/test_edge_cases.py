@@ -12,8 +12,8 @@ from mpframe import MasterWeights, OpLists, Precision
 from mpframe.core.buffers import Buffers
 from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.comm import Comm
-from mpframe.core.errors import ConfigError
-from mpframe.core.objective import StepOutput
+from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.step_result import read_verdicts
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
@@ -82,6 +82,20 @@ def test_micro_batches_may_be_sparse_and_dense(first) -> None:
     result = optimizer.step()
     assert result.dropped == 1
     assert embedding.weight[:, 0].tolist() == [-1.5, -2.0, -1.5, -1.5]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_an_optimizer_that_takes_no_sparse_gradient_says_so(mode) -> None:
+    precision = Precision(mode)
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
+    trainer = StepTrainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision)
+    with pytest.raises(UserCodeError) as error:
+        trainer.train_step((torch.tensor([1, 2]), torch.tensor([0, 1])))
+    assert str(error.value) == (
+        "optimizer: AdamW raised RuntimeError (Adam does not support sparse gradients, please "
+        "consider SparseAdam instead); HYDRA_FULL_ERROR=1 shows the traceback"
+    )
 
 
 class Running(nn.Module):

@@ -43,7 +43,6 @@ from mpframe.run.sharding import shard
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
-from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.images import resnet18
@@ -170,10 +169,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     if options.get("sync") and comm.size > 1:
         synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
-    kind: dict[str, Any] = {"mode": mode, "products": recipe, "half": options["half"]}
-    if split := mode == "split":
-        kind = {"mode": "mixed", "half": "bfloat16", "master_weights": SplitMaster}
-    precision = Precision(**kind)
+    precision = Precision(mode, options["half"], products=recipe)
     kinds = options.get("optimizers", {"": options["optimizer"]})
     optimizers = {name: kind(_of_part(name, model), lr=1e-2) for name, kind in kinds.items()}
     if options.get("fsdp"):
@@ -183,13 +179,12 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
             comm.sharding.compile_blocks()
     made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
     masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
-    means = {p: masters.master_of(p) for p in model.parameters()} if not split else {}
+    means = {p: masters.master_of(p) for p in model.parameters()}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
     trainer = Trainer(
         *(model, masters, supervised(loss), precision),
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        # The masters of a split have memory only while they are updated.
-        algorithms={} if split else {"ema": AverageWeights(Ema(means, 0.9), model)},
+        algorithms={"ema": AverageWeights(Ema(means, 0.9), model)},
         plan=Plan(epochs=9, max_steps=options["steps"], **plan),
         evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if net else {}),
         comm=comm,

@@ -200,7 +200,6 @@ class TestChoice:
         rows = {"every": {"format": "e4m3fn"}, "dx": {"w": {"per": "row"}}}
         for layer, products, compute, said in (
             (nn.Linear(32, 16), "fp8_rows", "native", "fp8_rows, native"),
-            (nn.LSTM(32, 16), "fp8_rows", "native", "fp8_rows, native"),
             (nn.Linear(32, 16), "fp8_rows", "auto", "fp8_rows"),
             (nn.Conv1d(32, 16, 1), "fp8_rows", "native", "fp8_rows, emulated"),
             (nn.Linear(32, 32), "mxfp8", "native", f"mxfp8, emulated: {SWIZZLE}"),

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -97,12 +98,30 @@ def test_a_history_of_two_steps_forgets_what_overflowed() -> None:
         ([[4], [16, 32, 1], [1]], [[4], [4, 4, 4], [32]]),
         ([[4], [math.inf], [math.nan], [1]], [[4], [4], [4], [4]]),
     ):
-        state, weight, seen = ProductState(), nn.Parameter(torch.zeros(1)), []
+        state, weight, seen = ProductState(3), nn.Parameter(torch.zeros(1)), []
         weight.grad = torch.zeros(1)
         for step in steps:
             seen.append([float(state.track_amax("w x", torch.tensor(x), 2, True)) for x in step])
             torch.optim.SGD([weight]).step()
         assert seen == scales
+
+
+def test_a_rank_that_uses_a_weight_later_looks_back_as_far_as_its_recipe() -> None:
+    """Of two recipes, one of 3 steps and one of 1: the scale is of the step before."""
+    model, weight = nn.Linear(4, 4), nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    user, other = ProductState(3), ProductState(3)
+    for state in (user, other):
+        state.learn_names(model)
+    comm: Any = SimpleNamespace(max=lambda seen: seen.where(seen > 0, sums[: len(seen)]))
+    for largest in (8.0, 2.0):
+        user.track_amax("weight x", torch.tensor(largest), 1, True)
+        sums = torch.tensor([largest, 0.0, 0.0])
+        user.agree(comm)
+        other.agree(comm)
+        torch.optim.SGD([weight]).step()
+    scales = [float(s.track_amax("weight x", torch.tensor(1.0), 1, True)) for s in (user, other)]
+    assert scales == [2, 2]
 
 
 def test_each_operand_of_each_weight_has_a_history_and_evaluation_leaves_no_trace() -> None:
@@ -162,7 +181,7 @@ def test_compiled_and_eager_agree() -> None:
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        layers = nn.Unflatten(1, (32, 1)), nn.Conv1d(32, 32, 1), nn.Flatten(), nn.GRUCell(32, 8)
+        layers = nn.Unflatten(1, (32, 1)), nn.Conv1d(32, 32, 1), nn.Flatten(), nn.Linear(32, 8)
         run = trainer(*layers)
         model: Any = run.model
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model

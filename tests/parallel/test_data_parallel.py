@@ -39,7 +39,7 @@ TWO = torch.tensor(2.0, dtype=torch.float64)
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("split", LATE),
+    [("fp32", EARLY), ("amp", LATE), ("mixed", EARLY), ("mixed", LATE),
      ("mixed", {"recipe": OF_NOW, "batch": 32}), ("mixed", {"recipe": DELAYED, "batch": 32})],
 )  # fmt: skip
 def test_two_ranks_equal_one_process_with_their_halves(two: Ranks, mode: str, options: Any) -> None:
@@ -149,7 +149,7 @@ FAULTS = {1: bad_input, 3: bad_gradient}
         ("fp32", {"faults": FAULTS, "whole": True}),
         ("mixed", {"accumulate": 2, "whole": True}),  # Averaged after the last backward pass.
         ("amp", {"faults": FAULTS, "sync": True}),  # One rank may use a layer, or none.
-        ("split", {"faults": FAULTS, "sync": True, "large": 100}),
+        ("mixed", {"faults": FAULTS, "sync": True, "large": 100}),
     ],
 )
 def test_averaged_in_the_backward_it_is_the_same_step(two: Ranks, mode: str, changes: Any) -> None:

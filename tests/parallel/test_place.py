@@ -140,6 +140,20 @@ def test_a_second_process_by_hand_is_told_what_lacks(
     refuse_misfit("none")
 
 
+@pytest.mark.parametrize(
+    ("variables", "started"),
+    [(TORCHRUN, "torchrun has started 2"), (OPEN_MPI, "mpirun has started 4")],
+)
+def test_several_processes_that_would_train_the_same_are_refused(
+    monkeypatch: Patch, variables: dict[str, str], started: str
+) -> None:
+    pretend(monkeypatch, variables)
+    assert refused(ConfigError, refuse_misfit, "none") == (
+        f"trainer.parallel=none: {started} processes, and each would train the same; use "
+        "trainer.parallel=ddp, or start one process"
+    )
+
+
 def test_nothing_lacks_for_one_process_or_known_ranks(monkeypatch: Patch) -> None:
     pretend(monkeypatch, {"WORLD_SIZE": "1"})
     assert missing() == []

@@ -27,6 +27,7 @@ from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import launch, process_group
 from mpframe.parallel.launch import refuse_misfit
 from mpframe.parallel.place import Place, place
+from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.footprint import Traffic, Way, Weight, payload, sent
 from mpframe.run.parts import resolve_device
 from mpframe.training import evaluation
@@ -86,6 +87,37 @@ def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, n
         assert torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9)
     for own, other in zip(first["results"], alone["results"], strict=True):
         assert own == pytest.approx(other, rel=1e-9)
+
+
+def normalized(comm: Comm, shares: list[int]) -> Any:
+    """A rank's normalised samples, their gradient, the running statistics, or an error's text."""
+    norm: Any = nn.BatchNorm1d(3).double()
+    synchronize(norm)
+    samples = torch.arange(3.0 * sum(shares), dtype=torch.float64).sin().view(-1, 3)
+    own = samples.split(shares)[comm.rank].clone().requires_grad_()
+    try:
+        outputs = norm(own)
+    except ValueError as error:
+        return str(error)
+    outputs.pow(3).sum().backward()
+    return [outputs.detach(), own.grad, norm.running_mean, norm.running_var]
+
+
+def test_batchnorm_over_ranks_of_which_one_has_no_samples_and_over_one_value(two: Ranks) -> None:
+    """To 2^-40: in float64, 8 samples in another order."""
+    first, second = two(in_group, normalized, [8, 0])
+    samples = torch.arange(24.0, dtype=torch.float64).sin().view(8, 3).requires_grad_()
+    norm: Any = nn.BatchNorm1d(3).double()
+    (outputs := norm(samples)).pow(3).sum().backward()
+    for own, theirs in zip(first, (outputs, samples.grad, *norm.buffers()), strict=False):
+        assert torch.allclose(own, theirs, rtol=2**-40, atol=2**-40)
+    assert [own.shape for own in second[:2]] == [(0, 3)] * 2
+    assert_same(first[2:], second[2:])
+    with pytest.raises(ValueError, match="Expected more than 1 value") as torchs:
+        norm(samples[:1])
+    for shares in ([1, 0], [0, 1]):
+        assert two(in_group, normalized, shares) == [str(torchs.value)] * 2
+    assert not isinstance(two(in_group, normalized, [1, 1])[0], str)
 
 
 def steps_of(comm: Comm, batch: int, ranks: int, options: dict[str, Any]) -> Any:

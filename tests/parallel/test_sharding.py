@@ -8,10 +8,12 @@ import copy
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fixtures import Patch
 from ranked import (
     CPU,
     SHARDED,
@@ -34,6 +36,7 @@ from mpframe.config.schema import Config
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
+from mpframe.parallel import sharding
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
@@ -46,6 +49,16 @@ def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[
     """What the same training leaves on each rank, with whole weights and with divided ones."""
     given = {"name": "mlp", "steps": 3, "clip_norm": None, **options}
     return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
+
+
+def test_a_torch_with_the_public_timeout_needs_no_private_one(monkeypatch: Patch) -> None:
+    options, given = SimpleNamespace(_timeout=7), []
+    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    dist = SimpleNamespace(group=SimpleNamespace(WORLD=world))
+    dist.set_timeout = lambda limit, group: given.append((limit, group))
+    monkeypatch.setattr(sharding, "dist", dist)
+    sharding._limit_waits(SimpleNamespace(get_all_groups=lambda: ["rows", "columns"]), CPU)
+    assert given == [(7, "rows"), (7, "columns")]
 
 
 MIXED = pytest.param("gpt", "mixed", marks=two_formats)
@@ -260,8 +273,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
             "trainer.reduce=after_backward",
             "(a block's gradients are summed in its backward pass); use trainer.reduce=in_backward",
         ),
-        ("dtype.master_weights=off", f"{masters}; use dtype.master_weights=on"),
-        ("dtype.master_weights=split", f"{masters}; use dtype.master_weights=on"),
+        ("dtype.master_weights=false", f"{masters}; use dtype.master_weights=true"),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse_beside_sharding(composed(option))

@@ -11,8 +11,6 @@ from paths import PATHS
 from torch import nn
 
 from mpframe import Precision
-from mpframe.core.optim.masters import master_for
-from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 
 
@@ -35,5 +33,4 @@ def test_a_path_is_another_way(path: str, monkeypatch: Patch) -> None:
     model, optimizer = Precision("mixed", "bfloat16").prepare(model, own)
     weights = list(model.parameters())
     assert len(optimizer._buckets) == (len(weights) if path == "buckets" else 1)
-    assert isinstance(master_for(weights[0]), SplitMaster) == (path == "split")
     assert Plan().compile == (path == "compiled")

@@ -46,7 +46,6 @@ from mpframe.run.parts import build_layout, build_model, build_precision, build_
 from mpframe.training.memory import cast_again, recompute
 
 _MODES = ("fp32", "amp", "mixed")
-_MASTERS = {"on": 4, "split": 2, "off": 0}  # bytes beside a half weight
 
 
 @command
@@ -97,7 +96,7 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
         raise UserCodeError(f"model: cannot run without values: {first_line(error)}") from error
     weights = _weights(config, model, styles, way.tensor)
     average = 0 if config.trainer.ema_decay is None else 4
-    masters = _MASTERS[str(config.dtype.master_weights)]
+    masters = 4 if config.dtype.master_weights else 0  # bytes beside a half weight
     held = footprint.held(weights, way, master=masters, average=average)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     traffic = footprint.payload(weights, way, buffers=buffers, activations=summed)

@@ -15,8 +15,6 @@ if the loss of micro-batch i is the mean of n_i samples. So a window equals one 
 it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the device.
 """
 
-import copy
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
@@ -315,36 +312,3 @@ def in_chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         chunk.append(tensor)
         filled += tensor.numel()
     yield chunk
-
-
-def check_takes_sparse(optimizer: Optimizer, master: Tensor) -> None:
-    """Raise ConfigError if the optimizer does not take a sparse gradient of this master."""
-    try:
-        _try_step(optimizer, master)
-    except Exception as error:  # Any other error comes again in the step itself.
-        if isinstance(error, RuntimeError) and "sparse" in str(error).lower():
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: the parameter of shape "
-                f"{tuple(master.shape)} has a sparse gradient: {str(error).splitlines()[0]}; use "
-                "optimizer._target_=torch.optim.SGD, Adagrad or SparseAdam, or sparse=False in "
-                "the embedding"
-            ) from None
-
-
-def _try_step(optimizer: Optimizer, master: Tensor) -> None:
-    """Step a copy of the optimizer over one sparse row of zeros, with that row of its state."""
-    row = torch.zeros_like(master if master.is_sparse else master[:1])
-    row.grad = row.clone() if master.is_sparse else row.to_sparse(1)
-    group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
-    state = {}
-    for name, value in optimizer.state.get(master, {}).items():
-        like = isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse
-        state[name] = value[:1].clone() if like else copy.deepcopy(value)
-    trial: Any = object.__new__(type(optimizer))
-    vars(trial).update({n: {} if n.endswith("_hooks") else v for n, v in vars(optimizer).items()})
-    trial.param_groups = [copy.deepcopy({**group, "params": []})]
-    trial.param_groups[0]["params"] = [row]
-    trial.state = defaultdict(dict, {row: state})
-    with warnings.catch_warnings(action="ignore"):  # The step itself will warn.
-        # A schedule replaces the `step` of the object, by a function that moves the original.
-        type(optimizer).step(trial)

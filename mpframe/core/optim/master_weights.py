@@ -27,18 +27,16 @@ from mpframe.core.optim.gradients import (
     Gradients,
     as_count,
     check_clipping,
-    check_takes_sparse,
     in_chunks,
     measure_grads,
 )
-from mpframe.core.optim.masters import Master, Pair, master_class
+from mpframe.core.optim.masters import Pair, round_to_weights, sync_from_weights
 from mpframe.core.optim.optimizer import OptimizerWrapper
 from mpframe.core.optim.widening import Frozen, frozen_beside, widen_turned, widen_written
 from mpframe.core.step_result import StepResult, Verdict, read_verdicts
 from mpframe.core.tree import HALF, host_waits_for, is_apple
 
-# Half weights with their masters, by the masters' class.
-Bucket = list[tuple[type[Master], list[Pair]]]
+Bucket = list[Pair]  # half weights with their masters
 
 _TORCHS = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _TORCHS.split()}
@@ -50,8 +48,7 @@ class MasterWeights(OptimizerWrapper):
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device. A master that is missing starts from the half value.
-        keep_masters: False updates the half weights themselves, to study the effect of masters. A
-            subclass of `Master` keeps the fp32 values in another way.
+        keep_masters: False updates the half weights themselves, to study the effect of masters.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -68,7 +65,7 @@ class MasterWeights(OptimizerWrapper):
         policy: of the precision whose `prepare` made this, if one did.
     """
 
-    def __init__(self, optimizer: Optimizer, *, keep_masters: bool | type[Master] = True) -> None:
+    def __init__(self, optimizer: Optimizer, *, keep_masters: bool = True) -> None:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.comm: Comm = SINGLE_PROCESS
@@ -78,9 +75,8 @@ class MasterWeights(OptimizerWrapper):
         self.accumulator = Accumulator()
         self._means: Gradients | None = None
         self._consumed = False
-        self._tried_sparse: set[Tensor] = set()
         self.stepped_once: set[Tensor] = set()  # masters of which the optimizer has state
-        super().__init__(optimizer, master_class(keep_masters))
+        super().__init__(optimizer, keep_masters)
 
     def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks."""
@@ -174,9 +170,8 @@ class MasterWeights(OptimizerWrapper):
             closure: computes the loss and calls backward. It is called once, before the step.
 
         Raises:
-            ConfigError: there are no new gradients, a bound is out of its range, or both are given,
-                or the optimizer needs a closure (training/optimizers/lbfgs.py) or does not take a
-                sparse gradient. Nothing has changed.
+            ConfigError: there are no new gradients, a bound is out of its range, both are given, or
+                the optimizer needs a closure (training/optimizers/lbfgs.py). Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
@@ -237,10 +232,6 @@ class MasterWeights(OptimizerWrapper):
         self._means = None
         if self.skips_on_device and not self.stepped_once.issuperset(gradients.by_master):
             self.skips_on_device = None
-        for master, gradient in gradients.by_master.items():
-            if gradient.is_sparse and master not in self._tried_sparse:
-                check_takes_sparse(self.optimizer, master)
-                self._tried_sparse.add(master)
         return gradients
 
     @torch.no_grad()
@@ -258,7 +249,7 @@ class MasterWeights(OptimizerWrapper):
         if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
             buckets = [[*chain(*buckets)]]
         for bucket in buckets[:-1]:
-            values = [master.value for _, pairs in bucket for _, master in pairs]
+            values = [master.value for _, master in bucket]
             masters = [master for master in values if master in by_master]
             self._update(bucket, masters, gradients, found_inf)
         self._update(buckets[-1], list(by_master), gradients, found_inf)
@@ -276,7 +267,8 @@ class MasterWeights(OptimizerWrapper):
     def _register_groups(self) -> None:
         if len(self.optimizer.param_groups) > self._registered:
             super()._register_groups()
-            self._buckets = _in_buckets(self._masters)
+            masters = self._masters
+            self._buckets = [[(w, masters[w]) for w in chunk] for chunk in in_chunks(masters)]
             self._frozen = frozen_beside(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,10 +277,10 @@ class MasterWeights(OptimizerWrapper):
     def _update(
         self, bucket: Bucket, masters: list[Tensor], gradients: Gradients, found_inf: Tensor | None
     ) -> None:
-        for kind, pairs in bucket:
-            kind.materialize(pairs)
+        if bucket:  # In fp32 there are no half weights.
+            sync_from_weights(bucket)
         for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
-            if master.dtype in HALF and self._kind is not None:
+            if master.dtype in HALF and self._keeps_masters:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
             if not gradient.is_sparse and gradient.stride() != master.stride():  # See _add_unless.
@@ -296,8 +288,8 @@ class MasterWeights(OptimizerWrapper):
         self.step_wrapped(found_inf=found_inf)
         for master in masters:
             master.grad = None
-        for kind, pairs in bucket:
-            kind.round_to_weights(pairs)
+        if bucket:
+            round_to_weights(bucket)
 
 
 def is_closure(scaler: Any) -> bool:
@@ -318,17 +310,6 @@ def no_new_gradients() -> ConfigError:
         "optimizer.step: the step before has consumed the gradients and no backward pass has "
         "left new ones; call backward, or zero_grad where a step without gradients is meant"
     )
-
-
-def _in_buckets(masters: Mapping[Tensor, Master]) -> list[Bucket]:
-    """Cut the weights, in their order, into buckets that do not have too many values."""
-    buckets = []
-    for weights in in_chunks(masters):
-        bucket: dict[type[Master], list[Pair]] = {}
-        for weight in weights:
-            bucket.setdefault(type(masters[weight]), []).append((weight, masters[weight]))
-        buckets.append(list(bucket.items()))
-    return buckets
 
 
 def _steps_by_parameter(optimizer: Any) -> bool:

@@ -54,7 +54,7 @@ def _compares_values(weight: Tensor) -> bool:
     return weight.is_cpu
 
 
-def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor | bool]:
+def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor]:
     """Copy values that other code wrote into weights to their masters, and return which changed.
 
     `look`: compare values even if neither a version nor bits can show a write.
@@ -67,7 +67,7 @@ def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tens
         if same and seen.bits is not None and not torch.compiler.is_compiling():
             same = torch.equal(seen.words.sum(-1) if seen.summed else seen.words, seen.bits)
         if not same or (look and seen.bits is None):
-            changed.append(master.sync_from_weight(weight, not same))
+            changed.append(master.sync_from_weight(weight))
             mark_known([(weight, master)])
     return changed
 
@@ -84,7 +84,7 @@ def mark_known(pairs: Iterable[Pair]) -> None:
 
 
 class Master:
-    """The fp32 value behind a half weight. A subclass that stores it otherwise overrides all.
+    """The fp32 value behind a half weight.
 
     It begins with `start`, of the weight's shape and any format. An fp32 tensor is not copied.
 
@@ -105,10 +105,6 @@ class Master:
         # A copy has not seen the weight, whose copy has another address.
         return {name: value for name, value in vars(self).items() if name != "seen"}
 
-    @classmethod
-    def check_format(cls, half: torch.dtype) -> None:
-        """Raise ConfigError if weights of this format cannot have such masters."""
-
     def current(self, weight: Tensor) -> Tensor:
         """Return the fp32 value, after a look at the weight."""
         sync_from_weights([(weight, self)])
@@ -117,14 +113,11 @@ class Master:
     def start_from(self, weight: Tensor, start: Tensor) -> None:
         """Take another value, and round it into the weight."""
         self.value.detach().copy_(start)
-        self.round_to_weights([(weight, self)])
+        round_to_weights([(weight, self)])
 
     @torch.no_grad()
-    def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
-        """Take over the weight's values. Return whether any differs from the rounded `value`.
-
-        `noticed`: its version or bits show a write, so the values need not be compared.
-        """
+    def sync_from_weight(self, weight: Tensor) -> Tensor:
+        """Take over the weight's values. Return whether any differs from the rounded `value`."""
         half = weight.dtype if weight.dtype in HALF else self.half
         now = weight.detach().to(self.value.device)
         rounded = torch.empty_like(self.value, dtype=half)
@@ -134,17 +127,13 @@ class Master:
         self.half = weight.dtype
         return ~same.all()
 
-    # Both take many weights and masters of this class at once: an update makes few calls.
 
-    materialize = staticmethod(sync_from_weights)  # Makes `value` current before an update.
-
-    @staticmethod
-    def round_to_weights(pairs: Collection[Pair]) -> None:
-        """Round each `value` into its weight after an update."""
-        for weight, master in pairs:
-            master.half = weight.dtype
-        round_into([(weight, master.value) for weight, master in pairs])
-        mark_known(pairs)
+def round_to_weights(pairs: Collection[Pair]) -> None:
+    """Round each master into its weight after an update."""
+    for weight, master in pairs:
+        master.half = weight.dtype
+    round_into([(weight, master.value) for weight, master in pairs])
+    mark_known(pairs)
 
 
 @torch.no_grad()
@@ -177,25 +166,20 @@ def convert_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
-def master_class(masters: bool | type[Master]) -> type[Master] | None:
-    """Return the class of masters that an option asks for, if any."""
-    return masters if isinstance(masters, type) else Master if masters else None
-
-
-def set_master(weight: Tensor, start: Tensor, kind: type[Master]) -> None:
+def set_master(weight: Tensor, start: Tensor) -> None:
     """Set or create a half weight's master, with `start` as its value."""
     master = _MASTERS.get(weight)
     if master is None:
-        _MASTERS[weight] = kind(weight, start)
+        _MASTERS[weight] = Master(weight, start)
     else:
         master.start_from(weight, start)
 
 
-def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
+def master_for(weight: Tensor) -> Master:
     """Return a half weight's master. A missing one is made from the half value."""
     master = _MASTERS.get(weight)
     if master is None or master.value.device != weight.device:
-        master = kind(weight, weight if master is None else master.current(weight))
+        master = Master(weight, weight if master is None else master.current(weight))
         _MASTERS[weight] = master
     return master
 

@@ -48,15 +48,15 @@ register_optimizer_step_pre_hook(refuse_wrapped)
 class OptimizerWrapper(Optimizer):
     """Makes an optimizer step fp32 masters instead of half parameters: the base of `MasterWeights`.
 
-    `kind` is the masters' class. None makes every parameter its own master.
+    Without `keep_masters` every parameter is its own master.
     """
 
-    def __init__(self, optimizer: Optimizer, kind: type[Master] | None) -> None:
+    def __init__(self, optimizer: Optimizer, keep_masters: bool) -> None:
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.skips_on_device: bool | None = None
         self.policy: Any = None
-        self._kind = kind
+        self._keeps_masters = keep_masters
         self._registered = 0  # how many groups
         self._stepped: dict[Tensor, Tensor] = {}  # what the optimizer steps, by parameter
         self._masters: dict[Tensor, Master] = {}  # by half parameter
@@ -90,7 +90,7 @@ class OptimizerWrapper(Optimizer):
         return parameter in self._stepped
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor the update acts on (or a copy): `parameter` if it is fp32."""
+        """Return the fp32 tensor the update acts on: `parameter` if it is fp32."""
         master = self._masters.get(parameter) or master_behind(parameter)
         return self._stepped[parameter] if master is None else master.current(parameter)
 
@@ -204,13 +204,13 @@ class OptimizerWrapper(Optimizer):
 
     def _master_for(self, parameter: Tensor) -> Tensor:
         """Return the tensor to step for a parameter. A new master takes over its state."""
-        if parameter.dtype not in HALF or self._kind is None:
+        if parameter.dtype not in HALF or not self._keeps_masters:
             clear_master(parameter)
             part = part_of(parameter)
             if is_sharded(parameter):
                 self._copies[part] = copies_of(parameter)
             return part
-        master = self._masters[parameter] = master_for(parameter, self._kind)
+        master = self._masters[parameter] = master_for(parameter)
         sync_from_weights([(parameter, master)])
         if parameter in self.optimizer.state:
             state = self.optimizer.state.pop(parameter)
@@ -230,7 +230,8 @@ class OptimizerWrapper(Optimizer):
                     f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "
                     "parameters"
                 )
-            if self._kind and parameter.dtype in HALF and parameter.layout != torch.strided:
+            keeps_master = self._keeps_masters and parameter.dtype in HALF
+            if keeps_master and parameter.layout != torch.strided:
                 raise ConfigError(
                     f"{what} sparse and {parameter.dtype}; a half weight is dense: store it in "
                     "fp32 (ops.modules=...:fp32), or dense"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import part_for, part_of, shard_like
 from mpframe.core.errors import CheckpointError
-from mpframe.core.optim.masters import master_behind, round_into
+from mpframe.core.optim.masters import round_into
 from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import widest
@@ -60,12 +60,7 @@ class Ema:
         self._updates = 0
 
     def _present(self) -> list[Tensor]:
-        """Return the masters as they are now, for a split one a new copy."""
-        behind = [(p, master_behind(p), known) for p, known in self._masters]
-        return [
-            (known if held is None or held.value is known else held.current(parameter)).detach()
-            for parameter, held, known in behind
-        ]
+        return [master.detach() for _, master in self._masters]
 
     def _update_unless(self, skipped: Tensor | None) -> None:
         """Do the same on the device, in float64, which gives the same numbers."""

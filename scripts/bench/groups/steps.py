@@ -138,7 +138,7 @@ COMPARISONS: dict[str, list[Comparison]] = {
             "linear",
             _LARGE,
             marks=[_AMP, (FLOAT16, PLAIN, 1.4), (MIXED, AUTOCAST, 0.9)],
-            memory=[(MIXED, AUTOCAST, 0.8), (f"{MIXED}, split masters", AUTOCAST, 0.7)],
+            memory=[(MIXED, AUTOCAST, 0.8)],
             apart=True,
             steps=5,
         ),

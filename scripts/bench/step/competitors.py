@@ -19,9 +19,7 @@ from bench.step.workloads import Workload
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.optim.masters import Master
 from mpframe.core.precision import Precision
-from mpframe.training.optimizers.split_master import SplitMaster
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
@@ -65,14 +63,13 @@ def by_trainer(
     laps: Laps,
     mode: str,
     half: str = "float16",
-    master_weights: bool | type[Master] = True,
     products: str = "none",
     comm: Comm = SINGLE_PROCESS,
     reduce: str = "in_backward",
     sgd: bool = False,
 ) -> Step:
     """A step of the trainer, float16 with loss scaling."""
-    precision = Precision(mode, half, master_weights=master_weights, products=products)
+    precision = Precision(mode, half, products=products)
     model, optimizer = precision.prepare(work.model, _optimizer(work.model, sgd))
     inner, update = supervised(work.loss), optimizer.step
 
@@ -116,9 +113,6 @@ STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     "mpframe fp32": partial(by_trainer, mode="fp32"),
     "mpframe amp bfloat16": partial(by_trainer, mode="amp", half="bfloat16"),
     "mpframe mixed bfloat16": partial(by_trainer, mode="mixed", half="bfloat16"),
-    "mpframe mixed bfloat16, split masters": partial(
-        by_trainer, mode="mixed", half="bfloat16", master_weights=SplitMaster
-    ),
     "mpframe amp float16": partial(by_trainer, mode="amp", half="float16"),
     "mpframe mixed float16": partial(by_trainer, mode="mixed", half="float16"),
 }

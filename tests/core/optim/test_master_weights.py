@@ -14,7 +14,7 @@ from vocabulary import formats, same_bits
 from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.core.optim.masters import Master, set_master
+from mpframe.core.optim.masters import set_master
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.optimizers.lbfgs import step_with_closure
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
@@ -41,7 +41,7 @@ def test_masters_are_what_the_plain_optimizer_makes_in_fp32_and_clipping_is_torc
     for p in params:
         exact, p.data = p.detach().clone(), p.data.to(dtype)
         if dtype != FP32:
-            set_master(p, exact, Master)
+            set_master(p, exact)
     plain, wrapped = cls(plain_params, lr=0.05), MasterWeights(cls(params, lr=0.05))
     torchs = {"max_norm": nn.utils.clip_grad_norm_, "max_value": nn.utils.clip_grad_value_}
     for step in range(3):
@@ -178,7 +178,6 @@ def test_groups_show_the_models_parameters_and_share_all_else() -> None:
     assert all(wrapped.state[p] is own for p, own in zip(params, states, strict=True))
 
 
-@pytest.mark.whole_masters
 @pytest.mark.parametrize(("way", "half"), [("step", HALF), ("accumulate", BFLOAT16)])
 def test_a_penalty_on_masters_counts(way, half) -> None:
     """As scaled as the loss, and added in fp32: 2^-13 beside 1 is nothing in half."""

@@ -16,7 +16,6 @@ from mpframe.core.optim import masters as core_masters
 from mpframe.core.optim.widening import fp32_weights
 from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
-from mpframe.training.optimizers.split_master import SplitMaster
 
 OBJECTIVE = supervised(nn.CrossEntropyLoss())
 
@@ -163,9 +162,9 @@ class Student(nn.Module):
         return self.online(x)
 
 
-def student(half="float16", grouped=True, kept=True, **options):
+def student(half="float16", grouped=True, **options):
     """One with its optimizer, in which the teacher has its place or not."""
-    precision, model = Precision("mixed", half, master_weights=kept, **options), Student()
+    precision, model = Precision("mixed", half, **options), Student()
     plain = adamw((model if grouped else model.online).parameters())
     return model, precision.prepare(model, plain)[1], precision
 
@@ -181,13 +180,10 @@ def steps(model, optimizer, precision, count):
         yield
 
 
-@pytest.mark.parametrize(
-    ("half", "kept", "way"),
-    [("float16", True, "BYOL"), ("bfloat16", True, "DINO"), ("bfloat16", SplitMaster, "MoCo")],
-)
-def test_a_teacher_copied_after_prepare_moves_in_fp32(half, kept, way) -> None:
+@pytest.mark.parametrize(("half", "way"), [("float16", "BYOL"), ("bfloat16", "DINO")])
+def test_a_teacher_copied_after_prepare_moves_in_fp32(half, way) -> None:
     """Beside a copy of the masters that is moved by the same half weights."""
-    precision, online = Precision("mixed", half, master_weights=kept), Student().online
+    precision, online = Precision("mixed", half), Student().online
     _, optimizer = precision.prepare(online, adamw(online.parameters()))
     teacher = copy.deepcopy(online).requires_grad_(False)
     with fp32_weights(online):
@@ -202,19 +198,13 @@ def test_a_teacher_copied_after_prepare_moves_in_fp32(half, kept, way) -> None:
 
 
 @pytest.mark.parametrize(
-    ("half", "kept", "grouped", "way"),
-    [
-        ("float16", True, True, "BYOL"),
-        ("float16", True, False, "DINO"),
-        ("bfloat16", True, True, "MoCo"),
-        ("bfloat16", SplitMaster, True, "DINO"),
-        ("bfloat16", SplitMaster, False, "MoCo"),
-    ],
+    ("half", "grouped", "way"),
+    [("float16", True, "BYOL"), ("float16", False, "DINO"), ("bfloat16", True, "MoCo")],
 )
 def test_a_teacher_inside_the_model_turns_fp32_where_it_is_moved(
-    half, kept, grouped, way, caplog
+    half, grouped, way, caplog
 ) -> None:
-    model, optimizer, precision = student(half, grouped, kept)
+    model, optimizer, precision = student(half, grouped)
     copies = []
     for _ in steps(model, optimizer, precision, 20):
         for own in (model.teacher, *copies):
@@ -260,9 +250,9 @@ def test_a_teacher_that_nobody_moves_stays_half(half, looks, monkeypatch, caplog
     assert (weight.unique().tolist(), caplog.messages) == ([0.5], [])
 
 
-@pytest.mark.parametrize(("grouped", "kept"), [(True, True), (False, True), (True, SplitMaster)])
-def test_a_resumed_run_moves_its_teacher_in_fp32_at_once(kept, grouped) -> None:
-    students = (student("bfloat16", grouped, kept) for _ in range(2))
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_resumed_run_moves_its_teacher_in_fp32_at_once(grouped) -> None:
+    students = (student("bfloat16", grouped) for _ in range(2))
     whole, second = (Trainer(model, own, OBJECTIVE, how) for model, own, how in students)
     given = batches(8)
     follow(whole, given[:4])
