@@ -33,7 +33,6 @@ from mpframe.checkpoint.folder import (
     newest,
     parts_of,
     path_of,
-    refuse_mixed,
     step_of,
 )
 from mpframe.checkpoint.state import Snapshot
@@ -151,27 +150,25 @@ def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
             the weights, tensors that are divided stay in the files (see `parts.Pieces`).
 
     Raises:
-        CheckpointError: there is none, it is damaged, of another format, or holds code, or the
-            folder has checkpoints of two runs. One rank's error is raised on all.
+        CheckpointError: there is none, it is damaged, of another format, or holds code. One rank's
+            error is raised on all.
     """
     found: list[Any] = []
     final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"
-    on_all(comm, lambda: found.append(_verify(path, final, comm)), doing)
+    on_all(comm, lambda: found.append(_verify(final, comm)), doing)
     in_parts = comm.sharding is not None
     on_all(comm, lambda: found.append(_read(final, found[0], in_parts)), doing)
     return found[1]  # type: ignore[no-any-return]
 
 
-def _verify(path: Path, final: Path, comm: Comm) -> Manifest:
+def _verify(path: Path, comm: Comm) -> Manifest:
     """Return the manifest of a checkpoint, and verify this rank's share of the files."""
-    if final != path:
-        refuse_mixed(path)
-    manifest = Manifest.read(final)
+    manifest = Manifest.read(path)
     for name in (STATE, CONFIG):
         if name not in manifest.files:
-            raise CheckpointError(f"{final / MANIFEST}: names no {name}; use an older one")
+            raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
     try:
-        manifest.verify(final, comm.rank, comm.size)
+        manifest.verify(path, comm.rank, comm.size)
     except CheckpointError as error:
         raise CheckpointError(f"rank {comm.rank}: {error}" if comm.size > 1 else error) from None
     return manifest
