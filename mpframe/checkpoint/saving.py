@@ -59,24 +59,12 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
     CheckpointError: it could not be written or loaded again. The older ones are complete.
     """
-    return save_as(path_of(folder, snapshot.global_step), snapshot, folder)
+    return save_as(path_of(folder, snapshot.global_step), snapshot)
 
 
-def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does.
-
-    First the records that its facts name, in the folder `run`, are synced to the disk.
-    """
-    try:
-        with _naming_checkpoint(final):
-            new = _make_new(final)
-            _write(new, snapshot, {})
-            if run is not None:
-                _sync_records(run, snapshot)
-            put_in_place(new, final)
-    except CheckpointError:
-        _give_up(final)
-        raise
+def save_as(final: Path, snapshot: Snapshot) -> Path:
+    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does."""
+    _save_parts(final, snapshot, {}, SINGLE_PROCESS)
     return final
 
 
@@ -96,10 +84,11 @@ def prepare_together(
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state, copied)
     rest = replace(snapshot, state=state)
-    return partial(_save_parts, final, folder, rest.to_cpu() if copied else rest, parts, comm)
+    return partial(_save_parts, final, rest.to_cpu() if copied else rest, parts, comm)
 
 
-def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
+def _save_parts(final: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
+    """Save each rank's parts of a state and, on rank 0, the rest of it, as the folder `final`."""
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
 
     def write_parts() -> Entry | None:  # A replica has none.
@@ -107,7 +96,7 @@ def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) 
 
     def finish(files: Files) -> None:
         _write(new, rest, files)
-        _sync_records(run, rest)
+        _sync_records(final.parents[1], rest)
         put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
@@ -194,32 +183,6 @@ def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
     return Snapshot(step_of(path), state, config, manifest.facts)
 
 
-class Background:
-    """A thread for one piece of work at a time, whose errors are raised to the next caller."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Wait for the work before, raise its error if there was one, and start `work`."""
-        self.wait()
-        self._pending = self._threads.submit(work)
-
-    def wait(self) -> None:
-        """Wait for the work to end, and raise its error if there was one."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait, raise, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._threads.shutdown()
-
-
 def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
     """Work on all ranks, and return their results. If it fails on one, all raise its error.
 
@@ -296,6 +259,7 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
 
 
 def _sync_records(run: Path, snapshot: Snapshot) -> None:
+    """Sync the records that a checkpoint's facts name, in its run's folder, to the disk."""
     sync_paths([run / name for name in snapshot.facts.get("records", ())])
 
 

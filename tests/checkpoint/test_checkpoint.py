@@ -5,7 +5,6 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,24 +170,6 @@ def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Pa
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
-    seen: list[str] = []
-    with closing(saving.Background()) as background:
-        background.start(lambda: seen.append("first"))
-        background.start(lambda: seen.append("second"))
-        background.wait()
-        assert seen == ["first", "second"]
-        background.start(full)
-        with pytest.raises(OSError, match="No space"):
-            background.start(lambda: seen.append("third"))
-        assert seen == ["first", "second"]
-    background = saving.Background()
-    background.start(full)
-    with pytest.raises(OSError, match="No space"):
-        background.close()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
-
-
 def put(folder: Path, ranks: list[Any]) -> Any:
     """The state that these parts make whole."""
     own = {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
@@ -295,13 +276,17 @@ def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch
         assert differing(checkpoint.load(first), checkpoint.load(second)) == []
 
 
-def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_hides_no_error(
+    background: bool, tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr(Summary, "write", full)
     with pytest.raises(MpframeError, match=r"^checkpoint \S+ .*written \(No space left on devic"):
-        train(tmp_path, *OPTIONS, "trainer.max_steps=1")
+        train(tmp_path, *OPTIONS, "trainer.max_steps=1", f"trainer.async_save={background}")
     (line,) = (line for line in caplog.messages if "cannot be written (No space left" in line)
     assert line.startswith("warning: ")
+    assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
 
 
 def test_a_full_disk_while_the_best_are_saved(tmp_path: Path, monkeypatch: Patch) -> None:
