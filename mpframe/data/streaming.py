@@ -147,7 +147,7 @@ class StreamLoader(Loader, Callback):
                 f"cannot be continued exactly; use resume=none, {_WAY_OUT}"
             )
 
-    def locate(self, index: int | None) -> str:
+    def _locate_in_stream(self, index: int | None) -> str:
         """Say where in the stream a worker is."""
         what = "no sample" if index is None else f"{self._shares.split} sample {index}"
         return f"{what} (of its pass over the stream, near batch {self._number})"
@@ -212,7 +212,7 @@ class StreamLoader(Loader, Callback):
             self._batches = data_loader(self._shares, self._workers, self._pin, batch_size=None)
         self._answers = self._pool.start(self._batches)
         for _ in range(self._number % self._shares.workers):
-            self._pool.next_batch(self._answers, self)
+            self._pool.next_batch(self._answers, self._locate_in_stream)
         if reached.batches and _digest(self._answer()) != reached.digest:
             raise DataError(
                 f"dataset: {type(self._shares.stream).__name__} does not give the batch again that "
@@ -231,7 +231,7 @@ class StreamLoader(Loader, Callback):
     def _answer(self) -> Any:
         """Return the next batch, or None at the end."""
         try:
-            answer = batch_or_raise(self._pool.next_batch(self._answers, self))
+            answer = batch_or_raise(self._pool.next_batch(self._answers, self._locate_in_stream))
         except StopIteration:
             return None
         worker = self._number % self._shares.workers
