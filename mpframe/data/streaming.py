@@ -128,6 +128,12 @@ class StreamLoader(Loader, Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place. CheckpointError if the stream is read otherwise, or only once."""
         self.require_resumable("resume")
+        if (then := len(state["ranks"])) != (now := self._comm.data_size):
+            processes = then * self._comm.tensor
+            raise CheckpointError(
+                f"resume: the stream was read by ranks={then}, and this run has ranks={now}; start "
+                f"{processes} processes (torchrun --nproc-per-node {processes}), {_WAY_OUT}"
+            )
         for option, now in self._facts().items():
             then = state["made_with"][option]
             if then != now:
@@ -157,7 +163,6 @@ class StreamLoader(Loader, Callback):
             "dataset.batch_size": self.batch_size,
             "dataset.batches_per_epoch": self._length,
             "dataset.workers": self._workers,
-            "ranks": self._comm.data_size,
         }
 
     def _count(self, stated: int | None) -> int:
