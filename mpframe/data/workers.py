@@ -152,7 +152,7 @@ class WorkerPool:
                 )
                 ending = f"ended with exit code {code}"
                 if code < 0:
-                    ending = f"was killed by {signal.Signals(-code).name}"
+                    ending = f"was killed by {_name_of(-code)}"
                 return (
                     f"dataset.workers={len(self._current)}: worker {number} {ending} at "
                     f"{locate(self._current.of(number))}; {hint}"
@@ -173,6 +173,14 @@ class WorkerPool:
             f"{', '.join(places) or 'no worker is reading'}; raise trainer.timeout, or fix "
             "what hangs"
         )
+
+
+def _name_of(number: int) -> str:
+    """Return a signal's name, such as `SIGKILL`, or its number if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def ignore_signals(worker: int) -> None:

@@ -43,6 +43,7 @@ def forbid_files() -> None:
 SPRUNG: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "killed": lambda: signal_oneself(signal.SIGKILL),
+    "a real-time signal": lambda: os.kill(os.getpid(), 35),
     "ended": lambda: os._exit(3),
     "exit": lambda: sys.exit(4),
     "hangs": lambda: time.sleep(60),
@@ -101,6 +102,8 @@ def _nobody_is_left_and_a_handler_is_kept(monkeypatch: Patch) -> Iterator[None]:
 @pytest.mark.parametrize(("what", "split", "line"), [
     ("killed", "training", "was killed by SIGKILL at training sample 7 (epoch 0, batch {}); "
      "the system kills what uses too much memory: try fewer dataset.workers"),
+    ("a real-time signal", "training", "was killed by signal 35 at training sample 7 (epoch 0, "
+     "batch {}); dataset.workers=0 may show the error itself"),
     ("ended", "validation", "ended with exit code 3 at validation sample 7 (epoch 0, batch "
      "{}); dataset.workers=0 may show the error itself"),
 ])  # fmt: skip
