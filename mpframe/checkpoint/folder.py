@@ -109,12 +109,6 @@ class HashingFile:
         return self._digest.hexdigest()
 
 
-def sha256_of(path: Path) -> str:
-    """Return the digest of a regular file, in hexadecimal."""
-    with open_regular(path, "rb") as file:
-        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-
-
 FORMAT = 2
 _LARGEST = 2**20  # bytes, of which a manifest of ours has a few hundred
 
@@ -174,8 +168,8 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
     try:
         with open_regular(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-        complete = size == expected["bytes"]
-        same = complete and sha256_of(path) == expected["sha256"]
+            complete = size == expected["bytes"]
+            same = complete and _sha256_of(file) == expected["sha256"]
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); use an older one"
@@ -186,6 +180,10 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         )
     if not same:
         raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
+
+
+def _sha256_of(file: IO[bytes]) -> str:
+    return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def _check_name(name: str, path: Path) -> str:

@@ -7,20 +7,23 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
+from mpframe.checkpoint.folder import Manifest, content_digest
 
 Change = Callable[[Path], None]
 
 
 def seal(folder: Path, facts: dict[str, Any] | None = None) -> None:
     """Write a manifest that fits the files of a checkpoint, whatever they hold."""
-    paths = [folder / name for name in ("state.pt", "config.yaml")]
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
+    files = {}
+    for name in ("state.pt", "config.yaml"):
+        content = (folder / name).read_bytes()
+        files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(Manifest(files, facts or {}).text())
 
 
