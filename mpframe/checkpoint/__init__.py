@@ -5,10 +5,10 @@
                               manifest.json  format version, facts, size and SHA-256 of each file
 
 Begin with folder.py (names, the manifest, which checkpoints are kept), then state.py, whose
-`Snapshot` saving.py writes and reads. untrusted.py refuses damaged and crafted files. init_from.py
-fits other weights to a model. export.py and export_graph.py write files for other programs, and
-huggingface.py a folder. training/callbacks/checkpoints.py decides when to save, run/resume.py how
-to resume.
+`Snapshot` saving.py writes and reads. untrusted.py loads a file without running its code.
+init_from.py fits other weights to a model. export.py and export_graph.py write files for other
+programs, and huggingface.py a folder. training/callbacks/checkpoints.py decides when to save,
+run/resume.py how to resume.
 
 This package imports torch, `core` and `files`: no trainer and no options.
 """

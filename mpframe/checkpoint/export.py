@@ -22,7 +22,7 @@ from torch import Tensor
 from mpframe.checkpoint.folder import FOLDER, identity_of
 from mpframe.checkpoint.state import Snapshot, read_validated_kind
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.files.durable import write_atomically
+from mpframe.files.durable import atomic_file, sync_file
 from mpframe.files.plain_file import read_regular
 from mpframe.files.stored_yaml import parse_stored
 
@@ -177,8 +177,11 @@ def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> Non
     """Write a file and its sidecar, or nothing. Links there are replaced, not followed."""
     new = [path for path in (out, beside(out)) if not os.path.lexists(path)]
     try:
-        write_atomically(out, content)
-        write_atomically(beside(out), sidecar(facts, out.name, form, content))
+        # Both are on the disk before one has its name: an old sidecar describes an old file.
+        with atomic_file(beside(out)) as described, atomic_file(out) as file:
+            described.write(sidecar(facts, out.name, form, content).encode())
+            sync_file(described)
+            file.write(content)
     except OSError as error:
         for path in new:
             with suppress(OSError):

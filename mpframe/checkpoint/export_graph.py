@@ -170,11 +170,12 @@ def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> Non
 def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
     """Return a line that says why a model cannot be traced, with torch's reason."""
     names = dict.fromkeys(label for dims in sizes.values() for label in dims.values() if label)
+    option = f"dynamic=[{','.join(names)}]" if names else "model"
+    ending = " with any size" if names else ""
     reason, *_ = [*re.findall(r"^ *- (.+?)(?:\. |$)", str(error), re.M), describe_error(error)]
     return (
-        f"{'dynamic=[' * bool(names)}{','.join(names) or 'model'}{']' * bool(names)}: "
-        f"{name_of(model)} cannot be traced into a graph: {reason:.300}; use format=safetensors, "
-        f"or write its forward so that torch.export takes it{' with any size' * bool(names)}"
+        f"{option}: {name_of(model)} cannot be traced into a graph: {reason:.300}; use "
+        f"format=safetensors, or write its forward so that torch.export takes it{ending}"
     )
 
 

@@ -7,7 +7,7 @@
     step_00001200.set_aside      newer than where the run continued: kept, never resumed from
 
 A manifest lists a checkpoint's files with their sizes and SHA-256. It also holds the run's random
-identity, because checkpoints of two runs in one folder would replace and delete each other.
+identity, which an export names.
 
 The newest and the best checkpoints are kept. None is deleted before a newer one is durable. A
 folder is renamed before it is deleted, so that a kill leaves no half-deleted one.
@@ -21,7 +21,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -110,12 +109,6 @@ class HashingFile:
         return self._digest.hexdigest()
 
 
-def sha256_of(path: Path) -> str:
-    """Return the digest of a regular file, in hexadecimal."""
-    with open_regular(path, "rb") as file:
-        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-
-
 FORMAT = 2
 _LARGEST = 2**20  # bytes, of which a manifest of ours has a few hundred
 
@@ -175,8 +168,8 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
     try:
         with open_regular(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-        complete = size == expected["bytes"]
-        same = complete and sha256_of(path) == expected["sha256"]
+            complete = size == expected["bytes"]
+            same = complete and _sha256_of(file) == expected["sha256"]
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); use an older one"
@@ -187,6 +180,10 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         )
     if not same:
         raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
+
+
+def _sha256_of(file: IO[bytes]) -> str:
+    return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def _check_name(name: str, path: Path) -> str:
@@ -217,21 +214,6 @@ def identity_of(facts: Mapping[str, Any]) -> str | None:
     """Return the identity among a checkpoint's facts, if they name one."""
     identity = facts.get(FACT)
     return identity if isinstance(identity, str) and identity else None
-
-
-def refuse_mixed(folder: Path) -> None:
-    """Refuse a run's folder with checkpoints of two runs, naming one of each."""
-    first: dict[str, Path] = {}
-    for path in all_in(folder):
-        with suppress(CheckpointError):  # A damaged one is skipped or refused when it is read.
-            if identity := identity_of(Manifest.read(path).facts):
-                first.setdefault(identity, path)
-    if len(first) > 1:
-        one, other, *_ = first.values()
-        raise CheckpointError(
-            f"{folder}: holds checkpoints of two runs, {one.name} of one and {other.name} of "
-            "another; move those of one run to another folder"
-        )
 
 
 def prune(folder: Path, keep_last: int, keep_best: int) -> None:

@@ -275,8 +275,8 @@ def read_foreign(path: Path) -> ForeignWeights:
     """Read all weights of a file, of an index, or of a folder with one of them.
 
     `path` may be a link. A link within its folder may only lead to the same folder, or to the store
-    of Hugging Face's cache beside it. CheckpointError: a file is missing, damaged or crafted, or
-    holds no weights, or the shards do not match the index.
+    of Hugging Face's cache beside it. CheckpointError: a file is missing or damaged, or
+    holds code or no weights, or the shards do not match the index.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -297,7 +297,7 @@ def _read_file(path: Path) -> ForeignWeights:
         open_regular(path, "rb", follow=True).close()
         if path.suffix == ".safetensors":
             return ForeignWeights(load_file(path))
-        return _weights_in(load_untrusted(path, _CODE, old_format=True), path)
+        return _weights_in(load_untrusted(path, _CODE), path)
 
 
 def _read_shards(index: Path) -> ForeignWeights:

@@ -33,7 +33,6 @@ from mpframe.checkpoint.folder import (
     newest,
     parts_of,
     path_of,
-    refuse_mixed,
     step_of,
 )
 from mpframe.checkpoint.state import Snapshot
@@ -60,24 +59,12 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
     CheckpointError: it could not be written or loaded again. The older ones are complete.
     """
-    return save_as(path_of(folder, snapshot.global_step), snapshot, folder)
+    return save_as(path_of(folder, snapshot.global_step), snapshot)
 
 
-def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does.
-
-    First the records that its facts name, in the folder `run`, are synced to the disk.
-    """
-    try:
-        with _naming_checkpoint(final):
-            new = _make_new(final)
-            _write(new, snapshot, {})
-            if run is not None:
-                _sync_records(run, snapshot)
-            put_in_place(new, final)
-    except CheckpointError:
-        _give_up(final)
-        raise
+def save_as(final: Path, snapshot: Snapshot) -> Path:
+    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does."""
+    _save_parts(final, snapshot, {}, SINGLE_PROCESS)
     return final
 
 
@@ -97,10 +84,11 @@ def prepare_together(
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state, copied)
     rest = replace(snapshot, state=state)
-    return partial(_save_parts, final, folder, rest.to_cpu() if copied else rest, parts, comm)
+    return partial(_save_parts, final, rest.to_cpu() if copied else rest, parts, comm)
 
 
-def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
+def _save_parts(final: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
+    """Save each rank's parts of a state and, on rank 0, the rest of it, as the folder `final`."""
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
 
     def write_parts() -> Entry | None:  # A replica has none.
@@ -108,7 +96,7 @@ def _save_parts(final: Path, run: Path, rest: Snapshot, parts: Any, comm: Comm) 
 
     def finish(files: Files) -> None:
         _write(new, rest, files)
-        _sync_records(run, rest)
+        _sync_records(final.parents[1], rest)
         put_in_place(new, final)
 
     _on_rank_0(comm, final, lambda: _make_new(final))
@@ -151,27 +139,25 @@ def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
             the weights, tensors that are divided stay in the files (see `parts.Pieces`).
 
     Raises:
-        CheckpointError: there is none, it is damaged, of another format, or holds code, or the
-            folder has checkpoints of two runs. One rank's error is raised on all.
+        CheckpointError: there is none, it is damaged, of another format, or holds code. One rank's
+            error is raised on all.
     """
     found: list[Any] = []
     final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"
-    on_all(comm, lambda: found.append(_verify(path, final, comm)), doing)
+    on_all(comm, lambda: found.append(_verify(final, comm)), doing)
     in_parts = comm.sharding is not None
     on_all(comm, lambda: found.append(_read(final, found[0], in_parts)), doing)
     return found[1]  # type: ignore[no-any-return]
 
 
-def _verify(path: Path, final: Path, comm: Comm) -> Manifest:
+def _verify(path: Path, comm: Comm) -> Manifest:
     """Return the manifest of a checkpoint, and verify this rank's share of the files."""
-    if final != path:
-        refuse_mixed(path)
-    manifest = Manifest.read(final)
+    manifest = Manifest.read(path)
     for name in (STATE, CONFIG):
         if name not in manifest.files:
-            raise CheckpointError(f"{final / MANIFEST}: names no {name}; use an older one")
+            raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
     try:
-        manifest.verify(final, comm.rank, comm.size)
+        manifest.verify(path, comm.rank, comm.size)
     except CheckpointError as error:
         raise CheckpointError(f"rank {comm.rank}: {error}" if comm.size > 1 else error) from None
     return manifest
@@ -195,32 +181,6 @@ def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
         else:
             state = leave_in_file(state, path / STATE)
     return Snapshot(step_of(path), state, config, manifest.facts)
-
-
-class Background:
-    """A thread for one piece of work at a time, whose errors are raised to the next caller."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Wait for the work before, raise its error if there was one, and start `work`."""
-        self.wait()
-        self._pending = self._threads.submit(work)
-
-    def wait(self) -> None:
-        """Wait for the work to end, and raise its error if there was one."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait, raise, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._threads.shutdown()
 
 
 def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
@@ -299,6 +259,7 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
 
 
 def _sync_records(run: Path, snapshot: Snapshot) -> None:
+    """Sync the records that a checkpoint's facts name, in its run's folder, to the disk."""
     sync_paths([run / name for name in snapshot.facts.get("records", ())])
 
 

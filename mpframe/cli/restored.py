@@ -7,7 +7,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
-from mpframe.checkpoint.folder import FOLDER, best_in, refuse_mixed
+from mpframe.checkpoint.folder import FOLDER, best_in
 from mpframe.checkpoint.state import averages_of, extra_state_of, read_steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
@@ -53,8 +53,6 @@ def checkpoint_of(path: Path, split: str | None = None) -> Path:
     except OSError:  # A run that is not finished may have none, and has not been tested.
         return path
     best = best_in(path, 1) if tested == "best" else []
-    if best:
-        refuse_mixed(path)
     return best[0] if best else path
 
 

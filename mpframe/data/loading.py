@@ -7,6 +7,7 @@ all random numbers, such as the augmentation of a sample: pure functions of (see
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,13 +21,7 @@ from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import name_of, user_code
 from mpframe.data.fetching import Collate, Fetcher
 from mpframe.data.samples import hash_key
-from mpframe.data.workers import (
-    POLL_SECONDS,
-    CurrentSamples,
-    EpochOrder,
-    WorkerPool,
-    ignore_signals,
-)
+from mpframe.data.workers import POLL_SECONDS, CurrentSamples, WorkerPool, ignore_signals
 
 
 class Loader:
@@ -127,17 +122,25 @@ class Loader:
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         numbers = range(start, len(self))
-        order = EpochOrder(self._split, epoch, self._order_of(epoch), self.batch_size)
-        requests = self._requests.left = _requests_of(order, numbers, self._comm)
+        wanted = _requests_of(epoch, self._order_of(epoch), self.batch_size, numbers, self._comm)
+        requests = self._requests.left = wanted
+        locate = partial(self._locate_in_epoch, epoch)
         asked = perf_counter()
         answers = self._pool.start(self._batches)
         for _ in numbers:
             if self._requests.left is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            batch = batch_or_raise(self._pool.next_batch(answers, order))
+            batch = batch_or_raise(self._pool.next_batch(answers, locate))
             self.waited += perf_counter() - asked
             yield batch
             asked = perf_counter()
+
+    def _locate_in_epoch(self, epoch: int, index: int | None) -> str:
+        """Say where in an epoch a sample is."""
+        if index is None:
+            return f"no sample ({self._split}, epoch {epoch})"
+        batch = int((self._order_of(epoch) == index).nonzero()[0]) // self.batch_size
+        return f"{self._split} sample {index} (epoch {epoch}, batch {batch})"
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
@@ -167,7 +170,7 @@ def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> No
 def data_loader(dataset: Dataset[Any], workers: int, pin: bool, **options: Any) -> DataLoader[Any]:
     """Return torch's loader of whole batches, whose workers stay from one epoch to the next."""
     with warnings.catch_warnings():
-        # require_workers warns of more workers than cores, once and in one line.
+        # warn_of_too_many_workers warns of more workers than cores, once and in one line.
         warnings.filterwarnings("ignore", "This DataLoader will create")
         return DataLoader(
             dataset,
@@ -198,13 +201,14 @@ class _Requests:
         return self.left
 
 
-def _requests_of(order: EpochOrder, numbers: range, comm: Comm) -> Iterator[list[int]]:
+def _requests_of(
+    epoch: int, order: Tensor, size: int, numbers: range, comm: Comm
+) -> Iterator[list[int]]:
     # Not a method: a generator that holds the loader would make a reference cycle, and the workers
     # would live until the garbage collector runs, perhaps in a new worker.
-    size = order.batch_size
     for number in numbers:
-        indices = share_of(order.indices[number * size : (number + 1) * size], comm)
-        yield [order.epoch, number, *indices.tolist()]
+        indices = share_of(order[number * size : (number + 1) * size], comm)
+        yield [epoch, number, *indices.tolist()]
 
 
 def batch_or_raise(answer: Any) -> Any:

@@ -128,6 +128,12 @@ class StreamLoader(Loader, Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place. CheckpointError if the stream is read otherwise, or only once."""
         self.require_resumable("resume")
+        if (then := len(state["ranks"])) != (now := self._comm.data_size):
+            processes = then * self._comm.tensor
+            raise CheckpointError(
+                f"resume: the stream was read by ranks={then}, and this run has ranks={now}; start "
+                f"{processes} processes (torchrun --nproc-per-node {processes}), {_WAY_OUT}"
+            )
         for option, now in self._facts().items():
             then = state["made_with"][option]
             if then != now:
@@ -147,7 +153,7 @@ class StreamLoader(Loader, Callback):
                 f"cannot be continued exactly; use resume=none, {_WAY_OUT}"
             )
 
-    def locate(self, index: int | None) -> str:
+    def _locate_in_stream(self, index: int | None) -> str:
         """Say where in the stream a worker is."""
         what = "no sample" if index is None else f"{self._shares.split} sample {index}"
         return f"{what} (of its pass over the stream, near batch {self._number})"
@@ -157,7 +163,6 @@ class StreamLoader(Loader, Callback):
             "dataset.batch_size": self.batch_size,
             "dataset.batches_per_epoch": self._length,
             "dataset.workers": self._workers,
-            "ranks": self._comm.data_size,
         }
 
     def _count(self, stated: int | None) -> int:
@@ -212,7 +217,7 @@ class StreamLoader(Loader, Callback):
             self._batches = data_loader(self._shares, self._workers, self._pin, batch_size=None)
         self._answers = self._pool.start(self._batches)
         for _ in range(self._number % self._shares.workers):
-            self._pool.next_batch(self._answers, self)
+            self._pool.next_batch(self._answers, self._locate_in_stream)
         if reached.batches and _digest(self._answer()) != reached.digest:
             raise DataError(
                 f"dataset: {type(self._shares.stream).__name__} does not give the batch again that "
@@ -231,7 +236,7 @@ class StreamLoader(Loader, Callback):
     def _answer(self) -> Any:
         """Return the next batch, or None at the end."""
         try:
-            answer = batch_or_raise(self._pool.next_batch(self._answers, self))
+            answer = batch_or_raise(self._pool.next_batch(self._answers, self._locate_in_stream))
         except StopIteration:
             return None
         worker = self._number % self._shares.workers

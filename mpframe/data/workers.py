@@ -18,19 +18,16 @@ import signal
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
-from time import monotonic, sleep
-from typing import Any, Protocol
+from time import monotonic
+from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from mpframe.core.errors import ConfigError, DataError, first_line
+from mpframe.core.errors import DataError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +39,13 @@ _STOPPING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 POLL_SECONDS = 1.0  # How often a wait for a batch checks whether the workers are alive.
-WORKER_BYTES = 2**25  # the least memory of a worker, without what it shares with this process
+Locate = Callable[[int | None], str]
+"""Says where in the data a sample is, by its index, or where a worker is that reads none."""
 
 
-def require_workers(workers: int) -> None:
-    """Refuse more workers than memory can hold, and warn of more than there are cores."""
+def warn_of_too_many_workers(workers: int) -> None:
+    """Warn of more workers than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = math.inf  # if it is unknown
-    if hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 2 * workers * WORKER_BYTES > memory:  # Validation has as many.
-        raise ConfigError(
-            f"dataset.workers={workers}: this machine's memory holds "
-            f"{memory // (2 * WORKER_BYTES)} for training and as many for validation; use {cores}, "
-            "its cores, or fewer"
-        )
     if workers > (cores or workers):
         log.warning(
             "warning: dataset.workers=%d: this machine has %d cores; more workers wait for each "
@@ -85,30 +74,6 @@ class CurrentSamples:
         return len(self._reading)
 
 
-class Order(Protocol):
-    """The order in which samples are read."""
-
-    def locate(self, index: int | None) -> str:
-        """Say where in it a sample is."""
-
-
-@dataclass(frozen=True)
-class EpochOrder:
-    """The order in which an epoch reads samples, as their indices [N], and what they are for."""
-
-    split: str
-    epoch: int
-    indices: Tensor
-    batch_size: int
-
-    def locate(self, index: int | None) -> str:
-        """Say where in the epoch a sample is."""
-        if index is None:
-            return f"no sample ({self.split}, epoch {self.epoch})"
-        batch = int((self.indices == index).nonzero()[0]) // self.batch_size
-        return f"{self.split} sample {index} (epoch {self.epoch}, batch {batch})"
-
-
 class WorkerPool:
     """The workers of one loader.
 
@@ -120,15 +85,13 @@ class WorkerPool:
         self._current, self._timeout = current, timeout
         self._processes: list[Any] = []
         self._done: Any = None  # torch's event, which the workers look at
-        self._deadline = math.inf  # of the wait for a batch, by `monotonic`
-        self._aborted = False
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
         """Begin an epoch, and start the workers if there are none yet."""
         before = multiprocessing.active_children()
         try:
             with _keep_child_handler(), _block_signals(), warnings.catch_warnings():
-                # The error that follows and require_workers say what torch would warn of.
+                # The error that follows and warn_of_too_many_workers say what torch would warn of.
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 answers = iter(batches)
         except OSError as error:  # The started ones ignore the SIGTERM of the end.
@@ -151,47 +114,30 @@ class WorkerPool:
             # processes of multiprocessing end without it, and would wait for ever for workers that
             # ignore SIGTERM. This runs before that wait.
             Finalize(self, _kill, args=(self._processes, self._done), exitpriority=100)
-            if self._timeout is not None and self._processes:
-                threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
-    def next_batch(self, answers: Iterator[Any], order: Order) -> Any:
+    def next_batch(self, answers: Iterator[Any], locate: Locate) -> Any:
         """Return the next answer. If a worker has ended, or none answers in time, kill all."""
         deadline = math.inf if self._timeout is None else monotonic() + self._timeout
-        self._deadline = deadline
         while True:
             try:
-                answer = next(answers)
-                self._deadline = math.inf
-                return answer
+                return next(answers)
             except (RuntimeError, OSError, EOFError) as error:  # The last two: a broken pipe.
                 timed_out = "timed out" in str(error)
                 failure = self._too_many_files() if _OPEN_FILES in str(error) else None
-                if failure is None and not self._aborted:
-                    failure = self._death(order, timed_out)
-                failure = failure or self._timeout_error(deadline, order)
+                failure = failure or self._death(locate, timed_out)
+                failure = failure or self._timeout_error(deadline, locate)
                 if failure is None and not timed_out:
                     raise
             if failure is not None:
-                self._deadline = math.inf
                 _kill(self._processes, self._done)
                 raise DataError(failure)
-
-    def overdue(self) -> bool:
-        """Whether the deadline has passed without the waiting main process noticing."""
-        return monotonic() > self._deadline + 2 * POLL_SECONDS
-
-    def abort(self) -> None:
-        """End a wait from another thread, by ending the workers."""
-        self._aborted = True
-        for process in self._processes:
-            process.kill()
 
     def close(self) -> None:
         """End the workers for good."""
         _kill(self._processes, self._done)
 
-    def _death(self, order: Order, timed_out: bool) -> str | None:
+    def _death(self, locate: Locate, timed_out: bool) -> str | None:
         """Return the error text if a worker has ended or is ending."""
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
@@ -206,22 +152,22 @@ class WorkerPool:
                 )
                 ending = f"ended with exit code {code}"
                 if code < 0:
-                    ending = f"was killed by {signal.Signals(-code).name}"
+                    ending = f"was killed by {_name_of(-code)}"
                 return (
                     f"dataset.workers={len(self._current)}: worker {number} {ending} at "
-                    f"{order.locate(self._current.of(number))}; {hint}"
+                    f"{locate(self._current.of(number))}; {hint}"
                 )
         return None
 
     def _too_many_files(self) -> str:
         return f"dataset.workers={len(self._current)}: {_OPEN_FILES.lower()}; {_FEWER}"
 
-    def _timeout_error(self, deadline: float, order: Order) -> str | None:
+    def _timeout_error(self, deadline: float, locate: Locate) -> str | None:
         """Return the error text if the deadline has passed."""
         if monotonic() < deadline:
             return None
         reading = [(n, self._current.of(n)) for n in range(len(self._current))]
-        places = [f"worker {n} is at {order.locate(i)}" for n, i in reading if i is not None]
+        places = [f"worker {n} is at {locate(i)}" for n, i in reading if i is not None]
         return (
             f"trainer.timeout={self._timeout:g}: no batch within {self._timeout:g} s; "
             f"{', '.join(places) or 'no worker is reading'}; raise trainer.timeout, or fix "
@@ -229,18 +175,12 @@ class WorkerPool:
         )
 
 
-def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
-    """Abort a wait that would never end, as long as the pool exists.
-
-    If a worker is stopped while it hands its batch over, the main process waits in the operating
-    system, where no timeout of the loader works.
-    """
-    while (pool := pool_of()) is not None:
-        if pool.overdue():
-            pool.abort()
-            return
-        del pool
-        sleep(POLL_SECONDS)
+def _name_of(number: int) -> str:
+    """Return a signal's name, such as `SIGKILL`, or its number if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def ignore_signals(worker: int) -> None:

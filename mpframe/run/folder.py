@@ -20,7 +20,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from mpframe.checkpoint.folder import FOLDER, all_in, refuse_mixed
+from mpframe.checkpoint.folder import FOLDER, all_in
 from mpframe.config.redaction import Redacting, as_yaml
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import write_atomically
@@ -71,7 +71,6 @@ def refuse_unfit(folder: Path, resume: str, option: str = "hydra.run.dir") -> No
             f"resume={resume}: {option}={folder} holds the checkpoints of another run; choose "
             f"another {option}, or continue that run with resume=auto"
         )
-    refuse_mixed(folder)
 
 
 class RunFolder:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest, refuse_mixed
+from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest
 from mpframe.checkpoint.state import conversion, of_rank, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
@@ -145,9 +145,7 @@ class Resume:
         if self.option == "auto":
             return self._load_newest_good(trainer, renew)
         refuse_missing(self.option)
-        path = Path(self.option)
-        refuse_mixed(path)
-        return self._load(newest(path), trainer, renew)
+        return self._load(newest(Path(self.option)), trainer, renew)
 
     def _load_newest_good(self, trainer: Trainer, renew: Renew) -> str:
         found = trainer.comm.broadcast_object(all_in(self.folder))

@@ -5,7 +5,6 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from mpframe.checkpoint import Snapshot, saving
 from mpframe.checkpoint import folder as folders
 from mpframe.checkpoint.folder import best_in, parts_of, prune
 from mpframe.checkpoint.parts import put_together
+from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.tracking.summary import Summary
@@ -32,7 +32,6 @@ WEIGHTS = {"a": torch.arange(5.0)}
 STATE = {"weights": WEIGHTS, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 FIVE = torch.arange(10.0).view(5, 2)
 PLACE = ("trainer", "weights", "w")
-LONG = torch.arange(2.0**16)
 
 
 def part(rows: Any, start: int = 0, of: int | None = None) -> Any:
@@ -47,7 +46,6 @@ def part(rows: Any, start: int = 0, of: int | None = None) -> Any:
 
 HOSTILE: dict[str, list[Any]] = {
     "holds no rank's": [{PLACE: FIVE}],
-    "its tensors overlap": [{("trainer", n): part(LONG[n:]) for n in range(4)}],
     "not parts of its checkpoint": [{PLACE: part(FIVE[:3])}, {}],
     "one holds other tensors": [{PLACE: part(FIVE[:3])}, {PLACE: part(FIVE[3:], 4)}],
     "something in a divided tensor's place": [{("trainer", "weights"): part(FIVE, of=5)}],
@@ -172,24 +170,6 @@ def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Pa
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
-    seen: list[str] = []
-    with closing(saving.Background()) as background:
-        background.start(lambda: seen.append("first"))
-        background.start(lambda: seen.append("second"))
-        background.wait()
-        assert seen == ["first", "second"]
-        background.start(full)
-        with pytest.raises(OSError, match="No space"):
-            background.start(lambda: seen.append("third"))
-        assert seen == ["first", "second"]
-    background = saving.Background()
-    background.start(full)
-    with pytest.raises(OSError, match="No space"):
-        background.close()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
-
-
 def put(folder: Path, ranks: list[Any]) -> Any:
     """The state that these parts make whole."""
     own = {"trainer": {"weights": {"w": None, "tied": None}, "optimizer": {0: {"m": None}}}}
@@ -223,6 +203,29 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, said: str) -> None:
 
 def steps(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in checkpoint.all_in(folder)]
+
+
+class Remembers(Callback):
+    """A callback that keeps a number for each of two million samples."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_save(self, trainer: Any) -> None:
+        self.losses = [0.5] * 2_000_000
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert len(state["losses"]) == 2_000_000
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_a_checkpoint_with_millions_of_numbers(tmp_path: Path) -> None:
+    options = [*OPTIONS, f"+callbacks.remembers._target_={__name__}.Remembers"]
+    train(tmp_path, *options, "trainer.max_steps=2")
+    assert train(tmp_path, *options, "trainer.max_steps=3", f"resume={tmp_path}").steps == 3
 
 
 def test_saved_by_the_clock(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -273,13 +276,17 @@ def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch
         assert differing(checkpoint.load(first), checkpoint.load(second)) == []
 
 
-def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_hides_no_error(
+    background: bool, tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr(Summary, "write", full)
     with pytest.raises(MpframeError, match=r"^checkpoint \S+ .*written \(No space left on devic"):
-        train(tmp_path, *OPTIONS, "trainer.max_steps=1")
+        train(tmp_path, *OPTIONS, "trainer.max_steps=1", f"trainer.async_save={background}")
     (line,) = (line for line in caplog.messages if "cannot be written (No space left" in line)
     assert line.startswith("warning: ")
+    assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
 
 
 def test_a_full_disk_while_the_best_are_saved(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -81,7 +81,8 @@ def test_what_cannot_be_exported_is_refused() -> None:
         assert text in refused(CheckpointError, convert_weights, {"w": weight}, "float16")
 
 
-@pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
+# The sidecar, the file, its folder, the sidecar again, its folder.
+@pytest.mark.parametrize("allowed", range(5))
 def test_nothing_is_left_of_a_failure(allowed: int, tmp_path: Path, monkeypatch: Patch) -> None:
     left = iter(range(allowed))
     monkeypatch.setattr(os, "fsync", lambda _: full() if next(left, None) is None else None)
@@ -89,6 +90,20 @@ def test_nothing_is_left_of_a_failure(allowed: int, tmp_path: Path, monkeypatch:
     said = "x: cannot be written (No space left on device); ch"
     assert said in refused(ConfigError, write, *given)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("allowed", range(2))
+def test_a_failure_leaves_the_file_and_the_sidecar_that_were_to_be_replaced(
+    allowed: int, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    def written() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    write(tmp_path / "x", b"weights", "safetensors", {"schema": 1})
+    before, left = written(), iter(range(allowed))
+    monkeypatch.setattr(os, "fsync", lambda _: full() if next(left, None) is None else None)
+    refused(ConfigError, write, tmp_path / "x", b"others", "safetensors", {"schema": 1})
+    assert written() == before
 
 
 def test_only_what_may_be_replaced_is_replaced_and_links_are_not_followed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import processes
@@ -125,6 +126,8 @@ def test_what_a_page_names_is_there_and_its_python_is_python() -> None:
             files = [word.partition("::")[0] for word in command.words if word[:6] == "tests/"]
             assert all((ROOT / file).exists() for file in files), (page.path, command)
         assert {*re.findall(r"`(test_\w+\.py)`", page.text)} <= tests, page.path
+        for name in re.findall(r"`(mpframe(?:\.\w+)+)[`(]", page.text):
+            assert resolve_name(name), (page.path, name)
         for code in page.blocks("python"):
             ast.parse(code, str(page.path))
         for link in page.links():

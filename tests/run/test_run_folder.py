@@ -10,14 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fixtures import Shown
 from in_process import train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, identity_of
-from mpframe.cli.commands.autopsy import main as autopsy
-from mpframe.cli.commands.evaluate import evaluate
-from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.run.folder import unwritable_in_one_line
 from mpframe.tracking.summary import Summary
 
@@ -58,18 +55,6 @@ def test_a_checkpoint_names_its_run_and_a_resumed_one_has_the_same(done: Path, o
     assert re.fullmatch("[0-9a-f]{16}", names[0] or "")
     assert identities(other)[0] != names[0]
     assert json.loads((done / "summary.json").read_text())["steps"] == 6
-
-
-def test_two_runs_in_one_are_refused_whoever_reads(done: Path, other: Path, capsys: Shown) -> None:
-    shutil.copytree(checkpoint.newest(other), done / "checkpoints" / "step_00000099")
-    said = "holds checkpoints of two runs, step_00000002 of one and step_00000099 of another; move"
-    with pytest.raises(CheckpointError, match=said):
-        train(done, *OPTIONS, "resume=auto", "trainer.max_steps=100")
-    with pytest.raises(CheckpointError, match=said):
-        evaluate(done, [])
-    with pytest.raises(SystemExit):
-        autopsy([f"run={done}"])
-    assert said in capsys.readouterr().err
 
 
 REFUSED = {

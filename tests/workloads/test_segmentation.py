@@ -1,17 +1,19 @@
 """A class for each pixel: generated shapes, and folders of photographs and masks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures import refused
+from fixtures import Patch, refused
 from PIL import Image
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.fetching import at_epoch
 from mpframe.data.samples import draw_uniforms
+from mpframe.workloads.segmentation import data
 from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 
@@ -99,6 +101,16 @@ def test_tiles_cover_every_pixel(tree: Path) -> None:
     assert folder(tree, channels=1).train[0][0].shape == (1, 8, 8)  # grey
     (tree / "test").rename(tree / "other")
     assert folder(tree).test is None
+
+
+def test_tiles_are_placed_once(tree: Path, monkeypatch: Patch) -> None:
+    placed: list[int] = []
+    count = partial(_starts, size=8)
+    monkeypatch.setattr(data, "_starts", lambda length, _: placed.append(length) or count(length))
+    tiles = folder(tree).val
+    for _ in range(2):
+        tiles.fetch_batch(range(len(tiles)))
+    assert placed == [12, 9, 9, 8, 16]  # height, then the width for each row of tiles
 
 
 @pytest.mark.parametrize("mode", ["P", "1"])

@@ -120,7 +120,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("texts")
     (root / "empty").mkdir()
     (root / "readme.txt").write_text("of no class")
-    return write(root, 20, lambda name, number: (f"{name} " * number + "end").encode())
+    write(root, 20, lambda name, number: (f"{name} " * number + "end").encode())
+    for hidden in (".ipynb_checkpoints/00.txt", "art/.00.txt"):
+        (root / hidden).parent.mkdir(exist_ok=True)
+        (root / hidden).write_text("an editor's copy")
+    return root
 
 
 @tokenizes

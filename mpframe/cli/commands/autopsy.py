@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import checkpoint
-from mpframe.checkpoint.folder import refuse_mixed
 from mpframe.checkpoint.state import RandomState, extra_state_of, read_steps_tried, weights_of
 from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
@@ -51,7 +50,6 @@ def main(arguments: list[str]) -> None:
         report = of_evidence(folder, given)
         say(report.text(write_report(folder, report)))
         return
-    refuse_mixed(path)
     report, steps = of_checkpoint(checkpoint.newest(path), given)
     out = path / f"autopsy_after_step_{steps:08d}.md"
     refuse_unwritable("run", path)

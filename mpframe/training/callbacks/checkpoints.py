@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
-from mpframe.checkpoint.saving import Background, on_all, prepare_together
+from mpframe.checkpoint.saving import on_all, prepare_together
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
 from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, RunInterrupted
@@ -55,7 +56,9 @@ class Checkpoints(Callback):
     """Saves the run when its plan says so."""
 
     def __init__(self, plan: SavePlan) -> None:
-        self._plan, self._background = plan, Background()
+        self._plan = plan
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None  # a save in the background
         self._aside: Any = None  # the ranks, for the background
         self._saved: tuple[int, int] | None = None
         self._saved_at, self._said = time.monotonic(), False
@@ -94,8 +97,9 @@ class Checkpoints(Callback):
         """Wait for the checkpoint that is being written."""
         try:
             with self._report_errors():
-                self._background.close()
+                self._finish_writing()
         finally:
+            self._writer.shutdown()
             self._aside = None  # As long as anybody has it, the connections stay open.
 
     @contextmanager
@@ -118,7 +122,13 @@ class Checkpoints(Callback):
     def _wait(self, trainer: Trainer) -> None:
         """Wait until the checkpoint before is written, on all ranks."""
         with self._report_errors():
-            on_all(trainer.comm, self._background.wait, "writing the checkpoint before")
+            on_all(trainer.comm, self._finish_writing, "writing the checkpoint before")
+
+    def _finish_writing(self) -> None:
+        """Wait for this rank's save in the background, and raise its error if there was one."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
@@ -171,7 +181,7 @@ class Checkpoints(Callback):
             self._prune()
 
         if self._plan.background:
-            self._background.start(write)
+            self._writing = self._writer.submit(write)
         else:
             write()
 

@@ -8,6 +8,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,13 +214,13 @@ class Tiles(Crops):
     """The fewest crops that cover each photograph, evenly placed."""
 
     def windows(self, indices: Sequence[int]) -> list[Window]:
-        tiles = self._all()
-        return [tiles[index] for index in indices]
+        return [self._tiles[index] for index in indices]
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._tiles)
 
-    def _all(self) -> list[Window]:
+    @cached_property
+    def _tiles(self) -> list[Window]:
         return [
             Window(photograph, top, left)
             for photograph, (height, width) in enumerate(self.sizes)

@@ -202,9 +202,12 @@ def text_task(
 
 
 def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
-    """Return the class names, all texts in the order of their paths, and their class numbers."""
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    files = {path.name: sorted(path.glob("*.txt")) for path in folders}
+    """Return the class names, all texts in the order of their paths, and their class numbers.
+
+    Hidden folders and files are left out.
+    """
+    folders = sorted(path for path in root.glob("[!.]*") if path.is_dir())
+    files = {path.name: sorted(path.glob("[!.]*.txt")) for path in folders}
     files = {name: paths for name, paths in files.items() if paths}
     if len(files) < 2:
         raise DataError(
