@@ -29,6 +29,7 @@ from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.place import Place, address, keeps_store
+from mpframe.parallel.sync_batchnorm import note_weight
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX
@@ -197,6 +198,7 @@ class ProcessGroup(Comm):
 
     def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
         known = (torch.ones((), dtype=torch.float64, device=loss.device) * count).detach()
+        note_weight(self, known)
         if self._reducer is not None:
             self._reducer.backward(loss, scale, known, self._optimizer.parameters)
             return

@@ -4,7 +4,8 @@
 
 torch's own SyncBatchNorm computes only on GPUs. Here the sums go over the ranks by an all-reduce
 that the backward pass goes through, so the gradient is as with one process. The deviation is
-from the common mean, which loses no digits.
+from the common mean, which loses no digits. The step weighs each rank's gradients after the
+backward pass, so what comes here from rank s for rank r counts w_s / w_r.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpframe.core.comm import Comm, apply_weight
+
+_WEIGHTS: list[Tensor] = []  # of this rank in the present backward pass, once a model is in use
+
+
+def note_weight(comm: Comm, count: Tensor) -> None:
+    """Note, if a model is synchronised, what the step weighs this rank's gradients by."""
+    _WEIGHTS[:] = [comm.weight(count) for _ in _WEIGHTS]
+
 
 def synchronize(model: nn.Module) -> None:
     """Make every BatchNorm of a model use the statistics of all ranks in training, in place.
 
     Parameters, buffers and names stay. In training mode every rank must call the model, or none.
     """
+    _WEIGHTS[:] = [torch.ones(())]
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             kind = type(module)
@@ -64,7 +75,7 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks. Each rank's part gets the sum of all their gradients."""
+    """The sum over the ranks. Each rank's part gets the weighed sum of all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -74,7 +85,8 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _over_ranks(gradient)
+        weight = _WEIGHTS[0].to(gradient.device)
+        return _over_ranks(apply_weight(gradient, weight)) / weight
 
 
 _over_ranks: Callable[[Tensor], Tensor] = _AllReduce.apply

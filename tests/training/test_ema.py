@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prepared import prepared
 from torch import nn
 
 from mpframe import Trainer
+from mpframe.checkpoint.state import weights_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 
@@ -97,6 +99,15 @@ def test_averages_are_saved_and_loaded_by_name() -> None:
     for decay in (0.0, float("nan")):
         with pytest.raises(ConfigError, match=r"trainer\.ema_decay=.*: must be a number > 0 and <"):
             Ema({}, decay)
+
+
+def test_each_name_of_a_tied_weight_has_its_average_in_an_export() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = weight = model["embed"].weight
+    saved = Ema({weight: torch.zeros_like(weight)}, 0.5).by_name(model)
+    state = {"trainer": {"weights": model.state_dict(), "ema": saved}}
+    for average in weights_of(state, "ema", Path("checkpoint")).values():
+        assert torch.equal(average, torch.zeros(4, 2))
 
 
 def averaging(steps: int = 0) -> tuple[Trainer, Ema]:

@@ -89,10 +89,11 @@ class Ema:
                     parameter.data = weight
 
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return copies of the averages, by the names of their parameters in `model`."""
-        averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
-        named = model.named_parameters()
-        return {name: shard_like(p, averages[p].clone()) for name, p in named if p in averages}
+        """Return copies of the averages, by all names of their parameters in `model`."""
+        averages = zip((p for p, _ in self._masters), self._averages, strict=True)
+        copies = {p: shard_like(p, average.clone()) for p, average in averages}
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: copies[p] for name, p in named if p in copies}
 
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
