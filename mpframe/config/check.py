@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} are resolved here
 from mpframe.config.redaction import values_of
 from mpframe.config.schema import (
-    FORMER,
     OPEN,
     OPTIONS,
     RUN_OPTIONS,
@@ -133,9 +132,6 @@ def _group(name: str, node: Any) -> Part:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
-    for key in settings:
-        if hint := FORMER.get(key):
-            raise ConfigError(f"{path}.{key}: no such option; {hint}")
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(

@@ -15,6 +15,7 @@ schedule is made, because they are known only once the dataset is loaded.
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,7 +33,8 @@ def _keep_plan(name: str, share: float | None = None) -> str:
         raise ValueError(f"the plan has no {name}: {hint}")
     if share is None:
         return f"${{plan:{name}}}"
-    if not isinstance(share, int | float) or not 0 <= share <= 1:
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not 0 <= share <= 1:
         raise ValueError(f"a share of the plan is a number from 0 to 1, not {share}")
     return f"${{plan:{name},{share}}}"
 
@@ -55,4 +57,5 @@ def fill_in(node: Any, plan: Mapping[str, int]) -> Any:
     if words is None:
         return node
     name, share = words.groups()
-    return plan[name] if share is None else int(plan[name] * float(share))
+    # As a float, 0.29 * 100 is 28.999999999999996.
+    return plan[name] if share is None else int(plan[name] * Fraction(share))

@@ -39,7 +39,7 @@ def option(default: Any, sentence: str, unit: str = "", measure: str = "", **lim
 watching_option = partial(option, watches=True)
 
 
-# Names that other libraries use for a mode or an option, and what to write here.
+# Names that other libraries use for a mode or an option, or that one may guess, and what to write.
 OTHER_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
     **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
@@ -64,38 +64,21 @@ OTHER_NAMES = {
     "strategy": "trainer.parallel=CHOICE",
     **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
     **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
-}
-
-
-# Options that mpframe had, and what to write now, or what is always done.
-FORMER = {
-    "autopsy": "use callbacks.autopsy=null",
-    "autopsy_after": "use callbacks.autopsy.after=N",
-    "bad_micro_batch": "a bad micro-batch of a window is always dropped",
-    "checkpoint_minutes": "use trainer.checkpoint_every=30min",
-    "eval_dtype": "use mpframe evaluate checkpoint=RUN dtype=CHOICE",
-    "keep_freed_memory": "freed memory is always kept",
-    "layers": "use callbacks.ranges.layers=[PATTERN]",
-    **dict.fromkeys(("numerics", "numerics.every"), "use callbacks.ranges.every=N"),
-    "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
-    "lr_scale": "use lr=10x",
-    "on_loss_spike": "use callbacks.loss_spikes.policy=CHOICE",
-    "profile": "use callbacks.profile.enabled=true",
-    "progress": "use callbacks.progress_bar.shown=CHOICE",
-    "rank_timeout": "use trainer.timeout=SECONDS",
-    "size": "use +size=small",
-    "dataset.worker_timeout": "use trainer.timeout=SECONDS",
-    "worst": "use callbacks.ranges.worst=N",
+    "autopsy": "callbacks.autopsy=null",
+    **dict.fromkeys(("numerics", "numerics.every"), "callbacks.ranges.every=N"),
+    "profile": "callbacks.profile.enabled=true",
+    "progress": "callbacks.progress_bar.shown=CHOICE",
+    "size": "+size=small",
 }
 
 
 def use_instead(name: str, value: object = None) -> str:
-    """Return a clause with our word for an older or another library's name, or an empty one.
+    """Return a clause with our word for one of `OTHER_NAMES`, or an empty one.
 
     If that is a choice of `dtype`, the value may name it, as in `precision=bf16-mixed`.
     """
     folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
-    found = (folded | FORMER).get(name.lower(), "")
+    found = folded.get(name.lower(), "")
     return folded.get(str(value).lower(), found) if found == "use dtype=CHOICE" else found
 
 

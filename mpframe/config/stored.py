@@ -17,7 +17,6 @@ other, Hydra's other special keys, interpolations and YAML aliases are refused.
 """
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -69,11 +68,7 @@ class Trusted:
 
 def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     """Refuse the targets that nobody but a stored configuration names, all in one line."""
-    words = []
-    for option, target in targets:
-        if new := find_moved(target):
-            raise CheckpointError(f"{path}: {option}={target} is now {new}; add {option}={new}")
-        words.append(f"{option}={target}")
+    words = [f"{option}={target}" for option, target in targets]
     if not words:
         return
     several = len(words) > 1
@@ -83,29 +78,6 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
         f"give the --config-dir whose files name {'them' if several else 'it'}, or if you trust "
         f"{'them' if several else 'it'}, add {shlex.join(words)}"
     )
-
-
-def find_moved(target: object) -> str | None:
-    """Return the new name of a class or function of mpframe that has moved, or None.
-
-    The new one has the same last part, except for capitals, and is named in conf/, or else it is
-    the only one in mpframe's files.
-    """
-    package, _, name = str(target).rpartition(".")
-    if not package.startswith("mpframe."):
-        return None
-    shipped = {known for _, known, _ in _targets_in(CONF, PRIMARY) if known.startswith("mpframe.")}
-    same = {known for known in shipped if known.rpartition(".")[2].lower() == name.lower()}
-    found = same or set(_defined(name))
-    return found.pop() if len(found) == 1 and target not in found else None
-
-
-def _defined(name: str) -> Iterator[str]:
-    """Yield the targets of this name in mpframe's files, which are read and not run."""
-    home = Path(__file__).parents[1]
-    for file in home.rglob("*.py"):
-        if re.search(rf"^(class|def) {re.escape(name)}\b", file.read_text("utf-8"), re.M):
-            yield ".".join([home.name, *file.relative_to(home).with_suffix("").parts, name])
 
 
 def _targets_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:

@@ -54,7 +54,7 @@ def summary_of(
         test_metrics=dict(results.test.metrics) if results.test else {},
         tested=None if results.test is None else tested,
         seconds=throughput.seconds if throughput else time.perf_counter() - began,
-        samples=throughput.samples if throughput else 0,
+        samples=throughput.samples if throughput else None,
         train_seconds=throughput.train_seconds if throughput else None,
         samples_per_second=throughput.samples_per_second if throughput else None,
         median_step_seconds=throughput.median_step_seconds if throughput else None,

@@ -6,6 +6,7 @@ that does not fit is refused before the first step.
 
 import inspect
 import random
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -81,6 +82,9 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+_DEVICE = re.compile("cpu|mps|cuda(:(0|[1-9][0-9]{0,2}))?")
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device an option names, for `auto` CUDA, MPS or the CPU, in this order.
 
@@ -91,10 +95,10 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         mps = torch.backends.mps.is_available()
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+    if not _DEVICE.fullmatch(name):
         hint = nearest(name, ["auto", "cpu", "cuda", "mps"], before="; ")
         raise ConfigError(f"device={name}: choose auto, cpu, cuda, cuda:N or mps{hint}")
+    kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "

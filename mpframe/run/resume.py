@@ -24,7 +24,6 @@ from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parse_stored
-from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
 from mpframe.training.trainer import Callbacks, Trainer
@@ -169,8 +168,6 @@ class Resume:
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
         _warn_of_differences(snapshot, then, now, trainer)
-        if path.absolute().parents[1] == self.folder.absolute():
-            _warn_of_lost_rows(snapshot, path)
         log.info("resumed from %s at step %d", path, trainer.progress.global_step)
         return identity_of(snapshot.facts) or new_identity()
 
@@ -194,25 +191,6 @@ def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, traine
             "warning: not used, because the checkpoint holds its own: %s; "
             "start a new run with init_from to change it",
             ", ".join(unused),
-        )
-
-
-def _warn_of_lost_rows(snapshot: Snapshot, path: Path) -> None:
-    """Warn of the run's records that have lost rows since the checkpoint was made."""
-    then, now = snapshot.facts.get("records"), record_sizes(path.parents[1])
-    if not isinstance(then, dict):
-        return  # A checkpoint may hold anything there.
-    short = [
-        f"{name} ({now.get(name, 0)} of {size} bytes)"
-        for name, size in then.items()
-        if isinstance(size, int) and now.get(name, 0) < size
-    ]
-    if short:
-        log.warning(
-            "warning: shorter than when %s was made: %s; what was lost stays missing from the "
-            "curves",
-            path.name,
-            ", ".join(short),
         )
 
 

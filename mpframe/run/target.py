@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from mpframe.config.stored import find_moved
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import describe_error
 
@@ -138,8 +137,7 @@ def find_target(section: str, target: str) -> Any:
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
-        moved = find_moved(target)
-        said = f"is now {moved}" if moved else _explain(target, error.__cause__ or error)
+        said = _explain(target, error.__cause__ or error)
         raise ConfigError(f"{section}._target_={target}: {said}") from error
     finally:
         logger.disabled = False

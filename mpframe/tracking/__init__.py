@@ -24,7 +24,7 @@ RECORDS = (
 )
 
 
-def record_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes in each of a run's `RECORDS`, by its path in the folder."""
+def records_in(folder: Path) -> list[str]:
+    """Return the paths of a run's `RECORDS`, relative to its folder."""
     found = [path for pattern in RECORDS for path in sorted(folder.glob(pattern))]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+    return [str(path.relative_to(folder)) for path in found]

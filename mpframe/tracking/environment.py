@@ -1,7 +1,8 @@
 """The peak memory of a run, and a table of its versions, hardware, commit and command line.
 
 Environment variables are never shown, nor secrets on the command line: the value of an option named
-like one, passwords inside addresses, and the value of an environment variable named like one.
+like one or holding a key named like one, passwords inside addresses, and the value of an
+environment variable named like one.
 """
 
 import os
@@ -20,6 +21,8 @@ from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.files.text import markdown
 
+# In a mapping, `{API_KEY: abc}`, or in an address, `?token=abc`.
+_SECRET_KEY = re.compile(rf"(?:{SECRET_NAME.pattern})[\w.-]*['\"]?\s*[:=]", re.IGNORECASE)
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
@@ -62,8 +65,8 @@ def format_command(arguments: Iterable[str], environment: Mapping[str, str]) -> 
 
 
 def _without_secrets(argument: str, secrets: Sequence[str]) -> str:
-    name, equals, _ = argument.partition("=")
-    if SECRET_NAME.search(argument):
+    name, equals, value = argument.partition("=")
+    if SECRET_NAME.search(name) or _SECRET_KEY.search(value):
         return f"{name}={HIDDEN}" if equals else HIDDEN
     return PASSWORD_IN_ADDRESS.sub(HIDDEN, hide(argument, secrets))
 

@@ -65,8 +65,8 @@ def _as_line(values: Mapping[str, float]) -> str:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line, or -1 if it is cut short: anything may lie there."""
+    """Return the step of a line, or -1 if it has none: anything may lie there."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
+        return int(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return -1

@@ -15,6 +15,7 @@ The columns are the first start's, followed by any that a later start added.
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,10 +58,11 @@ class AmaxRecord:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of an older record, whatever they hold, if there is one."""
+    """Return the whole lines of an older record, whatever they hold, if there is one."""
     try:
         with open_regular(path, "rb") as file:
-            return file.readlines()
+            # A kill may have cut the last line.
+            return [line for line in file.readlines() if line.endswith(b"\n")]
     except FileNotFoundError:
         return []
 
@@ -87,6 +89,7 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
 
 
 CSV_FILE = "metrics.csv"
+_STEP = re.compile(r"\d{1,18}")  # A stranger's file may have more than `int` reads.
 Row = Mapping[str, float | int | str]
 
 
@@ -138,7 +141,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     whole = text[: text.rfind("\n") + 1]  # A kill may have cut the last line.
     reader = csv.DictReader(io.StringIO(whole), restkey="", restval="")
     try:
-        rows = [row for row in reader if str(row.get("step", "")).isdecimal()]
+        rows = [row for row in reader if _STEP.fullmatch(str(row.get("step", "")))]
     except csv.Error:  # Anything may lie there.
         return [], []
     return list(reader.fieldnames or []) if rows else [], rows

@@ -96,8 +96,7 @@ class Summary:
         path = folder / FILE_NAME
         content = read_regular(path, _LARGEST)
         try:
-            entries: dict[str, Any] = json.loads(content)
-            entries |= {k: float(v) for k, v in entries.items() if v in ("nan", "inf", "-inf")}
+            entries: dict[str, Any] = _numbers_in(json.loads(content))
             values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
             plain = {key: value for key, value in entries.items() if key not in values}
             plain |= _metrics_in(entries) | {"status": Status(entries["status"])}
@@ -110,8 +109,20 @@ class Summary:
 
 def strict_json(entries: Mapping[str, Any]) -> str:
     """Return a JSON object, one entry a line. Numbers that are not finite become words."""
-    words = {k: str(v) for k, v in entries.items() if isinstance(v, float) and not math.isfinite(v)}
-    return json.dumps({**entries, **words}, indent=2) + "\n"
+    return json.dumps(_in_words(entries), indent=2) + "\n"
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_words(held) for key, held in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers_in(value: Any) -> Any:
+    """Return what `_in_words` was given."""
+    if isinstance(value, dict):
+        return {key: _numbers_in(held) for key, held in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_a_mistake_is_one_line(
     for words, line in {
         "split=test folder=x": "folder=x: cannot be combined with split; give only one",
         "split=tset": "split=tset: choose train, val, test; nearest: test",
-        "out=a.txt": "out=a.txt: must end in .csv or .parquet",
+        "out=a.txt": "out=a.txt: must end in .csv; for Parquet convert that file, for example with pandas",
         "overwrite=yes": "overwrite=yes: choose true, false",
         "folder=/nonexistent": "/nonexistent: cannot be listed (No such file or directory)",
         "folder=EMPTY": "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images",

@@ -43,6 +43,11 @@ def test_summary_has_the_published_keys_and_strict_numbers(tmp_path: Path) -> No
     assert numbers == ["nan", "inf", "-inf", "finished"]  # In words: JSON has no such numbers.
     back = Summary.read(tmp_path)
     assert [str(v) for v in (back.train_loss, back.val_loss, back.val_metric)] == numbers[:3]
+    scales = replace(SUMMARY, final_scale={"a": math.inf, "b": 2.0})
+    scales.write(tmp_path)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["final_scale"] == {"a": "inf", "b": 2.0}
+    assert Summary.read(tmp_path) == scales
 
 
 def test_summary_comes_back_as_it_was(tmp_path: Path) -> None:

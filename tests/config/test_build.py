@@ -21,7 +21,7 @@ from mpframe.run.target import make, options_of
 def test_a_device_is_there_or_refused() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
-    for name in ("gpu", "cpu:1", "cuda:x"):
+    for name in ("gpu", "cpu:1", "cuda:x", "cpu:", "mps:", "cuda:", "cuda:²", "cuda:01"):
         with pytest.raises(ConfigError, match=f"device={name}: choose auto, cpu, cuda, cuda:N or"):
             resolve_device(name)
     said = r"device=cuda:99: this machine has \d+ CUDA devices; use device=cpu"

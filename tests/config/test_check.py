@@ -53,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer__autopsy": 1}, "trainer.autopsy: no such option; use callbacks.autopsy=null"),
     ({"optimizer__groups": {"g": 3}}, "optimizer.groups.g=3: must be a mapping; give it parameters"),
     ({"optimizer__groups": {"default": {}}}, "optimizer.groups.default: is the group of all other parameters; choose another name"),
-    ({"optimizer__groups": {"g": {"lr_scale": 10.0}}}, "optimizer.groups.g.lr_scale: no such option; use lr=10x"),
     ({"optimizer__groups": {"g": {"frozen": True, "lr": 1.0}}}, "optimizer.groups.g.lr=1.0: does nothing with frozen=true; leave out one of them"),
     ({"optimizer": {"parts": {}}}, "optimizer.parts={}: must name at least one optimizer"),
     ({"optimizer": {"parts": {"a": {"_target_": "b", "lr": "2x"}}}}, "optimizer.parts.a.lr=2x: must be a number > 0; a factor is for a group"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch, refused
+from fixtures import refused
 
 from mpframe.core.errors import ConfigError
 from mpframe.files import table
@@ -104,19 +104,3 @@ def test_csv_reads_back_as_the_same_numbers_and_one_that_fails_leaves_it(tmp_pat
         raise ValueError("in the middle")
     assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
     assert path.read_bytes() == whole
-
-
-def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
-    parquet: Any = pytest.importorskip("pyarrow.parquet")
-    with table.writing(tmp_path / "a.parquet") as write:
-        for _ in range(2):
-            write({"name": ["a"] * len(NUMBERS), "value": NUMBERS})
-    read = parquet.read_table(tmp_path / "a.parquet")
-    assert read["value"].to_numpy().tobytes() == np.tile(NUMBERS, 2).tobytes()
-
-
-def test_parquet_without_its_package_is_refused(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
-    assert refused(ConfigError, table.refuse_unwritable_kind, "out", Path("a.parquet")) == (
-        "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
-    )

@@ -8,7 +8,7 @@ from fixtures import Log
 from in_process import train
 
 from mpframe import checkpoint
-from mpframe.core.errors import DivergedError, UserCodeError
+from mpframe.core.errors import DivergedError, MpframeError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]
@@ -31,6 +31,13 @@ def test_times_and_counts_add_up_over_resumes(tmp_path: Path) -> None:
     again = train(tmp_path, *SMALL, "trainer.epochs=2", "trainer.accumulate=4", "resume=auto")
     times = (saved, second.train_seconds, second.samples_per_second)
     assert (again.seconds, again.train_seconds, again.samples_per_second) == times
+
+
+def test_a_run_that_never_started_has_measured_nothing(tmp_path: Path) -> None:
+    with pytest.raises(MpframeError):
+        train(tmp_path, "model._target_=nowhere.Net")
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.samples, summary.train_seconds) == ("failed", None, None)
 
 
 @pytest.mark.parametrize(("options", "cause"), [

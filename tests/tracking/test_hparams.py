@@ -126,7 +126,12 @@ def test_command_line_is_shown_without_its_secrets() -> None:
     environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
     for argument, shown in (
         ("+hub={API_KEY: abc}", "+hub=***"),
+        ("+hub={'api_key_of_hub' : abc}", "+hub=***"),
+        ("url=https://host/x?token=abc", "url=***"),
+        ("+my_token=abc", "+my_token=***"),
         ("model.max_tokens=8", "model.max_tokens=8"),
+        ("dataset=token_shards", "dataset=token_shards"),
+        ("resume=runs/author/auth", "resume=runs/author/auth"),
         ("url=https://me:pw@host/x", "url=https://***@host/x"),
         ("name=filled-in-by-the-shell", "name=***"),
     ):

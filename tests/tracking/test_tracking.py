@@ -311,6 +311,7 @@ def test_a_row_is_a_step_and_a_resumed_run_cuts_what_it_repeats(tmp_path: Path) 
         ("a,b\n1,2\n", "step,a\n"),  # no table
         ('step\n"1\n', "step,a\n"),
         ("step,a\n1,0.5\n2,0.2", "step,a\n1,0.5\n"),  # A kill cut it short.
+        (f"step,a\n1,0.5\n{'9' * 5000},0.2\n", "step,a\n1,0.5\n"),
     ):
         file.write_text(there)
         MetricsCsv(tmp_path, ["step", "a"], before=9)

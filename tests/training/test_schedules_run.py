@@ -85,6 +85,16 @@ def test_numbers_are_filled_in() -> None:
     written = ["${plan:total_steps,0.1}", "${plan:epochs}", {"each": ["${plan:steps_per_epoch}"]}]
     expected = [2, 2, {"each": [11]}, 3, "of ${plan:epochs}"]
     assert fill_in([*written, 3, "of ${plan:epochs}"], PLAN) == expected
+    shares = {"0.29": 29, "0.07": 7, "0.299": 29, "1e-02": 1, "1": 100}  # 0.29 * 100 is 28.999...
+    words = [f"${{plan:total_steps,{share}}}" for share in shares]
+    assert fill_in(words, {"total_steps": 100}) == list(shares.values())
+
+
+@pytest.mark.parametrize("share", ["true", "1.5", "a"])
+def test_a_share_that_is_no_number_up_to_one_is_refused(share: str) -> None:
+    words = ["scheduler=transformer", f"scheduler.warmup_steps=${{plan:total_steps,{share}}}"]
+    with pytest.raises(ConfigError, match="a share of the plan is a number from 0 to 1, not "):
+        built(*words)
 
 
 def built(*words: str, optimizer: Optimizer | None = None) -> Any:

@@ -34,6 +34,8 @@ def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path
     assert read_amax(tmp_path).tolist() == [1.0, 0.25, 64.0]
     (tmp_path / AMAX_FILE).write_bytes(b"\xff\xfe\n1\n2\n")  # One that is no text is carried on.
     assert written(tmp_path, 8.0, kept=2) == b"\xff\xfe\n1\n3\n"
+    (tmp_path / AMAX_FILE).write_bytes(b"0\n-2")  # A kill cut it short.
+    assert written(tmp_path, 8.0, kept=2) == b"0\n3\n"
 
 
 def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Usage: mpframe predict checkpoint=PATH [folder=FOLDER] [option=value] ...
 
     mpframe predict checkpoint=runs/mine
-    mpframe predict checkpoint=runs/mine split=train outputs=raw out=outputs.parquet
+    mpframe predict checkpoint=runs/mine split=train outputs=raw out=outputs.csv
     mpframe predict checkpoint=runs/mine folder=holiday/pictures outputs=probabilities
 
 Options:
@@ -13,7 +13,7 @@ Options:
                           data or dataset
     outputs=class|probabilities|raw    default: class if the dataset has classes, else raw
     weights=trained|ema   default: as the run was validated
-    out=FILE              a .csv or .parquet file (default: predictions_..._step_N.csv in the run)
+    out=FILE              a .csv file (default: predictions_..._step_N.csv in the run)
     overwrite=true        replace the file if it exists
     option=value          an option of the run to change, or GROUP=CHOICE
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
 def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:
     """Write a row for each sample, in their order, and return how many.
 
-    The `.csv` or `.parquet` file appears whole or not at all. `outputs`: `class`, `probabilities`
+    The `.csv` file appears whole or not at all. `outputs`: `class`, `probabilities`
     or `raw`, by default the one that fits. The run's metrics and callbacks are replaced.
     """
     loader = evaluation_loader(run.config, run.task, samples.dataset, samples.source)

@@ -30,7 +30,7 @@ from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
 from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of
-from mpframe.tracking import record_sizes
+from mpframe.tracking import records_in
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.evaluation import LOSS
 from mpframe.training.ranks import refuse_drift
@@ -168,7 +168,7 @@ class Checkpoints(Callback):
                 "validation": self._validation(trainer),
                 "made_on": arithmetic(device_of(trainer.model), trainer.comm),
                 "run": self._context.identity,
-                "records": record_sizes(self._context.folder),
+                "records": records_in(self._context.folder),
             },
         )
 
