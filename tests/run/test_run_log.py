@@ -10,14 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fixtures import Log, Patch, Shown
-from in_process import HYDRA, command, composed, train
+from fixtures import Patch, Shown
+from in_process import HYDRA, command, composed
 from omegaconf import DictConfig
 from processes import as_a_new_program, exit_code, forked
 from tqdm import tqdm
 
-from mpframe import checkpoint
-from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import check_config
 from mpframe.run import description
 from mpframe.run.run import Run
@@ -85,23 +83,6 @@ def test_quiet_is_barless_on_a_terminal(tmp_path: Path, capsys: Shown, monkeypat
     for verbosity in ("quiet", "normal"):
         run(tmp_path / verbosity, "trainer.max_steps=2", f"trainer.verbosity={verbosity}")
         assert ("step/s" in capsys.readouterr().err) is (verbosity == "normal")
-
-
-@pytest.mark.parametrize("kept", [1, 0])
-def test_a_run_ending_much_worse_says_what_it_keeps(tmp_path: Path, caplog: Log, kept: int) -> None:
-    """A learning rate that grows to 1e4 at the end."""
-    grows = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"]
-    grows += ["+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"]
-    grows += ["dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}"]
-    summary = train(tmp_path, *SMALL, *grows)
-    assert [text for text in caplog.messages if "much worse" in text] == [
-        f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept"
-        f"{'' if kept else ' with trainer.keep_best=1'}, callbacks=early_stopping ends the run in "
-        "time, and a lower optimizer.lr may prevent it"
-    ]
-    steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
-    assert (summary.best_step in steps) is bool(kept)
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "fp32"])  # In fp32 they are small, and no zeros.
