@@ -21,6 +21,7 @@ from mpframe.run.target import make
 from mpframe.training.callbacks.step_hooks import LARC, Penalty, StepHook
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.trainer import run_callbacks
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),
@@ -115,6 +116,12 @@ def hooked(hook: StepHook, run: Trainer) -> dict[int, Any]:
     return logged
 
 
+def train(run: Trainer, *numbers: int) -> None:
+    for number in numbers:
+        run_callbacks(run.callbacks, "on_step_begin", run, [batch(number)])
+        run.train_step(batch(number))
+
+
 def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_longer() -> None:
     run, plain = trainer(), trainer()
     rates = LARC(eta=1e-3, without=["*.bias"])
@@ -135,12 +142,29 @@ def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
     """Each is the learning rate times the factor, which is below 1 here."""
     run = trainer("mixed")
     logged = hooked(LARC(eta=1e-3, without=["*.bias"], log_every=2), run)
-    for step in range(4):
-        run.train_step(batch(step))
+    train(run, 0, 1, 2, 3)
     assert list(logged) == [2, 4]
     for values in logged.values():
         assert values.keys() == {"larc/rate/0.weight", "larc/rate/2.weight"}
         assert all(0 < rate < 0.05 for rate in values.values())
+    run.model[0].weight.requires_grad_(False)  # type: ignore[index]
+    train(run, 4, 5)  # A weight without a gradient has no rate.
+    assert logged[6].keys() == {"larc/rate/2.weight"}
+
+
+@pytest.mark.usefixtures("waited_for")
+def test_a_rate_is_its_steps_own_however_late_the_verdict_comes() -> None:
+    fused = partial(SGD, fused=True)
+    at_once, late = (trainer("mixed", cls=fused) for _ in range(2))
+    expected, logged = (hooked(LARC(eta=1e-3, log_every=1), run) for run in (at_once, late))
+    for step in range(4):
+        train(at_once, step)
+        at_once.read_verdicts()
+    train(late, 0, 1, 2, 3)
+    assert late.progress.pending > 1
+    late.read_verdicts()
+    assert logged == expected
+    assert logged[3] != logged[4]
 
 
 def penalty(strength: float, *without: str) -> Penalty:
