@@ -1,5 +1,6 @@
 """What a run says while it goes on: on the console, in train.log, in the bar."""
 
+import io
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fixtures import Patch, Shown
@@ -21,6 +23,8 @@ from mpframe.run import description
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
+from mpframe.training.callbacks.results import Results
+from mpframe.training.plan import Progress
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=1", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -93,6 +97,25 @@ def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> N
     said = "warning: all gradients of step 5 are 0, and nothing is learnt; mpframe doctor with the"
     found = [line.startswith(said) for line in logged if "all gradients" in line]
     assert found == [True] * (dtype == "mixed")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_bar_whose_stream_has_gone_is_drawn_no_more(
+    is_file: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    plan = SimpleNamespace(steps_left=lambda *_: 4)
+    trainer: Any = SimpleNamespace(progress=Progress(), plan=plan)
+    context: Any = SimpleNamespace(results=Results(), train=[])
+    bar = console.ProgressBar("on")
+    # In a notebook stderr is no file.
+    with (tmp_path / "stderr").open("w") if is_file else io.StringIO() as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        bar.setup(trainer, context)
+        monkeypatch.setattr(bar._bar, "update", Mock(side_effect=BrokenPipeError))
+        before = os.listdir("/dev/fd")
+        bar.on_optimizer_step(trainer, Mock())
+        assert (bar._bar.disable, os.listdir("/dev/fd")) == (True, before)
+        bar.teardown(trainer, None)
 
 
 def _train_without_a_reader(folder: Path) -> None:
