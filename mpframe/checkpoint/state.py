@@ -156,7 +156,7 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return what the run changed beside its weights (see core/buffers.py)."""
-    extra = state["trainer"].get("extra_state", {})
+    extra = state["trainer"].get("extra_state")
     if not isinstance(extra, dict):
         raise _not_of_a_run(path, "extra_state")
     return extra

@@ -69,18 +69,6 @@ def summary_of(
     )
 
 
-def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
-    """Return a line with the way out if the last validation is much worse than the best one."""
-    line = callbacks.results.worsening if callbacks else None
-    if line is None:
-        return None
-    kept = "is kept" if config.trainer.keep_best else "is kept with trainer.keep_best=1"
-    return (
-        f"{line}; the best checkpoint {kept}, callbacks=early_stopping ends the run in time, and a "
-        "lower optimizer.lr may prevent it"
-    )
-
-
 def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
     """Return the last validation as the fields of a summary."""
     if evaluation is None:

@@ -233,7 +233,7 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
         return
     state = of_rank(snapshot.state, trainer.comm.data_rank)
     if state is None:  # There were fewer ranks, so this one draws new numbers.
-        shared = snapshot.state["trainer"].get("products", {})
+        shared = snapshot.state["trainer"]["products"]
         trainer.precision.load_state_dict({**shared, "generators": {}})
     else:
         trainer.precision.load_state_dict(state["products"])

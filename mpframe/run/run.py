@@ -46,7 +46,7 @@ from mpframe.parallel.launch import init_comm, refuse_misfit
 from mpframe.parallel.place import place, separate
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
-from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
+from mpframe.run.outcome import best_checkpoint, final_test, summary_of
 from mpframe.run.parts import (
     Loaders,
     RunCallbacks,
@@ -155,8 +155,8 @@ class Run:
         stopped, skipped = self.trainer.stop_reason, self.trainer.progress.mostly_skipped
         if stopped:
             log.info("%s", stopped, extra=RESULT if self.config.trainer.find else None)
-        for warning in filter(None, (skipped, worsening_of(self.config, self.callbacks))):
-            log.warning("warning: %s", warning)
+        if skipped:
+            log.warning("warning: %s", skipped)
         return self._finish(self.trainer.stop_status, stopped or skipped)
 
     def _stop(self, received: Signals) -> RunInterrupted:

@@ -5,13 +5,11 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from numbers import Real
-from statistics import median
 from typing import Any, Self
 
 import torch
@@ -240,10 +238,6 @@ def _batch_of_any(comm: Comm, batch: Batch | None) -> Batch | None:
     return other if batch is None else batch
 
 
-_TIMES_THE_CHANGE = 8.0
-_SHARE_OF_BEST = 0.05
-
-
 @dataclass
 class Best:
     """The best value of one metric or of `loss`, and the `global_step` of its validation."""
@@ -286,14 +280,3 @@ class Best:
             None if value is None else float(value),
             None if step is None else int(step),
         )
-
-
-def much_worse(best: float, values: Sequence[float]) -> bool:
-    """Return whether the last validation's value is far from the best one, which is finite."""
-    *_, last = values
-    if not math.isfinite(last):
-        return True
-    known = [value for value in values if math.isfinite(value)]
-    changes = [abs(b - a) for a, b in pairwise(known)]
-    far = max(_TIMES_THE_CHANGE * median(changes or [0.0]), _SHARE_OF_BEST * abs(best))
-    return bool(changes) and abs(last - best) > far

@@ -61,6 +61,11 @@ class Predictions:
         columns: Columns = {"index": np.arange(self.count, self.count + size)}
         if self._samples is not None:
             columns = {"name": list(self._samples[self.count : self.count + size])}
+        if known is not None and not known.dim():
+            raise ConfigError(
+                f"objective: gives one number as the targets of {size} samples, and a table has a "
+                "row for each sample; let the objective return targets [samples]"
+            )
         if known is not None and known.numel() == len(known) == size:
             columns["target"] = known.reshape(size).numpy()
         if kind == "raw":

@@ -209,14 +209,14 @@ class Trainer(StepTrainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned. CheckpointError if it is of other parts."""
-        self.extra_state.load_state_dict(state.get("extra_state", {}))
-        widen_named(self.model, state.get("widened", ()))
+        self.extra_state.load_state_dict(state["extra_state"])
+        widen_named(self.model, state["widened"])
         self.load_weights(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         load_states(self.scalers, state["scaler"], "loss_scaling")
         for algorithm in self.algorithms.values():
             algorithm.load_state_dict(state)
-        self.precision.load_state_dict(state.get("products", {}))
+        self.precision.load_state_dict(state["products"])
         self.progress, self._unread = Progress.from_state(state["progress"]), []
 
     def weights(self) -> dict[str, Tensor]:

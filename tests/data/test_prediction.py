@@ -82,6 +82,13 @@ def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
     assert line in refused(ConfigError, columns, outputs, outputs=kind)
 
 
+def test_a_target_for_all_samples_is_refused_by_the_objective_that_gave_it() -> None:
+    assert refused(ConfigError, columns, LOGITS, torch.tensor(1)) == (
+        "objective: gives one number as the targets of 2 samples, and a table has a row for each "
+        "sample; let the objective return targets [samples]"
+    )
+
+
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)
 
 

@@ -154,9 +154,11 @@ def test_a_profile_of_three_steps(start_run: StartRun, tmp_path: Path, caplog: L
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("trainer.max_steps=5", f"warning: {ON}: the run ended before step 6"),
+        ("trainer.max_steps=5", f"warning: {ON}: the run ended before step 7"),
+        ("trainer.max_steps=6", f"warning: {ON}: the run ended before step 7"),  # as a warm-up
         ("trainer.eval_every=8", "profile of steps 7 to 8: "),  # A validation ends it.
-        ("trainer.eval_every=6", "profile of steps 8 to 10: "),  # Too early: it begins anew.
+        ("trainer.eval_every=6", "profile of steps 7 to 9: "),  # It ended the warm-up only.
+        ("trainer.eval_every=1", "profile of steps 7 to 7: "),
     ],
 )
 def test_a_short_run_and_validations_in_between(
@@ -165,9 +167,9 @@ def test_a_short_run_and_validations_in_between(
     caplog.set_level("INFO")
     (tmp_path / "precious").write_text("years of work")
     (tmp_path / "profile").mkdir()
-    for step in (7, 8):  # A link in a folder that may be foreign is not written through.
-        planted = tmp_path / "profile" / f".step_{step:08d}.pt.trace.json.gz"
-        planted.symlink_to(tmp_path / "precious")
+    # A link in a folder that may be foreign is not written through.
+    planted = tmp_path / "profile" / ".step_00000007.pt.trace.json.gz"
+    planted.symlink_to(tmp_path / "precious")
     start_run(tmp_path, *SMALL, ON, option)
     assert (tmp_path / "precious").read_text() == "years of work"
     assert sum(text.startswith(said) for text in caplog.messages) == 1

@@ -1,5 +1,6 @@
 """What a run says while it goes on: on the console, in train.log, in the bar."""
 
+import io
 import logging
 import os
 import re
@@ -8,21 +9,22 @@ from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from fixtures import Log, Patch, Shown
-from in_process import HYDRA, command, composed, train
+from fixtures import Patch, Shown
+from in_process import HYDRA, command, composed
 from omegaconf import DictConfig
 from processes import as_a_new_program, exit_code, forked
 from tqdm import tqdm
 
-from mpframe import checkpoint
-from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import check_config
 from mpframe.run import description
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
+from mpframe.training.callbacks.results import Results
+from mpframe.training.plan import Progress
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=1", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -87,23 +89,6 @@ def test_quiet_is_barless_on_a_terminal(tmp_path: Path, capsys: Shown, monkeypat
         assert ("step/s" in capsys.readouterr().err) is (verbosity == "normal")
 
 
-@pytest.mark.parametrize("kept", [1, 0])
-def test_a_run_ending_much_worse_says_what_it_keeps(tmp_path: Path, caplog: Log, kept: int) -> None:
-    """A learning rate that grows to 1e4 at the end."""
-    grows = ["scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"]
-    grows += ["+scheduler.milestones=[20]", "+scheduler.gamma=1e4", "trainer.eval_every=4"]
-    grows += ["dtype=fp32", "trainer.monitor=loss", f"trainer.keep_best={kept}"]
-    summary = train(tmp_path, *SMALL, *grows)
-    assert [text for text in caplog.messages if "much worse" in text] == [
-        f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}); the best checkpoint is kept"
-        f"{'' if kept else ' with trainer.keep_best=1'}, callbacks=early_stopping ends the run in "
-        "time, and a lower optimizer.lr may prevent it"
-    ]
-    steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
-    assert (summary.best_step in steps) is bool(kept)
-
-
 @pytest.mark.parametrize("dtype", ["mixed", "fp32"])  # In fp32 they are small, and no zeros.
 def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> None:
     options = ["objective=own", "objective._target_=planted.faint", "loss_scaling=static"]
@@ -112,6 +97,25 @@ def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> N
     said = "warning: all gradients of step 5 are 0, and nothing is learnt; mpframe doctor with the"
     found = [line.startswith(said) for line in logged if "all gradients" in line]
     assert found == [True] * (dtype == "mixed")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_bar_whose_stream_has_gone_is_drawn_no_more(
+    is_file: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    plan = SimpleNamespace(steps_left=lambda *_: 4)
+    trainer: Any = SimpleNamespace(progress=Progress(), plan=plan)
+    context: Any = SimpleNamespace(results=Results(), train=[])
+    bar = console.ProgressBar("on")
+    # In a notebook stderr is no file.
+    with (tmp_path / "stderr").open("w") if is_file else io.StringIO() as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        bar.setup(trainer, context)
+        monkeypatch.setattr(bar._bar, "update", Mock(side_effect=BrokenPipeError))
+        before = os.listdir("/dev/fd")
+        bar.on_optimizer_step(trainer, Mock())
+        assert (bar._bar.disable, os.listdir("/dev/fd")) == (True, before)
+        bar.teardown(trainer, None)
 
 
 def _train_without_a_reader(folder: Path) -> None:

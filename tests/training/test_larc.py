@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from math import hypot
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from mpframe.config import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim import gradients
 from mpframe.run.target import make
-from mpframe.training.callbacks.step_hooks import LARC, Penalty, StepHook
+from mpframe.training.callbacks.step_hooks import LARC, GradientNorms, Penalty, StepHook
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
+from mpframe.training.trainer import run_callbacks
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),
@@ -80,6 +83,17 @@ def test_the_formula_by_hand(dtype: str, half: str, mode: str, name: str, settin
         assert all(map(torch.equal, map(wrapped.master_of, model.parameters()), expected))
 
 
+@pytest.mark.parametrize("mode", ["clip", "scale"])
+def test_a_weight_of_zeros_takes_the_least_update_at_a_rate_of_0(mode: str) -> None:
+    """A warm-up may begin there."""
+    wrapped = MasterWeights(SGD([weight := nn.Parameter(torch.zeros(3))], lr=0.0))
+    wrapped.register_step_pre_hook(LARC(eta=1e-3, mode=mode, min_update=0.25))
+    weight.grad = kept = torch.ones(3)
+    assert not wrapped.step().skipped
+    assert torch.equal(kept, torch.full((3,), 0.25))
+    assert torch.equal(weight, torch.zeros(3))
+
+
 def test_rows_of_a_sparse_gradient_count_and_a_factor_beyond_half_is_held_at_its_end() -> None:
     dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
     sparse.load_state_dict(dense.state_dict())
@@ -115,6 +129,12 @@ def hooked(hook: StepHook, run: Trainer) -> dict[int, Any]:
     return logged
 
 
+def train(run: Trainer, *numbers: int) -> None:
+    for number in numbers:
+        run_callbacks(run.callbacks, "on_step_begin", run, [batch(number)])
+        run.train_step(batch(number))
+
+
 def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_longer() -> None:
     run, plain = trainer(), trainer()
     rates = LARC(eta=1e-3, without=["*.bias"])
@@ -135,12 +155,29 @@ def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
     """Each is the learning rate times the factor, which is below 1 here."""
     run = trainer("mixed")
     logged = hooked(LARC(eta=1e-3, without=["*.bias"], log_every=2), run)
-    for step in range(4):
-        run.train_step(batch(step))
+    train(run, 0, 1, 2, 3)
     assert list(logged) == [2, 4]
     for values in logged.values():
         assert values.keys() == {"larc/rate/0.weight", "larc/rate/2.weight"}
         assert all(0 < rate < 0.05 for rate in values.values())
+    run.model[0].weight.requires_grad_(False)  # type: ignore[index]
+    train(run, 4, 5)  # A weight without a gradient has no rate.
+    assert logged[6].keys() == {"larc/rate/2.weight"}
+
+
+@pytest.mark.usefixtures("waited_for")
+def test_a_rate_is_its_steps_own_however_late_the_verdict_comes() -> None:
+    fused = partial(SGD, fused=True)
+    at_once, late = (trainer("mixed", cls=fused) for _ in range(2))
+    expected, logged = (hooked(LARC(eta=1e-3, log_every=1), run) for run in (at_once, late))
+    for step in range(4):
+        train(at_once, step)
+        at_once.read_verdicts()
+    train(late, 0, 1, 2, 3)
+    assert late.progress.pending > 1
+    late.read_verdicts()
+    assert logged == expected
+    assert logged[3] != logged[4]
 
 
 def penalty(strength: float, *without: str) -> Penalty:
@@ -198,3 +235,22 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
 ])  # fmt: skip
 def test_it_refuses_what_it_cannot_stand_beside(make: Any, plan: Any, line: str) -> None:
     assert refused(ConfigError, lambda: hooked(make(), trainer(**plan))) == line
+
+
+def test_a_group_that_two_optimizers_share_has_the_norm_of_both() -> None:
+    run = trainer()
+    parts = {0: [p for p in run.model.parameters() if p.dim() > 1]}
+    parts[1] = [p for p in run.model.parameters() if p.dim() == 1]
+    wrapped = {str(n): MasterWeights(SGD(part, lr=0.1)) for n, part in parts.items()}
+    run.optimizer = MultiOptimizer(wrapped)
+    logged = hooked(GradientNorms(groups={"all": "*"}, log_every=1), run)
+    train(run, 1)
+    of_all = float(logged[1]["grad/group/all"])
+    assert of_all == pytest.approx(hypot(*map(float, norms_of(batch(1)))), rel=1e-6)
+
+
+def norms_of(given: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The norm of each weight's gradient in a plain step."""
+    model = net()
+    nn.functional.cross_entropy(model(given[0]), given[1]).backward()
+    return [torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None]

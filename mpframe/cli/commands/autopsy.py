@@ -74,7 +74,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     trainer.load_weights(weights)
     steps = read_steps_tried(state, path)
     try:
-        trainer.precision.load_state_dict(state["trainer"].get("products", {}))
+        trainer.precision.load_state_dict(state["trainer"]["products"])
         step = _next_step(state, steps, trainer, train)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: holds no progress or scale of a run") from None

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -175,9 +176,18 @@ class ProgressBar(Callback):
             yield
         except OSError:
             self._bar.disable = True
-            # Python still writes what it holds.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            _discard_stderr()
 
     def _total(self, trainer: Trainer) -> int:
         left = trainer.plan.steps_left(trainer.progress, self._batches)
         return trainer.progress.global_step + left
+
+
+def _discard_stderr() -> None:
+    """Send to nowhere what Python still holds for stderr, if that is a file."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # A notebook's, or a stream of the user's.
+        return
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)

@@ -136,9 +136,7 @@ class AverageWeights(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("ema") is not None:
-            # An older checkpoint has no such count, and its decay was never warmed up.
-            updates = state.get("ema_updates", state["progress"]["steps"])
-            self.ema.load_by_name(self._model, state["ema"], updates)
+            self.ema.load_by_name(self._model, state["ema"], state["ema_updates"])
 
 
 def ema_of(trainer: Trainer) -> Ema | None:

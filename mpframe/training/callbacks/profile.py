@@ -249,66 +249,65 @@ class Profile(Callback):
     """
 
     def __init__(self) -> None:
-        self._pending = True
         self._profiler: profile | None = None
         self._around = ExitStack()
-        self._first_step = self._began_at = self._recorded = 0
+        self._first = 0  # the first recorded step
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         self._context = context
-        self._first_step = trainer.progress.global_step + _BEFORE
+        self._first = trainer.progress.global_step + _BEFORE + _WARM_UP + 1
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        if self._pending and trainer.progress.global_step >= self._first_step:
-            self._pending, self._recorded = False, 0
-            self._began_at = trainer.progress.global_step
-            self._begin(trainer)
+        """Begin the warm-up or, if a validation has ended it, record at once."""
+        step = trainer.progress.global_step + 1
+        if self._profiler is None and self._first - _WARM_UP <= step <= self._first:
+            self._profiler = self._begin(trainer)
+            if step == self._first:
+                self._profiler.step()
 
     def on_prediction_step(self, trainer: Trainer) -> None:
         """End before the validation of a step, which is not part of the step's costs."""
-        self._recorded += 1
-        self._end()
+        self._end(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._profiler is None:
             return
         trainer.read_verdicts()  # The work that the device has left belongs to this step.
-        self._recorded += 1
-        if self._recorded == _WARM_UP + _RECORDED:
-            self._end()
+        if trainer.progress.global_step == self._first + _RECORDED - 1:
+            self._end(trainer)
         else:
             self._profiler.step()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """End with the run, with a warning if that was too short."""
-        self._end(save=error is None)
-        if self._pending and error is None:
+        self._end(trainer, save=error is None)
+        if error is None and trainer.progress.global_step < self._first:
             log.warning(
                 "warning: callbacks.profile.enabled=true: the run ended before step %d, where the "
                 "profile begins; take more steps",
-                self._first_step + 1,
+                self._first,
             )
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: Trainer) -> profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports each start on stderr.
         if not trainer.plan.compile:
             self._around.enter_context(mark_modules(trainer.model))
-        self._profiler = profile(
+        profiler = profile(
             schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
             record_shapes=True,
             acc_events=True,  # There is one cycle, and torch 2.11 warns that it drops others.
         )
-        self._profiler.start()
+        profiler.start()
+        return profiler
 
-    def _end(self, save: bool = True) -> None:
+    def _end(self, trainer: Trainer, save: bool = True) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         profiler.stop()
         self._around.close()
-        steps = self._recorded - _WARM_UP
+        steps = trainer.progress.global_step - self._first + 1
         if steps < 1 or not save:
-            self._pending = save  # No step is recorded yet: it begins again after the validation.
             return
         try:
             self._save(profiler, steps)
@@ -316,15 +315,14 @@ class Profile(Callback):
             log.warning("warning: the profile cannot be written: %s", error)
 
     def _save(self, profiler: profile, steps: int) -> None:
-        first = self._began_at + _WARM_UP + 1
         folder = self._context.folder / FOLDER
         folder.mkdir(exist_ok=True)
-        path = folder / f"step_{first:08d}.pt.trace.json.gz"
+        path = folder / f"step_{self._first:08d}.pt.trace.json.gz"
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
-        costs, last = Costs(read_ops(path), steps), first + steps - 1
-        title = f"profile of steps {first} to {last}: {costs.milliseconds:.3g} ms a step"
+        costs, last = Costs(read_ops(path), steps), self._first + steps - 1
+        title = f"profile of steps {self._first} to {last}: {costs.milliseconds:.3g} ms a step"
         log.info("%s\n%s\ntrace: %s", title, costs.text(), path)
         self._context.tracker.text(Tag.TEXT_PROFILE, f"{title}\n\n{costs.markdown()}")

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
-from mpframe.training.evaluation import Best, Evaluation, much_worse
+from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.trainer import Trainer
 
-_RECENT = 100  # validations
 Clock = Callable[[], float]
 _BIN = math.log(1.01)
 _SHORTEST = 1e-9  # seconds, for a clock that stood still
@@ -36,16 +35,6 @@ class Results(Callback):
         self.evaluation: Evaluation | None = None  # the last validation
         self.best = Best()  # without a value if the monitored metric has no direction
         self.test: Evaluation | None = None  # in no checkpoint
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-
-    @property
-    def worsening(self) -> str | None:
-        """A line if the last validation is much worse than the best one, else None."""
-        best, last = self.best.value, self.evaluation
-        if best is None or last is None or not much_worse(best, self._recent):
-            return None
-        named = f"the last val_{self.best.name}, {last.value:g}"
-        return f"{named}, is much worse than the best, {self.best}"
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.loss is not None:
@@ -53,14 +42,10 @@ class Results(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
-        name, value = evaluation.monitor, evaluation.value
-        higher = evaluation.direction(name)
-        if higher is None:
-            return
-        if name != self.best.name:
-            self._recent.clear()
-        self._recent.append(value)
-        self.best.offer(name, value, trainer.progress.global_step, higher)
+        higher = evaluation.direction(evaluation.monitor)
+        if higher is not None:
+            step = trainer.progress.global_step
+            self.best.offer(evaluation.monitor, evaluation.value, step, higher)
 
     def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
         self.test = evaluation
@@ -70,7 +55,6 @@ class Results(Callback):
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
             "best": self.best.state_dict(),
-            "recent": list(self._recent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,7 +68,6 @@ class Results(Callback):
                 str(held["monitor"]),
             )
         self.best = Best.from_state(state["best"])
-        self._recent.extend(float(value) for value in state["recent"])
 
 
 class Throughput(Callback):

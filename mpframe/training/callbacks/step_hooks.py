@@ -81,6 +81,36 @@ class StepHook(Callback):
             handle.remove()
 
 
+class LoggedHook(StepHook):
+    """A hook that writes numbers of every `log_every`th step to TensorBoard, if it is applied.
+
+    They wait on the device, each with its step, because the verdict may come some steps later.
+    """
+
+    def __init__(self, option: str, without: Sequence[str], log_every: int) -> None:
+        super().__init__(option, without)
+        self._log_every = log_every
+        self._due = 0  # the present step if its numbers are written, else 0
+        self._noted: dict[int, dict[str, Tensor]] = {}  # by step, until its verdict is known
+
+    def note(self, tag: str, value: Tensor) -> None:
+        """Keep a number (0-d) of this step, which is due."""
+        self._noted.setdefault(self._due, {})[tag] = value
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        super().setup(trainer, context)
+        self._context = context
+
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        step = trainer.progress.global_step + 1
+        self._due = step if step % self._log_every == 0 else 0
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        noted = self._noted.pop(trainer.progress.global_step, {})
+        if noted and trainer.comm.is_main and not result.known.skipped:
+            self._context.tracker.scalars(trainer.progress.global_step, noted)
+
+
 class Penalty(StepHook):
     """Adds the gradient of `strength * penalty(weight)` to the gradient of each weight.
 
@@ -105,7 +135,7 @@ class Penalty(StepHook):
         weight.grad = torch.add(weight.grad, part_for(place, gradient), alpha=self._strength)
 
 
-class LARC(StepHook):
+class LARC(LoggedHook):
     """LARC and LARS (You et al. 2017): each gradient is scaled by the size of its weight.
 
         clip    LARC    g <- g * min(1, max(eta * |w| / (lr * (|g| + epsilon)), min_update))
@@ -140,10 +170,8 @@ class LARC(StepHook):
         require("larc.epsilon", epsilon, POSITIVE, "1e-07 is usual", "a finite number")
         if mode not in ("clip", "scale"):
             raise ConfigError(f"larc.mode={mode}: choose clip (LARC) or scale (LARS)")
-        super().__init__("callbacks.larc", without)
+        super().__init__("callbacks.larc", without, log_every)
         self.eta, self.mode, self.min_update, self.epsilon = eta, mode, min_update, epsilon
-        self.rates: dict[Tensor, Tensor] = {}  # each weight's last, its factor included, 0-d
-        self._log_every = log_every
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of gradients and weights, 0-d
 
     def measure(self, weights: Sequence[Any]) -> None:
@@ -158,7 +186,8 @@ class LARC(StepHook):
         values = _values(weight.grad)
         factor = self._factor(*self._norms.pop(weight), lr, values.dtype)
         values.mul_(factor)
-        self.rates[weight] = factor * lr
+        if self._due:
+            self.note(f"larc/rate/{self.names[weight]}", factor * lr)
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Hook in. Raises ConfigError if gradients are clipped by their norm as well."""
@@ -169,13 +198,6 @@ class LARC(StepHook):
                 "out"
             )
         super().setup(trainer, context)
-        self._context = context
-
-    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        step = trainer.progress.global_step
-        if step % self._log_every == 0 and not result.known.skipped:
-            rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self.rates.items()}
-            self._context.tracker.scalars(step, rates)
 
     def _factor(
         self, slope: Tensor, size: Tensor, lr: Tensor | float, dtype: torch.dtype
@@ -183,7 +205,8 @@ class LARC(StepHook):
         """Return the factor of a gradient in a format from its norm and its weight's, 0-d."""
         slope = slope + self.epsilon
         bounded_by = lr * slope if self.mode == "clip" else slope
-        factor = torch.clamp(self.eta * size / bounded_by, min=self.min_update)
+        ratio = (self.eta * size / bounded_by).masked_fill(size == 0, 0.0)  # Not 0 / 0.
+        factor = ratio.clamp(min=self.min_update)
         most = 1.0 if self.mode == "clip" else torch.finfo(dtype).max
         return factor.clamp(max=most)
 
@@ -199,7 +222,7 @@ def _norm(values: Tensor) -> Tensor:
 _NORMS = "callbacks.gradient_norms"
 
 
-class GradientNorms(StepHook):
+class GradientNorms(LoggedHook):
     """Writes the 2-norm of each group's gradients to TensorBoard: unscaled, fp32, after clipping.
 
     A skipped step has none. With several ranks it is the norm of their average.
@@ -217,46 +240,35 @@ class GradientNorms(StepHook):
     def __init__(
         self, groups: Mapping[str, str] | None = None, depth: int = 1, log_every: int = 10
     ) -> None:
-        super().__init__(_NORMS, ())
-        self._groups, self._every = dict(groups or {}), log_every
+        super().__init__(_NORMS, (), log_every)
+        self._groups = dict(groups or {})
         self._depth = require_whole(f"{_NORMS}.depth", depth)
         self._group_of: dict[Tensor, str] = {}
-        self._due: int | None = None
-        self._norms: dict[int, dict[str, Tensor]] = {}  # by step, until its verdict is known
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         super().setup(trainer, context)
-        self._context, self._comm = context, trainer.comm
         for group, pattern in self._groups.items():
             refuse_idle(f"{_NORMS}.groups.{group}", "parameter", [pattern], [*self.names.values()])
         self._group_of = {weight: self._group(name) for weight, name in self.names.items()}
 
-    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        step = trainer.progress.global_step + 1
-        self._due = step if step % self._every == 0 else None
-
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Measure on the device: no wait."""
-        if self._due is None:
+        if not self._due:
             return
         held: dict[str, list[Tensor]] = {}
         for weight in (w for group in optimizer.param_groups for w in group["params"]):
             if weight.grad is not None and weight in self._group_of:
                 held.setdefault(self._group_of[weight], []).append(weight.grad)
-        norms = self._norms.setdefault(self._due, {})
         for group, gradients in held.items():
             # Of a part that several ranks hold, each takes its share.
             parts = [part_of(g) / copies_of(g) ** 0.5 if is_sharded(g) else g for g in gradients]
             each = torch._foreach_norm(list(map(_values, parts)))
             norm = torch.linalg.vector_norm(torch.stack(each))
-            norms[group] = self._comm.norm(norm) if self._comm.sharding is not None else norm
-
-    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        norms = self._norms.pop(trainer.progress.global_step, {})
-        if norms and trainer.comm.is_main and not result.known.skipped:
-            tags = {f"grad/group/{group}": norm for group, norm in norms.items()}
-            self._context.tracker.scalars(trainer.progress.global_step, tags)
+            whole = self.comm.norm(norm) if self.comm.sharding is not None else norm
+            tag = f"grad/group/{group}"
+            of_others = self._noted.get(self._due, {}).get(tag)  # if optimizers share a group
+            self.note(tag, whole if of_others is None else torch.hypot(of_others, whole))
 
     def _group(self, name: str) -> str:
         if self._groups:
