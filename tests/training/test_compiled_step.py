@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fixtures import refused
 from prepared import prepared
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -409,9 +410,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", UNFIT)
 def test_a_trainer_that_cannot_compile_its_steps_is_not_made(what: str) -> None:
     options, why = UNFIT[what]
-    with pytest.raises(ConfigError) as error:
-        trainer(CompiledTrainer, "mixed", **options)
-    assert str(error.value) == f"trainer.compile=step: {why}; use trainer.compile=true"
+    said = refused(ConfigError, trainer, CompiledTrainer, "mixed", **options)
+    assert said == f"trainer.compile=step: {why}; use trainer.compile=true"
 
 
 def test_products_that_are_measured_in_each_step_are_refused() -> None:
@@ -425,9 +425,7 @@ def test_products_that_are_measured_in_each_step_are_refused() -> None:
 
 def test_other_trainers_refuse_it_by_their_name() -> None:
     for cls in (Trainer, ClosureTrainer):
-        with pytest.raises(ConfigError) as error:
-            trainer(cls, plan={"compile": "step"})
-        assert str(error.value) == (
+        assert refused(ConfigError, trainer, cls, plan={"compile": "step"}) == (
             f"trainer.compile=step: {cls.__name__} does not compile its steps, which takes one "
             "loss and one optimizer without a closure; use trainer.compile=true"
         )
@@ -483,9 +481,7 @@ def test_a_schedule_of_anything_but_the_rate_is_refused(op_by_op) -> None:
     made = trainer(CompiledTrainer)
     cycle = OneCycleLR(made.optimizer, 0.1, total_steps=9)  # Moves momentum as well.
     made.algorithms["schedule"] = Schedules(cycle)
-    with pytest.raises(ConfigError) as error:
-        run(made, calm(4))
-    assert str(error.value) == (
+    assert refused(ConfigError, run, made, calm(4)) == (
         "trainer.compile=step: momentum of the optimizer changes from step to step; use "
         "trainer.compile=true"
     )
