@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch, Shown, refused, time_limit
+from fixtures import Log, Shown, refused, time_limit
 from hostile_checkpoints import ATTACKS, CASES, STATES, seal
 from in_process import differing, train, trained
 
@@ -47,8 +47,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_run(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
+def _nothing_is_run(here: Path) -> Iterator[None]:
     yield
     assert not Path("attacked").exists()
 

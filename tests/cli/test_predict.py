@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fixtures import Patch, Shown
+from fixtures import Shown
 from in_process import train
 from torch import Tensor
 
@@ -134,10 +134,8 @@ def test_nothing_is_overwritten_unless_it_is_asked_for(digits: Path, capsys: Sho
     assert len(predicted(digits, out, "overwrite=true")) > 100
 
 
-def test_a_mistake_is_one_line(
-    digits: Path, images: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_mistake_is_one_line(digits: Path, images: Path, capsys: Shown) -> None:
     Path("EMPTY").mkdir()
     for words, line in {
         "split=test folder=x": "folder=x: cannot be combined with split; give only one",

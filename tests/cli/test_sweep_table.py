@@ -112,14 +112,13 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_table_reads_as_written_here(here: Path) -> None:
     fp32 = replace(SUMMARY, dtype="fp32", half=None, loss_scaling="none", final_scale=None)
     unknown: Any = {"val_metric": None, "best": None, "best_step": None}
     diverged = replace(SUMMARY, status=Status.DIVERGED, val_loss=math.nan, **unknown)
     for number, (dtype, own) in enumerate({"fp32": fp32, "mixed": diverged, "amp": None}.items()):
-        make_job(tmp_path, number, f"dtype={dtype} seed=1", own)
-    assert report(tmp_path).splitlines() == [
+        make_job(here, number, f"dtype={dtype} seed=1", own)
+    assert report(here).splitlines() == [
         *("", "every job: seed=1", ""),
         "job  overrides    mode           scaling  val metric       val loss  best               "
         "skipped steps  final scale  seconds  status",
@@ -131,7 +130,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: Patch) -> None
         "                                     no summary",
         "1 of 3 jobs finished; this table: sweep.md and sweep.csv beside it",
     ]
-    assert (tmp_path / "sweep.md").read_text().splitlines()[3:5] == [
+    assert (here / "sweep.md").read_text().splitlines()[3:5] == [
         "|" + "---|" * 11,
         "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
         "| 2 |  | 12.35 | finished |",

@@ -33,9 +33,7 @@ OPTIONS = [
 NAMES = ["seed=1", "seed=2"]
 
 
-@pytest.fixture(autouse=True)
-def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("whole", "here")
 
 
 @pytest.fixture(scope="module")
