@@ -1,6 +1,5 @@
 """predict: a row for each sample, from the numbers that evaluate measures."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 import yaml
 from fixtures import Shown
-from in_process import train
+from in_process import csv_rows, train
 from torch import Tensor
 
 from mpframe import checkpoint
@@ -45,8 +44,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
 
 def predicted(run: Path, out: Path, *words: str) -> Table:
     main([f"checkpoint={run}", f"out={out}", *words])
-    with out.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(out)
 
 
 def numbers(rows: Table, start: str = "output_") -> Tensor:

@@ -1,6 +1,5 @@
 """A run's summary.json, and the table that a sweep keeps of its jobs."""
 
-import csv
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from checkout import HELPERS, ROOT
 from fixtures import Patch, Shown, refused
+from in_process import csv_rows
 from omegaconf import OmegaConf
 
 from mpframe.cli.sweep import SweepTable
@@ -108,8 +108,7 @@ def report(sweep: Path) -> str:
 
 
 def table(sweep: Path) -> list[dict[str, str]]:
-    with (sweep / "sweep.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(sweep / "sweep.csv")
 
 
 def test_table_reads_as_written_here(here: Path) -> None:

@@ -1,6 +1,5 @@
 """Counts of magnitudes against a recount in float64; a step's ranges and pictures of them."""
 
-import csv
 import itertools
 import math
 from collections import defaultdict
@@ -14,7 +13,7 @@ import torch
 from fixtures import Patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import StartRun, events
+from in_process import StartRun, csv_rows, events
 from prepared import context, prepared
 from torch import Tensor, nn
 from vocabulary import CalledOps, same_bits
@@ -334,8 +333,7 @@ def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatc
     monkeypatch.setattr(range_watch, "KINDS", SHOWN)
     start_run(tmp_path, *options, "trainer.max_steps=4", "resume=auto")
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4]
-    with (tmp_path / "numerics" / "products.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "numerics" / "products.csv")
     assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
     counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
     first, second = ({n: counted.get((f"hidden{k}.linear", n)) for n in NAMES} for k in (1, 2))

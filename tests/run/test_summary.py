@@ -1,11 +1,10 @@
 """What a run says of itself when it ends: times that add up, and whether it trained at all."""
 
-import csv
 from pathlib import Path
 
 import pytest
 from fixtures import Log, refused
-from in_process import train
+from in_process import csv_rows, train
 
 from mpframe import checkpoint
 from mpframe.core.errors import DivergedError, MpframeError, UserCodeError
@@ -97,7 +96,7 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     options = [*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"]
     options += ["trainer.eval_every=4", "trainer.checkpoint_every=6"]
     whole = train(tmp_path / "whole", *options)
-    rows = csv.DictReader((tmp_path / "whole" / "metrics.csv").read_text().splitlines())
+    rows = csv_rows(tmp_path / "whole" / "metrics.csv")
     seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}
     assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
     assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"
