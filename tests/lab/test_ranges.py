@@ -138,7 +138,8 @@ def trainer_of(mode: str = "mixed", half: str = "float16") -> Trainer:
 def batches(number: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(number, 6, 1, 8, 8, generator=generator)
-    return list(zip(images, torch.randint(0, 3, (number, 6)), strict=True))
+    classes = torch.randint(0, 3, (number, 6), generator=generator)
+    return list(zip(images, classes, strict=True))
 
 
 def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
