@@ -113,6 +113,13 @@ def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder, which is the current one during the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def start_run() -> Callable[..., Any]:
     """Train as a command line would, in this process: start_run(folder, "dtype=fp32", ...)."""
     from in_process import train  # Few tests need what it imports.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Patch, refused
+from fixtures import Log, refused
 from hostile_checkpoints import ATTACKS, saved
 from in_process import train
 from prepared import prepared
@@ -138,12 +138,11 @@ HOSTILE: dict[str, tuple[Made, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_hostile_is_refused_in_line(case: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_is_hostile_is_refused_in_line(case: str, here: Path) -> None:
     make, text = HOSTILE[case]
-    file = make(tmp_path)
+    file = make(here)
     assert text in refused(CheckpointError, read_foreign, file)
-    assert not (tmp_path / "attacked").exists()
+    assert not (here / "attacked").exists()
 
 
 def numbered(*names: str) -> dict[str, Tensor]:

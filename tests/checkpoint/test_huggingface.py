@@ -80,10 +80,11 @@ class Exported:
         return dict(json.loads((self.out / "model.safetensors.json").read_text()))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "torch")) for name in RUNS],
-)
+def of(*libraries: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name != "torch")) for name in libraries]
+
+
+@pytest.fixture(scope="module", params=of(*RUNS))
 def exported(
     request: Any, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Exported]:
@@ -186,9 +187,8 @@ def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
     assert dataset not in (exported.out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("exported", of("transformers"), indirect=True)
 def test_images_are_prepared_as_in_the_run(exported: Exported, tmp_path: Path) -> None:
-    if exported.library != "transformers":
-        return
     import transformers
 
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -203,16 +203,15 @@ def test_images_are_prepared_as_in_the_run(exported: Exported, tmp_path: Path) -
     assert model.config.id2label == {0: "a", 1: "b"}
 
 
+@pytest.mark.parametrize("exported", of("transformers", "timm"), indirect=True)
 def test_a_model_that_its_library_builds_otherwise(exported: Exported, tmp_path: Path) -> None:
     run: Any = restore_run(exported.run, exported.trust)
     model, error, reason = run.trainer.model, CheckpointError, "extra.bias, extra.weight"
     if exported.library == "timm":
         model.fc, error = nn.Linear(96, 3), UserCodeError
         reason = "RuntimeError (Error(s) in loading state_dict for ResNet: size mismatch for fc."
-    elif exported.library == "transformers":
-        model.extra = nn.Linear(1, 1)
     else:
-        return
+        model.extra = nn.Linear(1, 1)
     said = refused(error, write_folder, tmp_path / "out", model.float(), exported.facts)
     start = f"{type(model).__name__} loaded from its config.json is another model: {reason}"
     assert said.startswith(f"format=huggingface: {start}")

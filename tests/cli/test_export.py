@@ -183,15 +183,14 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def test_a_mistake_says_so(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_says_so(saved: Path, here: Path, capsys: Shown) -> None:
     for words, text in MISTAKES.items():
         with pytest.raises(SystemExit) as ended:
             main(words.replace("RUN", str(saved)).split())
         assert ended.value.code == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"mpframe: {text.replace('RUN', str(saved))}")
-        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        assert [path.name for path in here.iterdir()] == ["run"]
 
 
 GOOD: Any = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "skipped": 0}}
@@ -417,8 +416,8 @@ def test_names_that_no_size_has_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_names_the_sizes_of_images(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_the_page_names_the_sizes_of_images() -> None:
     page = Page(ROOT / "docs" / "evaluate_export.md")
     export, *_ = (one.arguments for one in page.commands() if "dynamic=" in str(one))
     train(Path("runs/digits"), "model=cnn", "trainer.max_steps=1")

@@ -38,11 +38,10 @@ def net(hidden):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: Patch) -> Path:
+def here(here: Path) -> Path:
     """The current folder, with a model of its own."""
-    (tmp_path / "net_of_the_folder.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "net_of_the_folder.py").write_text(MODEL)
+    return here
 
 
 LAUNCHERS = {

@@ -1,6 +1,5 @@
 """predict: a row for each sample, from the numbers that evaluate measures."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fixtures import Patch, Shown
-from in_process import train
+from fixtures import Shown
+from in_process import csv_rows, train
 from torch import Tensor
 
 from mpframe import checkpoint
@@ -45,8 +44,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
 
 def predicted(run: Path, out: Path, *words: str) -> Table:
     main([f"checkpoint={run}", f"out={out}", *words])
-    with out.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(out)
 
 
 def numbers(rows: Table, start: str = "output_") -> Tensor:
@@ -134,10 +132,8 @@ def test_nothing_is_overwritten_unless_it_is_asked_for(digits: Path, capsys: Sho
     assert len(predicted(digits, out, "overwrite=true")) > 100
 
 
-def test_a_mistake_is_one_line(
-    digits: Path, images: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_mistake_is_one_line(digits: Path, images: Path, capsys: Shown) -> None:
     Path("EMPTY").mkdir()
     for words, line in {
         "split=test folder=x": "folder=x: cannot be combined with split; give only one",

@@ -1,6 +1,5 @@
 """A run's summary.json, and the table that a sweep keeps of its jobs."""
 
-import csv
 import json
 import math
 import os
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from checkout import HELPERS, ROOT
-from fixtures import Patch, Shown
+from fixtures import Patch, Shown, refused
+from in_process import csv_rows
 from omegaconf import OmegaConf
 
 from mpframe.cli.sweep import SweepTable
@@ -82,12 +82,10 @@ def test_a_damaged_summary_is_one_line(tmp_path: Path) -> None:
         '{"status": "finished", "steps": 9223372036854775808}': "steps is 9223372036854775808",
     }.items():
         file.write_text(content)
-        with pytest.raises(MpframeError, match=says) as error:
-            Summary.read(tmp_path)
-        text = str(error.value)
+        text = refused(MpframeError, Summary.read, tmp_path)
+        assert says in text
         assert text.startswith(f"{file}: not a run's summary (")
         assert text.endswith("): delete the file or run the job again")
-        assert "\n" not in text
 
 
 def make_job(
@@ -110,18 +108,16 @@ def report(sweep: Path) -> str:
 
 
 def table(sweep: Path) -> list[dict[str, str]]:
-    with (sweep / "sweep.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(sweep / "sweep.csv")
 
 
-def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_table_reads_as_written_here(here: Path) -> None:
     fp32 = replace(SUMMARY, dtype="fp32", half=None, loss_scaling="none", final_scale=None)
     unknown: Any = {"val_metric": None, "best": None, "best_step": None}
     diverged = replace(SUMMARY, status=Status.DIVERGED, val_loss=math.nan, **unknown)
     for number, (dtype, own) in enumerate({"fp32": fp32, "mixed": diverged, "amp": None}.items()):
-        make_job(tmp_path, number, f"dtype={dtype} seed=1", own)
-    assert report(tmp_path).splitlines() == [
+        make_job(here, number, f"dtype={dtype} seed=1", own)
+    assert report(here).splitlines() == [
         *("", "every job: seed=1", ""),
         "job  overrides    mode           scaling  val metric       val loss  best               "
         "skipped steps  final scale  seconds  status",
@@ -133,7 +129,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: Patch) -> None
         "                                     no summary",
         "1 of 3 jobs finished; this table: sweep.md and sweep.csv beside it",
     ]
-    assert (tmp_path / "sweep.md").read_text().splitlines()[3:5] == [
+    assert (here / "sweep.md").read_text().splitlines()[3:5] == [
         "|" + "---|" * 11,
         "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
         "| 2 |  | 12.35 | finished |",

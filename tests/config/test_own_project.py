@@ -25,13 +25,12 @@ TEMPLATE = ROOT / "mpframe" / "cli" / "commands" / "template"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(here: Path, monkeypatch: Patch) -> Path:
     """The current folder, whose modules are found."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(here)
     for name in ("my_data", "my_model"):  # Each project has its own.
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    return here
 
 
 def write_parts(folder: Path) -> None:

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from bench.calls import calls_of_a_step
+from prepared import prepared
 from torch import nn
 
-from mpframe import Backoff, Precision
+from mpframe import Backoff
 from mpframe.core.casting import torch_functions
-from mpframe.core.objective import supervised
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("fp32", 56), ("mixed", 63)])
@@ -19,10 +18,7 @@ def test_no_call_is_added_to_a_step(mode, limit) -> None:
     for user in [*torch_functions._users]:  # Precisions that other tests left.
         torch_functions.stop_following(user)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    precision = Precision(mode)
-    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
-    objective, options = supervised(nn.CrossEntropyLoss()), {"evaluator": Evaluator()}
-    plan = Plan(max_steps=10)
-    trainer = Trainer(model, optimizer, objective, precision, Backoff(), plan=plan, **options)
+    options = {"scaler": Backoff(), "plan": Plan(max_steps=10), "evaluator": Evaluator()}
+    trainer = prepared(model, nn.CrossEntropyLoss(), mode, optimizer=torch.optim.AdamW, **options)
     batch = torch.randn(4, 8), torch.randint(0, 4, (4,))
     assert 0 < calls_of_a_step(trainer, batch) <= limit

@@ -3,9 +3,10 @@
 import torch
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from prepared import prepared
 from torch import nn
 
-from mpframe import OpLists, Precision, Trainer
+from mpframe import OpLists, Precision
 from mpframe.core.objective import StepOutput
 from mpframe.data import Task
 from mpframe.run.description import usage_of
@@ -26,9 +27,7 @@ def layer():
 
 
 def trainer(model, task, precision=None):
-    precision = precision or Precision()
-    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return Trainer(model, optimizer, task.objective, precision=precision)
+    return prepared(model, task.objective, precision or Precision())
 
 
 def unread(model, batch):

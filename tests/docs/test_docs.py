@@ -93,8 +93,7 @@ def clash(words: tuple[str, str]) -> bool:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.slow
-def test_every_command_is_accepted(part: int, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_is_accepted(part: int, here: Path) -> None:
     Path("conf").symlink_to(ROOT / "conf")
     commands = {
         str(command): command
@@ -178,19 +177,18 @@ GUIDES = [
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_the_commands_of_a_guide_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_commands_of_a_guide_run(name: str, here: Path, monkeypatch: Patch) -> None:
     page = Page(DOCS / f"{name}.md")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(here)
     for file, text in page.files().items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).write_text(text)
     assert story(page)
 
 
 @pytest.mark.slow
-def test_the_commands_of_tuning_run(tmp_path: Path, monkeypatch: Patch, tiny_data: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_the_commands_of_tuning_run(tiny_data: Path) -> None:
     shutil.copytree(tiny_data / "image_folder", "data/pictures")
     torch.save(resnet18().state_dict(), "resnet18.pth")
     train(Path("runs/mine"), "trainer.max_steps=1")

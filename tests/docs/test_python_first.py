@@ -21,13 +21,12 @@ SAME = ("progress", "scaler", "precision")
 
 
 @pytest.mark.slow
-def test_yaml_and_python_come_to_the_same(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_yaml_and_python_come_to_the_same(here: Path, monkeypatch: Patch) -> None:
+    monkeypatch.syspath_prepend(here)
     files, names = PAGE.files(), dict[str, Any]()
     for file, text in files.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).write_text(text)
     for command in PAGE.commands():
         assert in_process.command(*command.arguments) == 0, command
     for code in PAGE.blocks("python"):

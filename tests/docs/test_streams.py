@@ -17,9 +17,8 @@ PAGE = Page(ROOT / "docs" / "streams.md")
 
 
 @pytest.mark.slow
-def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_the_commands_run_one_after_the_other(here: Path, monkeypatch: Patch) -> None:
+    monkeypatch.syspath_prepend(here)
     for name, text in PAGE.files().items():
         Path(name).write_text(text)
     runpy.run_path("make_shards.py")

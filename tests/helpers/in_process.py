@@ -1,5 +1,6 @@
 """Runs in this process, as a command line would start them, and whether two came to the same."""
 
+import csv
 import json
 import os
 import re
@@ -86,6 +87,12 @@ def command(*words: str) -> int:
 def events(folder: Path) -> EventAccumulator:
     everything = {"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Each row of the file by the names in its first line."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def texts(folder: Path, tag: str) -> list[tuple[int, str]]:

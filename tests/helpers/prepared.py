@@ -17,11 +17,15 @@ from mpframe.training.run_context import RunContext
 
 
 def prepared(
-    model: nn.Module, objective: Any, mode: str = "fp32", half: str = "float16",
+    model: nn.Module, objective: Any, mode: str | Precision = "fp32", half: str = "float16",
     optimizer: Any = None, cls: Any = Trainer, **rest: Any,
 ) -> Trainer:  # fmt: skip
-    """Takes an objective, or a loss of outputs and targets; SGD by default."""
-    precision, make = Precision(mode, half), optimizer or partial(SGD, lr=0.1)
+    """Takes an objective, or a loss of outputs and targets; SGD by default.
+
+    mode: with `half`, or a Precision in their place.
+    """
+    precision = mode if isinstance(mode, Precision) else Precision(mode, half)
+    make = optimizer or partial(SGD, lr=0.1)
     model, wrapped = precision.prepare(model, make(model.parameters()))
     objective = supervised(objective) if isinstance(objective, nn.Module) else objective
     return cls(model, wrapped, objective, precision, **rest)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import HELPERS, ROOT
-from fixtures import has_torch, needs_torch
+from fixtures import has_torch, needs_torch, refused
 from in_process import differing, results, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
@@ -397,9 +397,7 @@ def refusal_of(comm: Comm, work: Any) -> str:
     try:
         work()
     except UserCodeError as error:
-        with pytest.raises(MpframeError) as refused:
-            comm.refuse_lost(error.__cause__)
-        return str(refused.value)
+        return refused(MpframeError, comm.refuse_lost, error.__cause__)
     except MpframeError as error:
         return str(error)
     return ""

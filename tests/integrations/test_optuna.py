@@ -10,7 +10,7 @@ from typing import Any
 import processes
 import pytest
 from checkout import ROOT
-from fixtures import Patch, refused
+from fixtures import refused
 from in_process import train
 from pages import Page
 
@@ -109,8 +109,8 @@ def test_a_trial_stays_pruned_for_the_sweeper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_page_runs(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_the_loop_of_the_page_runs() -> None:
     (code,) = (code for code in PAGE.blocks("python") if "study.ask()" in code)
     exec(code, {"__name__": "page"})
     study = optuna.load_study(study_name="asked", storage="sqlite:///asked.db")

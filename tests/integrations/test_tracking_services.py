@@ -269,24 +269,23 @@ SECTION = "## Send results to wandb, MLflow, Aim or a JSON file"
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_commands_of_the_page_run(here: Path, monkeypatch: Patch) -> None:
     for name in SERVICES:
         pytest.importorskip(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(here)
     page = Page(ROOT / "docs" / "tensorboard.md")
     page.text = page.text[page.text.index(SECTION) :]
     for file, text in page.files().items():
-        (tmp_path / file).write_text(text)
+        (here / file).write_text(text)
     commands = [command for command in page.commands() if command.of_ours]
     for number, command in enumerate(commands):
-        train(tmp_path / "runs" / str(number), *command.arguments, "trainer.max_steps=2")
+        train(here / "runs" / str(number), *command.arguments, "trainer.max_steps=2")
     assert len(commands) == 7
-    assert read_mlflow(tmp_path, tmp_path)["names"] == ("runs/2", "mpframe")
-    assert read_aim(tmp_path, tmp_path / "runs")["names"] == ("runs/3", "mpframe")
-    wandb = [read_wandb(tmp_path / "runs" / str(number), tmp_path) for number in (1, 5)]
+    assert read_mlflow(here, here)["names"] == ("runs/2", "mpframe")
+    assert read_aim(here, here / "runs")["names"] == ("runs/3", "mpframe")
+    wandb = [read_wandb(here / "runs" / str(number), here) for number in (1, 5)]
     assert [run["names"] for run in wandb] == [("runs/1", "digits"), ("runs/5", "mpframe")]
-    assert len((tmp_path / "runs" / "4" / "metrics.jsonl").read_text().splitlines()) == 1
-    notes = (tmp_path / "runs" / "6" / "notes.txt").read_text().splitlines()
+    assert len((here / "runs" / "4" / "metrics.jsonl").read_text().splitlines()) == 1
+    notes = (here / "runs" / "6" / "notes.txt").read_text().splitlines()
     assert notes[-1] == "finished"
     assert [line.split()[:2] for line in notes if "loss/test" in line] == [["2", "loss/test"]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Patch, Shown
+from fixtures import Log, Shown
 from in_process import StartRun, composed
 from tiny_data import EXPERIMENTS, TINY, tiny
 from vocabulary import differing
@@ -223,8 +223,7 @@ def run(arguments: str) -> int:
     return int(exit_.value.code or 0)
 
 
-def test_an_error_is_exit_code_one(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_error_is_exit_code_one(here: Path, capsys: Shown) -> None:
     words = "experiment=digits_mlp dtype=fp32 'ops.deny-=[exp]'"
     nothing = "nothing found: the first step was tried and is finite\n"
     assert run(f"-m {words} optimizer.eps=0.5,1e-50") == 1
@@ -232,7 +231,7 @@ def test_an_error_is_exit_code_one(tmp_path: Path, monkeypatch: Patch, capsys: S
     error = "error: optimizer.eps=1e-50 is 0 in float32, the format optimizer works in; "
     assert said.startswith(f"{words} optimizer.eps=0.5:\n{nothing}")
     assert f"{words} optimizer.eps=1e-50:\n{error}fix: optimizer.eps=1e-08\n1 error\n" in said
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 def test_the_projects_configuration_is_named(tmp_path: Path, capsys: Shown) -> None:

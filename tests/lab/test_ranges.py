@@ -1,6 +1,5 @@
 """Counts of magnitudes against a recount in float64; a step's ranges and pictures of them."""
 
-import csv
 import itertools
 import math
 from collections import defaultdict
@@ -14,7 +13,7 @@ import torch
 from fixtures import Patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import StartRun, events
+from in_process import StartRun, csv_rows, events
 from prepared import context, prepared
 from torch import Tensor, nn
 from vocabulary import CalledOps, same_bits
@@ -139,7 +138,8 @@ def trainer_of(mode: str = "mixed", half: str = "float16") -> Trainer:
 def batches(number: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(number, 6, 1, 8, 8, generator=generator)
-    return list(zip(images, torch.randint(0, 3, (number, 6)), strict=True))
+    classes = torch.randint(0, 3, (number, 6), generator=generator)
+    return list(zip(images, classes, strict=True))
 
 
 def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
@@ -334,8 +334,7 @@ def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatc
     monkeypatch.setattr(range_watch, "KINDS", SHOWN)
     start_run(tmp_path, *options, "trainer.max_steps=4", "resume=auto")
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4]
-    with (tmp_path / "numerics" / "products.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "numerics" / "products.csv")
     assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
     counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
     first, second = ({n: counted.get((f"hidden{k}.linear", n)) for n in NAMES} for k in (1, 2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from fixtures import Shown
+from prepared import prepared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +16,6 @@ import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
 from mpframe.core.errors import ConfigError
-from mpframe.core.objective import supervised
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult
 
 
@@ -44,9 +44,7 @@ def two_faults() -> nn.Module:
 
 
 def trainer_of(model: nn.Module, precision: Precision) -> Trainer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, masters = precision.prepare(model, optimizer)
-    return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision)
+    return prepared(model, nn.CrossEntropyLoss(), precision)
 
 
 def found_in(planted: Any, mode: str, half: str = "float16", target: float = 0.1) -> SearchResult:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import refused
 
 from mpframe.core.comm import cut
 from mpframe.core.errors import ConfigError
@@ -29,9 +30,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "line"), REFUSED)
 def test_a_grid_that_cannot_be_is_refused(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Layout(**options).shape(6)
-    assert str(error.value) == line
+    assert refused(ConfigError, lambda: Layout(**options).shape(6)) == line
 
 
 def test_a_part_is_cut_along_each_axis_and_the_last_may_be_empty() -> None:

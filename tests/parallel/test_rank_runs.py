@@ -1,6 +1,5 @@
 """Runs of several ranks: one run folder, the numbers of one process, and one end for all."""
 
-import csv
 import re
 import time
 from functools import cache
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import ranked
 from fixtures import Log
-from in_process import assert_same_run, cut, differing, scalars, train
+from in_process import assert_same_run, csv_rows, cut, differing, scalars, train
 from ranked import (
     NET,
     NOISY,
@@ -179,8 +178,8 @@ def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> 
     (report,) = read_ranges(tmp_path / "run")
     assert report.field("activations", "count").tolist() == [8 * 2]  # samples, outputs
     assert report.field("weights", "count").tolist() == [4 * 2 + 2]
-    lines = (tmp_path / "run" / "numerics" / "products.csv").read_text().splitlines()
-    counts = {row["operand"]: row["values"] for row in csv.DictReader(lines)}
+    counted = csv_rows(tmp_path / "run" / "numerics" / "products.csv")
+    counts = {row["operand"]: row["values"] for row in counted}
     assert counts["forward.x"] == str(8 * 4)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
+from fixtures import Patch, refused
 from ranked import (
     CPU,
     SHARDED,
@@ -246,9 +246,8 @@ def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
     said[own] += "its class, else use trainer.parallel=ddp"
     for kind, text in said.items():
         model = nn.Linear(2, 2)
-        with pytest.raises(ConfigError) as refused:
-            shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU)
-        assert str(refused.value) == f"optimizer={kind.__name__}: {text}"
+        given = model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU
+        assert refused(ConfigError, shard, *given) == f"optimizer={kind.__name__}: {text}"
     own.by_value = True
     refuse_whole_weights(own(nn.Linear(2, 2).parameters(), lr=0.1))
 
@@ -275,14 +274,12 @@ def test_what_needs_whole_weights_is_refused() -> None:
         ),
         ("dtype.master_weights=false", f"{masters}; use dtype.master_weights=true"),
     ):
-        with pytest.raises(ConfigError) as refused:
-            refuse_beside_sharding(composed(option))
+        line = refused(ConfigError, refuse_beside_sharding, composed(option))
         said = f"{option}: does not go with trainer.parallel=fsdp {instead}"
-        assert str(refused.value) == f"{said}, or trainer.parallel=ddp"
+        assert line == f"{said}, or trainer.parallel=ddp"
     layout = Layout(tensor=2, plan={"head": "colwise"})
-    with pytest.raises(ConfigError) as refused:
-        refuse_beside_sharding(composed("callbacks.ranges.every=10"), layout)
+    ranges = composed("callbacks.ranges.every=10")
     said = "callbacks.ranges.every=10: does not go with distributed.tensor=2 (torch: aten.bincount."
     said += "default has no sharding strategy); use callbacks.ranges.every=null, or "
     said += "distributed.tensor=1"
-    assert str(refused.value) == said
+    assert refused(ConfigError, refuse_beside_sharding, ranges, layout) == said

@@ -5,7 +5,6 @@ norm, which clipping holds at 0.5, so in STEPS steps of SGD with lr 0.01 a weigh
 than STEPS * 0.01 * 0.5 * 2^-20. In half the products of two ranks are rounded before they are added
 and once after it, each by 2^-12 (float16) or 2^-9 (bfloat16) of the value, in about ten layers.
 """
-# ruff: noqa: E501 - a table, one case a line
 
 import warnings
 from functools import partial
@@ -16,6 +15,7 @@ import pytest
 import ranked
 import torch
 from checkout import ROOT
+from fixtures import refused
 from in_process import differing, train
 from ranked import CPU, SHARDED, on_ranks, parts, setup, trained, two_formats
 from ranks import Ranks
@@ -75,16 +75,12 @@ def assert_steps_of_one(ranks: Ranks, name: str, mode: str) -> None:
         assert rank["metrics"] == pytest.approx(one["metrics"], rel=off)
         then = one["states"][-1]
         for part in ("weights", "ema"):
-            for key, weight in rank["states"][-1]["ema" if part == "ema" else part].items():
+            for key, weight in rank["states"][-1][part].items():
                 close = STEPS * LR * CLIP * off
                 assert torch.allclose(weight, then[part][key], rtol=0, atol=close), key
-    moved = one["states"][-1]["weights"][
-        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
-    ]
-    first = one["states"][0]["weights"][
-        "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
-    ]
-    assert (moved - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
+    key = "blocks.0.mlp.up.weight" if name == "gpt" else "first.weight"
+    first, *_, last = (state["weights"][key] for state in one["states"])
+    assert (last - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
 
 
 @pytest.mark.parametrize(("name", "mode"), [("net", "fp32"), ("gpt", SHARDED)])
@@ -135,20 +131,25 @@ def held() -> list[Any]:
         comm.sum_([sums])
         heads = places["blocks.0.attention.qkv.weight"].to_local()
         shares = [comm.data_rank, comm.data_size, *share_of(torch.arange(4), comm).tolist()]
-        with pytest.raises(ConfigError) as refused:
-            StreamLoader(DataLoader([1, 2], batch_size=8), 8, comm=comm)
+        batches = DataLoader([1, 2], batch_size=8)
+        shared = refused(ConfigError, StreamLoader, batches, 8, comm=comm)
         assert model.head.weight is model.token_embed.weight
         if rank == 1:  # As by a callback, or a kernel that adds in any order.
             part_of(places["norm.weight"]).add_(1)
-        with pytest.raises(MpframeError) as drifted:
-            refuse_drift(trainer)
-        return [copies, sums.tolist(), list(heads.shape), shares, str(refused.value), str(drifted.value)]  # fmt: skip
+        drifted = refused(MpframeError, refuse_drift, trainer)
+        return [copies, sums.tolist(), list(heads.shape), shares, shared, drifted]
 
 
 def test_two_ranks_hold_parts_and_are_one_share_of_the_data(two: Ranks) -> None:
     """Of 96 x 32 values, q, k and v of 2 heads, each rank has a head. What is whole counts once."""
-    said = "distributed.tensor=2: DataLoader makes the batches of each rank, and ranks that divide layers read the same ones; give the samples instead"
-    drift = "trainer.parallel=fsdp: after step 0 norm.weight is not the same on rank 1 as on rank 0; what writes the weights, a callback as well, must do the same on all ranks"
+    said = (
+        "distributed.tensor=2: DataLoader makes the batches of each rank, and ranks that divide "
+        "layers read the same ones; give the samples instead"
+    )
+    drift = (
+        "trainer.parallel=fsdp: after step 0 norm.weight is not the same on rank 1 as on rank 0; "
+        "what writes the weights, a callback as well, must do the same on all ranks"
+    )
     own = [[1, 2, 2], [1, 1, 1], [48, 32], [0, 1, 0, 1, 2, 3]]
     assert two(held) == [[*own, said, drift]] * 2
 
@@ -185,14 +186,49 @@ def test_in_place_ops_after_a_divided_layer_keep_its_gradients(two: Ranks) -> No
         assert rank == pytest.approx(one, rel=2**-20)
 
 
+def gpt() -> nn.Module:
+    return parts("gpt")[0]
+
+
+# A model, a plan that does not fit it, and the words of the refusal after `distributed.plan`.
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: nn.Sequential(nn.Linear(8, 4)), {"h*ad": "colwise"}, ".h*ad: matches no module; the names are 0, ..."),
-    (lambda: parts("gpt")[0], {"norm": "column"}, ".norm=column: norm is a LayerNorm: allowed are colwise, colwise_gathered, rowwise, sequence, and a _target_ of a ParallelStyle"),
-    (lambda: parts("gpt")[0], {"norm": "colwise"}, ".norm=colwise: norm is a LayerNorm: ColwiseParallel currently only support nn.Linear and nn.Embedding!"),
-    (lambda: nn.Sequential(nn.Linear(8, 5)), {"0": "colwise"}, ".0=colwise: 0.weight [5, 8] has 5 features to divide, no multiple of distributed.tensor=2"),
-    (lambda: parts("gpt")[0], {"head": "colwise_gathered"}, ": token_embed.weight and head.weight are one weight, and the plan leaves it S(0) and whole; divide both alike, as an embedding rowwise and a head colwise_gathered, or neither"),
-    (lambda: GPT(32, context=16, depth=1, heads=3, width=24), {"*.qkv": "colwise", "*.out": "rowwise"}, ": the model does not take the parts of its layers (unflatten: Provided sizes [-1, 24] don't multiply up to the size of dim 2 (36) in the input tensor); distributed.tensor=2 must divide what it makes of their features, as heads, and between colwise and rowwise it sees a part of them"),
-]  # fmt: skip
+    (
+        lambda: nn.Sequential(nn.Linear(8, 4)),
+        {"h*ad": "colwise"},
+        ".h*ad: matches no module; the names are 0, ...",
+    ),
+    (
+        gpt,
+        {"norm": "column"},
+        ".norm=column: norm is a LayerNorm: allowed are colwise, colwise_gathered, rowwise, "
+        "sequence, and a _target_ of a ParallelStyle",
+    ),
+    (
+        gpt,
+        {"norm": "colwise"},
+        ".norm=colwise: norm is a LayerNorm: ColwiseParallel currently only support nn.Linear and "
+        "nn.Embedding!",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(8, 5)),
+        {"0": "colwise"},
+        ".0=colwise: 0.weight [5, 8] has 5 features to divide, no multiple of distributed.tensor=2",
+    ),
+    (
+        gpt,
+        {"head": "colwise_gathered"},
+        ": token_embed.weight and head.weight are one weight, and the plan leaves it S(0) and "
+        "whole; divide both alike, as an embedding rowwise and a head colwise_gathered, or neither",
+    ),
+    (
+        lambda: GPT(32, context=16, depth=1, heads=3, width=24),
+        {"*.qkv": "colwise", "*.out": "rowwise"},
+        ": the model does not take the parts of its layers (unflatten: Provided sizes [-1, 24] "
+        "don't multiply up to the size of dim 2 (36) in the input tensor); distributed.tensor=2 "
+        "must divide what it makes of their features, as heads, and between colwise and rowwise it "
+        "sees a part of them",
+    ),
+]
 
 
 def step(comm: Comm, make: Any, plan: Any) -> None:
@@ -218,18 +254,10 @@ def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
     model = nn.Sequential(nn.Linear(8, 4))
     recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3fn"}})
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with pytest.raises(
-        ConfigError,
-        match=r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator",
-    ):
-        shard(
-            model,
-            {"": optimizer},
-            Precision("mixed", products=recipe),
-            SINGLE_PROCESS,
-            CPU,
-            Layout(tensor=2, plan={"0": "colwise"}),
-        )
+    precision, layout = Precision("mixed", products=recipe), Layout(tensor=2, plan={"0": "colwise"})
+    said = r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator"
+    with pytest.raises(ConfigError, match=said):
+        shard(model, {"": optimizer}, precision, SINGLE_PROCESS, CPU, layout)
 
 
 RUN = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import refused
 from ranked import SHARDED, adds_zeros, assert_same_but, on_ranks, two_formats, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
@@ -188,9 +189,8 @@ def test_ranks_whose_backward_passes_would_not_fit_are_refused(
 ) -> None:
     comm = Other()
     used_by(*one)[0].agree(comm)
-    with pytest.raises(ConfigError) as refused:
-        used_by(*other)[0].agree(comm)
-    assert str(refused.value) == f"trainer.parallel=fsdp: {line}, or use trainer.parallel=ddp"
+    said = f"trainer.parallel=fsdp: {line}, or use trainer.parallel=ddp"
+    assert refused(ConfigError, used_by(*other)[0].agree, comm) == said
 
 
 def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,7 @@ def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: pytest.Monkey
     usage, order = used_by([0, 2])
     assert order == ["0", "2", "back 2", "back 0"]
     used_by([2, 1])[0].drop_unused(comm)
-    with pytest.raises(ConfigError) as refused:
-        usage.drop_unused(comm)
-    assert str(refused.value) == (
+    assert refused(ConfigError, usage.drop_unused, comm) == (
         "trainer.parallel=fsdp: blocks.1.weight was not used on this rank: needs torch 2.15, which "
         f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
     )

@@ -70,15 +70,14 @@ SHORT = ["trainer.max_steps=2", "callbacks.progress_bar=null", "model._target_=o
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(here: Path, monkeypatch: Patch) -> Path:
     """The current folder, with a model that is handed a secret."""
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    (here / "own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(here)
     own = {"MY_TOKEN": SECRET, "PLAIN_NAME": SECRET[::-1], "LONG_PASSWORD": NASTY}
     for name, value in {**own, "HYDRA_FULL_ERROR": ""}.items():
         monkeypatch.setenv(name, value)
-    return tmp_path
+    return here
 
 
 def holding(folder: Path, *secrets: str) -> list[Path]:

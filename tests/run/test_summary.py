@@ -1,11 +1,10 @@
 """What a run says of itself when it ends: times that add up, and whether it trained at all."""
 
-import csv
 from pathlib import Path
 
 import pytest
-from fixtures import Log
-from in_process import train
+from fixtures import Log, refused
+from in_process import csv_rows, train
 
 from mpframe import checkpoint
 from mpframe.core.errors import DivergedError, MpframeError, UserCodeError
@@ -50,12 +49,12 @@ def test_a_run_that_never_started_has_measured_nothing(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_run_with_no_step_is_diverged(tmp_path: Path, options: list[str], cause: str) -> None:
     """An epoch has fewer steps than the guard against endless skips waits for."""
-    with pytest.raises(DivergedError) as error:
-        train(tmp_path, *options, "trainer.epochs=1", "callbacks.autopsy=null")
-    assert str(error.value) == f"no step was applied, 22 were skipped: {cause}"
+    words = [*options, "trainer.epochs=1", "callbacks.autopsy=null"]
+    said = refused(DivergedError, train, tmp_path, *words)
+    assert said == f"no step was applied, 22 were skipped: {cause}"
     summary = Summary.read(tmp_path)
     assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 22)
-    assert summary.reason == str(error.value)
+    assert summary.reason == said
     assert not checkpoint.all_in(tmp_path)
 
 
@@ -69,9 +68,8 @@ def test_a_first_search_cut_off_is_no_divergence(tmp_path: Path, caplog: Log, sc
     said = "0 steps applied, 2 skipped: most of the run was in vain; start"
     assert str(done.reason).startswith(said)
     assert f"warning: {done.reason}" in caplog.messages
-    with pytest.raises(DivergedError) as error:
-        train(tmp_path / "limited", *short, "trainer.max_consecutive_skips=2")
-    assert str(error.value) == (
+    limited = [*short, "trainer.max_consecutive_skips=2"]
+    assert refused(DivergedError, train, tmp_path / "limited", *limited) == (
         "trainer.max_consecutive_skips=2 reached: the loss is finite and its gradients overflow at "
         "scale 32768, from where it still goes down: lower loss_scaling.init_scale"
     )
@@ -98,7 +96,7 @@ def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
     options = [*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"]
     options += ["trainer.eval_every=4", "trainer.checkpoint_every=6"]
     whole = train(tmp_path / "whole", *options)
-    rows = csv.DictReader((tmp_path / "whole" / "metrics.csv").read_text().splitlines())
+    rows = csv_rows(tmp_path / "whole" / "metrics.csv")
     seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}
     assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
     assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"

@@ -1,7 +1,6 @@
 """A sweep that is started again in its folder: what it skips, goes on with, and refuses."""
 
 import atexit
-import csv
 import os
 import shlex
 import shutil
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from fixtures import Patch, Shown
-from in_process import assert_same_run, command
+from in_process import assert_same_run, command, csv_rows
 from omegaconf import OmegaConf
 from processes import exit_code, forked
 from torch import nn
@@ -33,9 +32,7 @@ OPTIONS = [
 NAMES = ["seed=1", "seed=2"]
 
 
-@pytest.fixture(autouse=True)
-def _here(whole: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("whole", "here")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +45,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "sweep.csv").open(newline="") as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+    found = csv_rows(folder / "sweep.csv")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
 
 
 def written(folder: Path) -> dict[str, int]:

@@ -134,10 +134,9 @@ def test_the_doctor_says_the_same(fault: str, said: str, capsys: Shown) -> None:
     assert re.match(f"mpframe: {said}", line)
 
 
-def test_a_traceback_is_in_the_log_and_shown_on_demand(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_traceback_is_in_the_log_and_shown_on_demand(here: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(UserCodeError, match=r"^after step 0: model: Net raised KeyError"):
         command("hydra.run.dir=run", *words_of("model.fault=raises"))
-    log = (tmp_path / "run" / "train.log").read_text()
+    log = (here / "run" / "train.log").read_text()
     assert re.search(r'Traceback.*erring\.py", line \d+, in forward\n\s+raise Key', log, re.S)

@@ -1,12 +1,11 @@
 """Callbacks and metrics, on their own and in a run: order, states, errors, what they write."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures import Log, refused
-from in_process import scalars, train, trained
+from in_process import csv_rows, scalars, train, trained
 from own_parts import Losses
 from prepared import context, prepared
 from torch import nn
@@ -100,8 +99,7 @@ HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
 
 
 def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / "metrics.csv")
 
 
 plain = trained(*SMALL, *OFTEN, HITS)

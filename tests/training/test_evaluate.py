@@ -135,16 +135,15 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
     ("file", "at: 2026-11-21\n", "at is a date; refused"),
 ])  # fmt: skip
 def test_a_hostile_stored_config_or_file_is_refused(
-    trained: Path, part: str, own: Any, text: str, tmp_path: Path, monkeypatch: Patch
+    trained: Path, part: str, own: Any, text: str, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     tree = stored_in(trained)
     if part != "file":
         (tree[part] if part else tree).update(own)
     error = CheckpointError if part == "file" else MpframeError
     given = own if part == "file" else yaml.safe_dump(tree)
     assert re.search(text, refused(error, config_of, given, trained, []))
-    assert not (tmp_path / "attacked").exists()
+    assert not (here / "attacked").exists()
 
 
 def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch: Patch) -> None:

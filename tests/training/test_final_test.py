@@ -1,6 +1,5 @@
 """The test at the end of a run: its best weights on data that chose nothing, and nothing moves."""
 
-import csv
 import os
 import signal
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch
-from in_process import composed, differing, scalars, train
+from in_process import composed, csv_rows, differing, scalars, train
 from torch.utils.data import TensorDataset
 
 from mpframe import checkpoint
@@ -53,8 +52,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def rows_of_the_test(folder: Path) -> list[dict[str, str]]:
-    rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
-    return [row for row in rows if row["test_loss"]]
+    return [row for row in csv_rows(folder / "metrics.csv") if row["test_loss"]]
 
 
 def test_the_best_weights_are_tested_and_all_places_say_the_same(tested: tuple[Path, Any]) -> None:

@@ -1,6 +1,5 @@
 """Workloads and batches of a user's own as runs: resumed, evaluated, predicted, exported."""
 
-import csv
 import json
 import shlex
 import shutil
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import StartRun, assert_same_run, cut, train
+from in_process import StartRun, assert_same_run, csv_rows, cut, train
 from own_parts import Texted
 from PIL import Image
 from tiny_data import tiny
@@ -88,8 +87,7 @@ def test_a_resumed_run_and_an_evaluation_equal_the_whole_run(run: Trained, tmp_p
 
 def predicted(run: Trained, out: Path, *words: str) -> list[dict[str, str]]:
     predict.main([f"checkpoint={run.folder}", f"out={out}", *words])
-    with out.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(out)
 
 
 @of("bikes")

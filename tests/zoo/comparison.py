@@ -8,7 +8,6 @@ leave float16 whatever the scale is no failure if torch.autocast in float16 says
 
 import copy
 import random
-import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ class Row:
     modes: dict[str, float | str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # what of that must not be
     built: str = ""  # why the model could not be built
-    seconds: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -62,7 +60,6 @@ class Outcome(NamedTuple):
 
 
 def compare(name: str, example: Example) -> Row:
-    start = time.monotonic()
     row = Row(name, type(example.model).__name__)
     plain = train(example)
     if not (plain.compared.isfinite().all() and plain.compared.any()):
@@ -74,7 +71,6 @@ def compare(name: str, example: Example) -> Row:
     _judge(row, outcomes["fp32"], plain)
     if example.recompute is not None:
         _judge_recomputation(row, example, outcomes)
-    row.seconds = time.monotonic() - start
     return row
 
 

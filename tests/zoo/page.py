@@ -19,9 +19,9 @@ HEAD = ("model", "class", "verdict", "torch.autocast bfloat16", "allowed", *KEYS
 AGREES = "agrees"
 
 
-def write(rows: Iterable[Row]) -> None:
-    """Put `rows` in the place of what was known of their models, and write both files."""
-    known = {line["model"]: line for line in read()} | {row.name: line_of(row) for row in rows}
+def write(new: Iterable[dict[str, str]]) -> None:
+    """Put these lines in the place of what was known of their models, and write both files."""
+    known = {line["model"]: line for line in (*read(), *new)}
     lines = [known[name] for name in sorted(known)]
     with (HERE / "zoo.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, HEAD, lineterminator="\n")
