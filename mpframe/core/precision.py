@@ -116,7 +116,7 @@ class Precision:
             ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
                 module, the device lacks a native product, or the optimizer is another model's.
         """
-        if not isinstance(optimizer, Optimizer):
+        if not hasattr(optimizer, "param_groups"):  # apex's LARC, around one, is no Optimizer.
             raise ConfigError(
                 f"optimizer={optimizer!r:.40}: must be a torch optimizer; prepare each of several"
             )
