@@ -80,6 +80,7 @@ FORMER = {
     "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
     "lr_scale": "use lr=10x",
     "on_loss_spike": "use callbacks.loss_spikes.policy=CHOICE",
+    "on_save_error": "a run that cannot write a checkpoint or a record always stops",
     "profile": "use callbacks.profile.enabled=true",
     "progress": "use callbacks.progress_bar.shown=CHOICE",
     "rank_timeout": "use trainer.timeout=SECONDS",
@@ -190,9 +191,6 @@ class TrainerOptions:
     )
     async_save: bool = watching_option(
         False, "Write checkpoints while training continues; takes memory for a second copy."
-    )
-    on_save_error: str = watching_option(
-        "stop", "If a checkpoint cannot be written.", choices=("stop", "warn")
     )
     requeue: bool = watching_option(False, "Requeue the Slurm job when SIGUSR1 stops it.")
     log_every: int = watching_option(
