@@ -174,9 +174,6 @@ class TrainerOptions:
     async_save: bool = watching_option(
         False, "Write checkpoints while training continues; takes memory for a second copy."
     )
-    on_save_error: str = watching_option(
-        "stop", "If a checkpoint cannot be written.", choices=("stop", "warn")
-    )
     requeue: bool = watching_option(False, "Requeue the Slurm job when SIGUSR1 stops it.")
     log_every: int = watching_option(
         10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1

@@ -3,7 +3,6 @@
 A file is on the disk only after fsync, and its name only after fsync of its folder.
 """
 
-import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -12,8 +11,6 @@ from typing import IO, Any
 
 from mpframe.core.errors import ConfigError
 from mpframe.files.plain_file import open_regular
-
-log = logging.getLogger(__name__)
 
 
 def refuse_unwritable(option: str, folder: Path) -> None:
@@ -70,35 +67,6 @@ def append_whole(path: Path, piece: bytes) -> None:
         except OSError:
             file.truncate(before)
             raise
-
-
-class AppendLog:
-    """A file that grows by whole pieces.
-
-    on_error: if a piece cannot be written, `stop` raises, and `warn` writes it with the next one.
-    """
-
-    def __init__(self, path: Path, on_error: str = "stop") -> None:
-        self._path = path
-        self._warns = on_error == "warn"
-        self._pending = b""
-
-    @property
-    def pending(self) -> bool:
-        """Whether the last piece is not in the file."""
-        return bool(self._pending)
-
-    def append(self, piece: bytes) -> None:
-        """Append a piece after those that could not be written."""
-        self._pending += piece
-        try:
-            append_whole(self._path, self._pending)
-        except OSError as error:
-            if not self._warns:
-                raise
-            log.warning("warning: %s cannot be written (%s)", self._path, error.strerror)
-        else:
-            self._pending = b""
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -25,9 +25,7 @@ from mpframe.core.callback import Callback
 from mpframe.core.ranges import require_whole
 
 
-def watch_ranges(
-    every: int | None, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
-) -> Callback:
+def watch_ranges(every: int | None, worst: int = 3, layers: Sequence[str] = ()) -> Callback:
     """Make the callback `RangeWatch`, or one that does nothing if `every` (>= 1) is None."""
     if every is None:
         return Callback()
@@ -35,4 +33,4 @@ def watch_ranges(
     # With it come histograms and pictures, which other runs do without.
     from mpframe.lab.range_watch import RangeWatch
 
-    return RangeWatch(every, worst, layers, on_error)
+    return RangeWatch(every, worst, layers)

@@ -4,7 +4,6 @@ Between two reports nothing is attached to the model. Each rank counts its part 
 rank 0 reports the sum. Scalars show the worst few layers of a report, pictures show all.
 """
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -25,8 +24,6 @@ from mpframe.tracking.records import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
 _LOWEST_IS_WORST = ("headroom_bits", "snr_db")  # For other figures the highest is.
 _FRACTIONS = {
     "lost_fraction": "lost",
@@ -46,7 +43,6 @@ class RangeWatch(Callback):
         every: steps between two reports, >= 1.
         worst: layers of each kind that scalars are written for.
         layers: patterns of the layers drawn over time. If empty, the one nearest to overflow.
-        on_error: `stop` if the disk is full, or `warn` to write and draw once there is room.
     """
 
     _context: RunContext
@@ -54,11 +50,8 @@ class RangeWatch(Callback):
     _record: RangeRecord
     _noise_record: MetricsCsv
 
-    def __init__(
-        self, every: int, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
-    ) -> None:
-        self._every, self._worst = every, worst
-        self._chosen, self._on_error = layers, on_error
+    def __init__(self, every: int, worst: int = 3, layers: Sequence[str] = ()) -> None:
+        self._every, self._worst, self._chosen = every, worst, layers
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
@@ -69,9 +62,9 @@ class RangeWatch(Callback):
         """Open the record, without reports of steps that a resumed run takes again."""
         self._context, self._policy = context, trainer.precision.policy
         kept, folder = trainer.progress.global_step, context.folder
-        self._record = RangeRecord(folder, kept, self._on_error)
+        self._record = RangeRecord(folder, kept)
         if self._policy.recipes:
-            how = product_noise.COLUMNS, kept + 1, self._on_error, product_noise.FILE_NAME
+            how = product_noise.COLUMNS, kept + 1, product_noise.FILE_NAME
             self._noise_record = MetricsCsv(folder / FOLDER, *how)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
@@ -87,8 +80,8 @@ class RangeWatch(Callback):
         if self._probe is not None:
             ranges, self._probe = self._probe.ranges(), None
             if trainer.comm.is_main:
-                self._last = ranges
                 self._record.add(ranges)
+                self._last = ranges
                 self._context.tracker.scalars(ranges.step, self._scalars(ranges))
         if self._products is not None:
             noises, self._products = self._products.noises(trainer.comm), None
@@ -113,15 +106,8 @@ class RangeWatch(Callback):
 
     def draw(self) -> None:
         """Draw the last reports, for the run's folder and TensorBoard. OSError stops the run."""
-        if self._last is None or self._record.pending:
-            return
-        try:
+        if self._last is not None:
             self._draw(self._last)
-        except OSError as error:
-            if self._on_error != "warn":
-                raise
-            log.warning("warning: %s cannot be written (%s)", error.filename, error.strerror)
-        else:
             self._last, self._drawn = None, time.monotonic()
 
     def _report_products(self, step: int, noises: Noises) -> None:

@@ -37,7 +37,7 @@ from mpframe.checkpoint.parts import is_copy
 from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in, widest
-from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.lab.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
 from mpframe.tracking import tags
 from mpframe.training.trainer import Trainer
@@ -229,25 +229,19 @@ FILE_NAME = "ranges.bin"
 class RangeRecord:
     """A record in a run's folder that grows.
 
-    Reports of the first `kept` steps stay, for a resumed run. `on_error`: see `AppendLog`.
+    Reports of the first `kept` steps stay, for a resumed run.
     """
 
-    def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
-        path = folder / FOLDER / FILE_NAME
+    def __init__(self, folder: Path, kept: int = 0) -> None:
+        path = self._path = folder / FOLDER / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = AppendLog(path, on_error)
         content = path.read_bytes() if path.exists() else b""
         whole = [line for line in _whole_lines(content) if _decode(line).step <= kept]
         write_atomically(path, b"".join(whole))
 
     def add(self, ranges: Ranges) -> None:
         """Append a report. OSError: there is no room, and that stops the run."""
-        self._log.append(_encode(ranges))
-
-    @property
-    def pending(self) -> bool:
-        """Whether the last report waits for room on the disk."""
-        return self._log.pending
+        append_whole(self._path, _encode(ranges))
 
 
 def read_ranges(folder: Path) -> list[Ranges]:

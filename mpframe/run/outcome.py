@@ -104,7 +104,7 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
         return kept[0] if kept else None
     log.warning(
         "warning: trainer.keep_best=%d: the best validation, %s %s, has no checkpoint in this "
-        "folder; it could not be written or was deleted, so the last weights are tested",
+        "folder, so the last weights are tested",
         keep_best,
         best.name,
         best,

@@ -377,7 +377,6 @@ def callbacks_of(
         keep_last=options.keep_last,
         keep_best=options.keep_best,
         background=options.async_save,
-        on_error=options.on_save_error,
     )
     guard = SkipGuard(options.max_consecutive_skips, config.loss_scaling.get("hysteresis", 1))
     throughput = Throughput(config.data.batch_size, began)

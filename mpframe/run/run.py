@@ -201,7 +201,7 @@ class Run:
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.defer(),
-            Loggers(Tracker(self.rank_folder, first_step, config.trainer.on_save_error)) as tracker,
+            Loggers(Tracker(self.rank_folder, first_step)) as tracker,
         ):
             describe(tracker, config, trainer, train, self.config_text, self.secrets, self.hydra)
             assert self.callbacks is not None
@@ -302,8 +302,7 @@ class Run:
             with unwritable_in_one_line(self.rank_folder):
                 summary.write(self.rank_folder)
         except MpframeError as error:
-            ended_well = summary.status in (Status.FINISHED, Status.PRUNED)
-            if ended_well and self.config.trainer.on_save_error == "stop":
+            if summary.status in (Status.FINISHED, Status.PRUNED):
                 raise
             log.warning("warning: %s", error)
 

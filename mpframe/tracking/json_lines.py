@@ -12,7 +12,7 @@ from typing import Any
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.tracking.logger import Logger
 from mpframe.tracking.records import read_lines
 
@@ -20,21 +20,17 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonLines(Callback, Logger):
-    """Writes the line of a step when a later one was tried. A checkpoint holds what waits.
+    """Writes the line of a step when a later one was tried. A checkpoint holds what waits."""
 
-    `on_error`: see `AppendLog`.
-    """
-
-    def __init__(self, on_error: str = "stop") -> None:
-        self._on_error = on_error
+    def __init__(self) -> None:
         self._waiting: dict[int, dict[str, float]] = {}
 
     def setup(self, trainer: Any, context: Any) -> None:
         """Open the file without the lines of steps that a resumed run takes again."""
-        path, first = context.folder / FILE_NAME, trainer.progress.global_step
-        lines = read_lines(path) if first else []
-        write_atomically(path, b"".join(line for line in lines if 0 <= _step_of(line) < first))
-        self._log = AppendLog(path, self._on_error)
+        self._path, first = context.folder / FILE_NAME, trainer.progress.global_step
+        lines = read_lines(self._path) if first else []
+        kept = [line for line in lines if 0 <= _step_of(line) < first]
+        write_atomically(self._path, b"".join(kept))
         context.tracker.add(self)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -55,8 +51,11 @@ class JsonLines(Callback, Logger):
 
     def _write(self, before: float) -> None:
         steps = sorted(step for step in self._waiting if step < before)
-        if lines := [_as_line({"step": step, **self._waiting.pop(step)}) for step in steps]:
-            self._log.append("".join(lines).encode())
+        lines = [_as_line({"step": step, **self._waiting[step]}) for step in steps]
+        if lines:
+            append_whole(self._path, "".join(lines).encode())
+        for step in steps:  # If there was no room, they wait on.
+            del self._waiting[step]
 
 
 def _as_line(values: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import DataError
-from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.files.plain_file import open_regular
 
 AMAX_FILE = "log2_amax.txt"
@@ -35,15 +35,14 @@ _HELD = 256  # steps between two transfers from the device
 class AmaxRecord:
     """A run's record that grows. Values wait on the device until many are moved at once.
 
-    `kept` steps of an older record stay, for a resumed run. `on_error`: see `AppendLog`.
+    `kept` steps of an older record stay, for a resumed run.
     """
 
-    def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
-        path = folder / AMAX_FILE
-        self._log = AppendLog(path, on_error)
+    def __init__(self, folder: Path, kept: int = 0) -> None:
+        self._path = folder / AMAX_FILE
         self._waiting: list[Tensor] = []
-        older = read_lines(path) if kept else []
-        write_atomically(path, b"".join(older[:kept]))
+        older = read_lines(self._path) if kept else []
+        write_atomically(self._path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
         """Keep one step's amax (0-d). Waits for the device only once in many steps."""
@@ -52,9 +51,10 @@ class AmaxRecord:
             self.flush()
 
     def flush(self) -> None:
+        """Write the values that wait. OSError: there is no room, and they wait on."""
         values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
+        append_whole(self._path, "".join(f"{value:.9g}\n" for value in values).encode())
         self._waiting.clear()
-        self._log.append("".join(f"{value:.9g}\n" for value in values).encode())
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -96,7 +96,7 @@ Row = Mapping[str, float | int | str]
 class MetricsCsv:
     """A table in a run's folder that grows, its first column `step`.
 
-    Rows of an older table stay if their step is below `before`. `on_error`: see `AppendLog`.
+    Rows of an older table stay if their step is below `before`.
     """
 
     def __init__(
@@ -104,19 +104,17 @@ class MetricsCsv:
         folder: Path,
         columns: Sequence[str],
         before: int = 0,
-        on_error: str = "stop",
         name: str = CSV_FILE,
     ) -> None:
-        path = folder / name
-        older, rows = _read(path) if before else ([], [])
+        self._path = folder / name
+        older, rows = _read(self._path) if before else ([], [])
         self._columns = list(dict.fromkeys([*older, *columns]))
         kept = [row for row in rows if int(row["step"]) < before]
         lines = [_line(self._columns), *(self._cells(row) for row in kept)]
-        write_atomically(path, "".join(lines))
-        self._log = AppendLog(path, on_error)
+        write_atomically(self._path, "".join(lines))
 
     def add(self, *rows: Row) -> None:
-        self._log.append("".join(map(self._cells, rows)).encode())
+        append_whole(self._path, "".join(map(self._cells, rows)).encode())
 
     def _cells(self, row: Row) -> str:
         return _line([_text(row.get(name, "")) for name in self._columns])

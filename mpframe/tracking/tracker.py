@@ -15,7 +15,6 @@ begins with a START record at its first step s, which hides every earlier record
 import base64
 import io
 import itertools
-import logging
 import os
 import socket
 import time
@@ -39,8 +38,6 @@ from mpframe.core.errors import MpframeError
 from mpframe.files.durable import append_whole
 from mpframe.tracking.logger import Logger, Numbers
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
-
-log = logging.getLogger(__name__)
 
 _PLUGINS = {
     "simple_value": ("scalars", summary_pb2.DATA_CLASS_SCALAR),
@@ -99,20 +96,17 @@ class Tracker(Logger):
         folder: the run's folder, made if it is missing.
         purge_step: the first step this tracker will write, one after the last one kept. Records of
             older event files from there on are hidden, by default all of them.
-        on_error: `stop` if the disk is full, or `warn` to write what waits once there is room.
 
     Raises:
         MpframeError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None, on_error: str = "stop") -> None:
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         self.folder = folder
         self._first_step = purge_step or 0
-        self._warns = self._warned = False
         with self._unwritable():
             folder.mkdir(parents=True, exist_ok=True)
             self._events = EventFile(folder, self._first_step)
-        self._warns = on_error == "warn"
         self._step, self._of_step = 0, list[str]()
         self._explained = set[str]()
 
@@ -228,13 +222,10 @@ class Tracker(Logger):
         try:
             yield
         except OSError as error:
-            said = f"run folder {self.folder}: the event file cannot be written ({error.strerror})"
-            if not self._warns:
-                way_out = "free space or set hydra.run.dir to a writable folder"
-                raise MpframeError(f"{said}; {way_out}") from error
-            if not self._warned:
-                log.warning("warning: %s; the curves wait in memory for room", said)
-            self._warned = True
+            raise MpframeError(
+                f"run folder {self.folder}: the event file cannot be written ({error.strerror}); "
+                "free space or set hydra.run.dir to a writable folder"
+            ) from error
 
 
 def check_events(last_step: Any) -> dict[str, Any]:

@@ -291,15 +291,19 @@ def test_a_full_disk_hides_no_error(
     assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []
 
 
-def test_a_full_disk_while_the_best_are_saved(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Before a best one is ranked the save under way ends, whose error must not end the run."""
+def test_a_full_disk_behind_a_run_ends_it(tmp_path: Path, monkeypatch: Patch) -> None:
+    """At the next save, and the summary says why."""
 
     def fail(*_: object) -> None:
         raise CheckpointError("checkpoint could not be written (No space left on device)")
 
     monkeypatch.setattr(checkpoint, "save", fail)
-    options = [*OPTIONS, "trainer.on_save_error=warn", "trainer.async_save=true"]
-    assert train(tmp_path, *options, "trainer.eval_every=1", "trainer.max_steps=4").steps == 4
+    options = [*OPTIONS, "trainer.checkpoint_every=2", "trainer.async_save=true"]
+    with pytest.raises(CheckpointError, match="could not be written"):
+        train(tmp_path, *options, "trainer.max_steps=8")
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.steps) == ("failed", 4)
+    assert summary.reason == "checkpoint could not be written (No space left on device)"
 
 
 def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch: Patch) -> None:

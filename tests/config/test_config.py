@@ -94,7 +94,7 @@ def test_a_scaling_file_states_every_argument_and_the_one_that_fits_is_chosen() 
 
 WATCH = """run_name resume trainer.async_save trainer.checkpoint_every
     trainer.eval_every trainer.keep_best trainer.keep_last trainer.log_every
-    trainer.max_consecutive_skips trainer.monitor trainer.on_save_error trainer.parallel
+    trainer.max_consecutive_skips trainer.monitor trainer.parallel
     trainer.recompute trainer.requeue trainer.timeout trainer.verbosity"""
 ACT = """device init_from init_from_names init_from_except seed dtype.compute dtype.half
     dtype.master_weights dtype.mode dtype.products dtype.recipes ops.allow ops.deny ops.infer

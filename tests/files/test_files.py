@@ -1,6 +1,4 @@
-"""Files of a run are whole or absent; what is appended waits while a disk is full; processes take
-turns in a folder.
-"""
+"""Files of a run are whole or absent, also on a full disk, and processes take turns in a folder."""
 
 import multiprocessing
 import os
@@ -12,28 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fixtures import Log, Patch, full
+from fixtures import Patch, full
 
 from mpframe.core.errors import MpframeError
-from mpframe.files import durable, file_lock
-from mpframe.files.durable import AppendLog, append_whole, write_atomically
+from mpframe.files import file_lock
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.files.file_lock import turn_in
 
 CONTEXT = multiprocessing.get_context("fork")
-
-
-def test_a_full_disk_is_warned_of(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
-    path = tmp_path / "log"
-    log = AppendLog(path, on_error="warn")
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "append_whole", full)
-        log.append(b"one")
-        assert log.pending
-        assert caplog.messages == [f"warning: {path} cannot be written (No space left on device)"]
-        with pytest.raises(OSError, match="No space left"):
-            AppendLog(path).append(b"one")
-    log.append(b"two")
-    assert (log.pending, path.read_bytes()) == (False, b"onetwo")
 
 
 def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:

@@ -96,8 +96,6 @@ def test_a_full_disk_of_one_rank_ends_all_at_the_next_save(two: Ranks, tmp_path:
     assert text.startswith(f"checkpoint {made}/step_00000004 could not be written (No space left")
     assert [path.name for path in made.iterdir()] == ["step_00000002"]
     assert checkpoint.read(tmp_path / "run").global_step == 2
-    ends = two(ranked.run, tmp_path / "warned", *options, "trainer.on_save_error=warn")
-    assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
 
 
 @pytest.mark.slow

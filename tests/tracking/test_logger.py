@@ -12,8 +12,8 @@ from fixtures import Log, Patch, full, refused
 from in_process import cut, differing, events, results, scalars, texts, train
 
 from mpframe.core.callback import Callback
-from mpframe.core.errors import MpframeError, RunInterrupted, UserCodeError
-from mpframe.files import durable
+from mpframe.core.errors import MpframeError, UserCodeError
+from mpframe.tracking import json_lines
 from mpframe.tracking.json_lines import FILE_NAME, JsonLines
 from mpframe.tracking.logger import Logger, Loggers
 from mpframe.tracking.tracker import Tracker
@@ -164,21 +164,17 @@ def test_lines_of_json_are_the_curves_and_no_step_is_there_twice(
     assert all(path.startswith("/callbacks/jsonl/") for path in differing(plain, whole))
 
 
-@pytest.mark.parametrize("on_error", ["warn", "stop"])
-def test_lines_wait_for_room_on_the_disk(on_error: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_lines_wait_for_room_on_the_disk(tmp_path: Path, monkeypatch: Patch) -> None:
     train(tmp_path, *JSON, "trainer.max_steps=1")
-    lines = JsonLines(on_error)
-    lines._log = durable.AppendLog(tmp_path / FILE_NAME, on_error)
-    before = (tmp_path / FILE_NAME).read_text()
+    lines = JsonLines()
+    lines._path = tmp_path / FILE_NAME
+    before = lines._path.read_text()
     lines.scalars(7, {"a": math.nan})
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "append_whole", full)
-        if on_error == "stop":
-            with pytest.raises(OSError, match="No space"):
-                lines.teardown(None, None)
-            return
-        lines.teardown(None, RunInterrupted.__new__(RunInterrupted))
+        patched.setattr(json_lines, "append_whole", full)
+        with pytest.raises(OSError, match="No space"):
+            lines.teardown(None, None)
     lines.scalars(8, {"a": 1.0})
     lines.teardown(None, None)
     added = '{"step": 7, "a": "nan"}\n{"step": 8, "a": 1.0}\n'
-    assert (tmp_path / FILE_NAME).read_text() == before + added
+    assert lines._path.read_text() == before + added

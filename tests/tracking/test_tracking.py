@@ -7,12 +7,11 @@ import math
 import re
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Log, Patch, refused
+from fixtures import Patch, full, refused
 from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.logger import Loggers
-from mpframe.tracking.records import CSV_FILE, MetricsCsv
+from mpframe.tracking.records import CSV_FILE, AmaxRecord, MetricsCsv, read_amax
 from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
@@ -271,30 +270,31 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    warned, raising, failed = (
-        Tracker(tmp_path / name, on_error=on_error)
-        for name, on_error in (("a", "warn"), ("b", "stop"), ("c", "stop"))
-    )
+    raising, failed = Tracker(tmp_path / "a"), Tracker(tmp_path / "b")
     with monkeypatch.context() as patched:
-        full = Mock(side_effect=OSError(28, "No space left on device"))
         patched.setattr("mpframe.tracking.tracker.append_whole", full)
-        for step in (1, 2):
-            warned.scalars(step, {"a": float(step)})
-            warned.flush()
         for tracker in (raising, failed):
             tracker.scalars(1, {"a": 1.0})
         with pytest.raises(MpframeError, match=r"written \(No space left on device\); free space"):
             raising.flush()
         with pytest.raises(ZeroDivisionError), failed:
             raise ZeroDivisionError
-    for tracker in (warned, raising):
-        tracker.close()
-    assert scalars(tmp_path / "a")["a"] == [(1, 1.0), (2, 2.0)]
-    assert scalars(tmp_path / "b")["a"] == [(1, 1.0)]
-    (line,) = caplog.messages
-    assert "cannot be written (No space left on device); the curves wait in memory" in line
+    raising.close()
+    assert scalars(tmp_path / "a")["a"] == [(1, 1.0)]
+
+
+def test_amax_that_found_no_room_is_written_later(tmp_path: Path, monkeypatch: Patch) -> None:
+    record = AmaxRecord(tmp_path)
+    record.add(torch.tensor(2.0))
+    with monkeypatch.context() as patched:
+        patched.setattr("mpframe.tracking.records.append_whole", full)
+        with pytest.raises(OSError, match="No space left"):
+            record.flush()
+    record.add(torch.tensor(4.0))
+    record.flush()
+    assert read_amax(tmp_path).tolist() == [2.0, 4.0]
 
 
 def test_a_row_is_a_step_and_a_resumed_run_cuts_what_it_repeats(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.saving import on_all, prepare_together
 from mpframe.checkpoint.state import OTHER_RANKS, of_other_ranks
 from mpframe.core.callback import Callback
-from mpframe.core.errors import CheckpointError, RunInterrupted
+from mpframe.core.errors import RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.tracking import records_in
 from mpframe.tracking.environment import arithmetic
@@ -49,7 +49,6 @@ class SavePlan:
     keep_last: int = 2  # how many of the newest are kept, with 0 only the best
     keep_best: int = 0  # how many of the best by validation are kept besides, each saved at once
     background: bool = False  # write while the training continues
-    on_error: str = "stop"  # or `warn`, if a checkpoint cannot be written
 
 
 class Checkpoints(Callback):
@@ -90,14 +89,12 @@ class Checkpoints(Callback):
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
             self._wait(trainer)
-            with self._report_errors():
-                self._write(trainer, snapshot)
+            self._write(trainer, snapshot)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
         try:
-            with self._report_errors():
-                self._finish_writing()
+            self._finish_writing()
         finally:
             self._writer.shutdown()
             self._aside = None  # As long as anybody has it, the connections stay open.
@@ -121,8 +118,7 @@ class Checkpoints(Callback):
 
     def _wait(self, trainer: Trainer) -> None:
         """Wait until the checkpoint before is written, on all ranks."""
-        with self._report_errors():
-            on_all(trainer.comm, self._finish_writing, "writing the checkpoint before")
+        on_all(trainer.comm, self._finish_writing, "writing the checkpoint before")
 
     def _finish_writing(self) -> None:
         """Wait for this rank's save in the background, and raise its error if there was one."""
@@ -202,17 +198,6 @@ class Checkpoints(Callback):
             prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
         except OSError as error:
             log.warning("warning: an old checkpoint could not be deleted: %s", error)
-
-    @contextmanager
-    def _report_errors(self) -> Iterator[None]:
-        """Stop the run or warn, as planned, if the block cannot write a checkpoint."""
-        try:
-            yield
-        except CheckpointError as error:
-            self._saved = None
-            if self._plan.on_error == "stop":
-                raise
-            log.warning("warning: %s", error)
 
     def _validation(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return the facts by which a checkpoint of this step ranks, if it was validated."""

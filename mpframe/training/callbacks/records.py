@@ -26,12 +26,11 @@ class CsvLog(Callback):
     """Writes a row of unscaled numbers for every step that is logged or validated.
 
     A row is written at the end of its step. A checkpoint holds the last row, because a run may be
-    stopped in that step's validation. The last row is the test's. `on_error` says whether a full
-    disk is to `stop` the run or only `warn`.
+    stopped in that step's validation. The last row is the test's.
     """
 
-    def __init__(self, log_every: int, on_error: str = "stop") -> None:
-        self._log_every, self._on_error = log_every, on_error
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
         self._last: dict[str, float | int] = {}
         self._of_step: dict[str, Any] = {}
         self._pending = False
@@ -41,7 +40,7 @@ class CsvLog(Callback):
         global_step = trainer.progress.global_step
         names = trainer.evaluator.metrics if trainer.evaluator else ()
         metrics = [f"{split}_{name}" for split in ("val", "test") for name in names]
-        self._file = MetricsCsv(context.folder, [*_COLUMNS, *metrics], global_step, self._on_error)
+        self._file = MetricsCsv(context.folder, [*_COLUMNS, *metrics], global_step)
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -111,12 +110,9 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
 class RecordAmax(Callback):
     """Keeps the largest gradient of every step in the run's folder, for replays."""
 
-    def __init__(self, on_error: str = "stop") -> None:
-        self._on_error = on_error
-
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the record without the steps that a resumed run takes again."""
-        self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
+        self._record = AmaxRecord(context.folder, trainer.progress.global_step)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         self._record.add(result.amax)
