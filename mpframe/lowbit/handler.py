@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 from mpframe.core.casting.handlers import Handler, OpHandler, Readers
 from mpframe.core.casting.op_lists import PINS
 from mpframe.core.casting.policy import NO_PRODUCTS, Compute, Policy
-from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of
@@ -29,7 +28,7 @@ class ProductHandler(OpHandler):
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.state = ProductState(max((r.history for r in policy.recipes.values()), default=0))
+        self.state = ProductState()
         half = None if policy.mode == "fp32" else policy.half_dtype
         self._ops = {
             (op, name): ProductOp(op, quantizer, half)
@@ -69,10 +68,6 @@ class ProductHandler(OpHandler):
         if pin is not None:
             return f"in half: {pin[0]!r} is pinned to {pin[1]}"
         return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
-
-    def sync(self, comm: Comm) -> None:
-        if comm.size > 1 and self.state.longest:
-            self.state.agree(comm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()

@@ -39,39 +39,34 @@ class Operand:
 
 
 class Quantizer:
-    """Quantises pairs of operands by a recipe, with the random numbers and histories of a run."""
+    """Quantises pairs of operands by a recipe, with the random numbers of a run."""
 
     def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
         self.recipe, self.state, self.compute = recipe, state, compute
         self.key = str(next(_numbers))  # stands for the quantizer in the arguments of an op
         _quantizers[self.key] = self
 
-    def matmul(
-        self, product: str, left: Operand, right: Operand, site: str, record: bool
-    ) -> Tensor:
+    def matmul(self, product: str, left: Operand, right: Operand, site: str) -> Tensor:
         """Return left @ right, both quantised. It takes the arguments of `pair`."""
         if self._explain_emulation(product, left, right):
-            return torch.matmul(*self.pair(product, left, right, site, record))
-        rest = product, site, record, take_apart
+            return torch.matmul(*self.pair(product, left, right, site))
+        rest = product, site, take_apart
         return native.multiply(self._quantize(left, *rest), self._quantize(right, *rest))
 
-    def pair(
-        self, product: str, left: Operand, right: Operand, site: str, record: bool
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, product: str, left: Operand, right: Operand, site: str) -> tuple[Tensor, Tensor]:
         """Quantise both operands, unless the recipe or their shapes keep them in half.
 
         Args:
             product: `forward`, `dx` or `dw`.
             left, right: in the order of the product.
-            site: the name of the weight. Without one no history is kept.
-            record: whether the amax of this pass goes into the history.
+            site: the name of the weight, for the watch, or "".
         """
         if self._in_half(product, left, right):
             return left.values, right.values
         if self.compute == "native":
             why = self._explain_emulation(product, left, right)
             raise native.make_native_error(self.recipe, product, left.values.device, why)
-        rest = product, site, record, quantize
+        rest = product, site, quantize
         return self._quantize(left, *rest), self._quantize(right, *rest)
 
     def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
@@ -91,18 +86,14 @@ class Quantizer:
         return native.refusal(hows[left.role], hows[right.role], device)
 
     def _quantize(
-        self, operand: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
+        self, operand: Operand, product: str, site: str, take: Callable[..., Taken]
     ) -> Taken:
         """Quantise one operand by `quantize` or `take_apart`."""
         how = self.recipe.products[product][operand.role]
-        known = None
-        if how.history and site:
-            amax = operand.values.abs().amax()
-            known = self.state.track_amax(f"{site} {operand.role}", amax, how.history, record)
-        taken = take(operand.values, operand.axes, how, self.state.draw, known)
+        taken = take(operand.values, operand.axes, how, self.state.draw)
         if self.state.watch is not None:
             quantized = taken.values(operand.axes.free) if isinstance(taken, Parts) else taken
-            row = count_noise(operand.values, quantized, operand.axes, how, known)
+            row = count_noise(operand.values, quantized, operand.axes, how)
             self.state.watch(site, product, operand.role, row)
         return taken
 
@@ -115,17 +106,17 @@ def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
 
 
 def _multiply(
-    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
+    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str
 ) -> Tensor:
     """Return left @ right: float32, of 2 axes, or of 3 with the batch first.
 
-    `roles` is like `x w`, `quantizer` a key, `site` and `record` are in `Quantizer.pair`.
+    `roles` is like `x w`, `quantizer` a key, and `site` is in `Quantizer.pair`.
     """
     of_left, of_right = roles.split()
     last, before = left.dim() - 1, left.dim() - 2
     rows = Operand(left, of_left, Axes((last,), before))
     columns = Operand(right, of_right, Axes((before,), last))
-    return _quantizers[quantizer].matmul(product, rows, columns, site, record)
+    return _quantizers[quantizer].matmul(product, rows, columns, site)
 
 
 matmul = torch.library.custom_op("mpframe::matmul", _multiply, mutates_args=())
@@ -142,7 +133,7 @@ def _(left: Tensor, right: Tensor, *_: Any) -> Tensor:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     first, second, *ctx.rest = inputs
     ctx.save_for_backward(first, second)
-    ctx.quantizer = _quantizers.get(inputs[-3])  # It lives as long as the graph.
+    ctx.quantizer = _quantizers.get(inputs[-2])  # It lives as long as the graph.
 
 
 def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,7 +147,7 @@ def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         product = "dw" if of_right == "w" else "dx"
         dright = matmul_gradient(left.mT, dy, product, f"{of_left} dy", *rest)
-    return dleft, dright, None, None, None, None, None
+    return dleft, dright, None, None, None, None
 
 
 matmul.register_autograd(_matmul_backward, setup_context=_remember)
@@ -180,7 +171,7 @@ def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
 
 _REST = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, "
-    "SymInt[] output_padding, SymInt groups, str quantizer, str site, bool record) -> Tensor"
+    "SymInt[] output_padding, SymInt groups, str quantizer, str site) -> Tensor"
 )
 _CONVOLUTION = f"(Tensor x, Tensor w, {_REST}"
 _GRADIENT = f"(Tensor dy, Tensor other, str product, SymInt[] shape, {_REST}"
@@ -189,10 +180,10 @@ _GRADIENT = f"(Tensor dy, Tensor other, str product, SymInt[] shape, {_REST}"
 @torch.library.custom_op("mpframe::convolution", mutates_args=(), schema=_CONVOLUTION)
 def convolution(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     """Return aten's convolution of 1 to 3 dimensions, float32, without bias."""
-    *geometry, quantizer, site, record = rest
+    *geometry, quantizer, site = rest
     transposed, groups = geometry[3], geometry[5]
     operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
-    x, w = _quantizers[quantizer].pair("forward", *operands, site, record)
+    x, w = _quantizers[quantizer].pair("forward", *operands, site)
     return torch.convolution(x, w, None, *geometry)
 
 
@@ -206,15 +197,15 @@ def convolution_gradient(
     dy: Tensor, other: Tensor, product: str, shape: Sequence[int], *rest: Any
 ) -> Tensor:
     """Return the gradient `dx` from dy and the weight, or `dw` from dy and x."""
-    *geometry, quantizer, site, record = rest
+    *geometry, quantizer, site = rest
     transposed, groups = geometry[3], geometry[5]
     pair = _quantizers[quantizer].pair
     result = dy.new_empty(1).expand(list(shape))  # Only its shape counts.
     if product == "dx":
         weight = weight_operand(other, 1 if transposed else 0, groups)
-        (dy, w), x = pair("dx", _channels(dy, "dy", groups), weight, site, record), result
+        (dy, w), x = pair("dx", _channels(dy, "dy", groups), weight, site), result
     else:
-        (x, dy), w = pair("dw", _samples(other, "x"), _samples(dy, "dy"), site, record), result
+        (x, dy), w = pair("dw", _samples(other, "x"), _samples(dy, "dy"), site), result
     wanted = [product == "dx", product == "dw", False]
     gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, wanted)
     return gradients[0 if product == "dx" else 1]  # type: ignore[no-any-return]

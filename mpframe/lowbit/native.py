@@ -43,17 +43,11 @@ class Parts:
         return rows if free == 0 else rows.t()
 
 
-def take_apart(
-    values: Tensor,
-    axes: Axes,
-    how: Quantization,
-    draw: Draw | None = None,
-    known_amax: Tensor | None = None,
-) -> Parts:
+def take_apart(values: Tensor, axes: Axes, how: Quantization, draw: Draw | None = None) -> Parts:
     """Quantise float32 values of 2 axes. It takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permute((1, 0))
-    split = find_scales(apply_hadamard(values, axes, how), axes, how, known_amax)
+    split = find_scales(apply_hadamard(values, axes, how), axes, how)
     elements = round_blocks(replace(split, scale=torch.ones_like(split.scale)), how, draw)
     elements = elements.view(values.shape)
     blocks = values.shape[axes.contracted[0]] // how.block if how.per == "block" else 1
@@ -185,7 +179,7 @@ def make_native_error(recipe: Recipe, product: str, device: torch.device, why: s
 
 def _keep_numbers(how: Quantization) -> Quantization:
     """Leave out how the numbers came about, which an instruction need not know."""
-    return replace(how, rule="rceil", rounding="nearest", hadamard=0, history=0, margin=0)
+    return replace(how, rule="rceil", rounding="nearest", hadamard=0)
 
 
 @cache

@@ -21,7 +21,6 @@ from torch.overrides import handle_torch_function
 from mpframe.core.casting.emulation import each_axis, half_values, round_to
 from mpframe.core.casting.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
 from mpframe.core.casting.policy import CASTABLE, Policy
-from mpframe.core.errors import ConfigError
 from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
 from mpframe.lowbit.recipe import Recipe
@@ -59,24 +58,14 @@ class Call:
         y: Tensor = convolution(x, w, *rest, *self._rest())
         return y
 
-    def _rest(self) -> tuple[str, str, bool]:
-        records = torch.is_grad_enabled()
-        return self.quantizer.key, self._site(records), records
+    def _rest(self) -> tuple[str, str]:
+        return self.quantizer.key, self._site()
 
-    def _site(self, records: bool) -> str:
-        """Return the weight's name if somebody needs it, or "", one constant for compilers."""
-        recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
-        needed = recipe.history > 0 or state.watch is not None
-        if not needed or not isinstance(weight, nn.Parameter):
-            return ""
-        name = state.name_of(weight)
-        if records and not name and recipe.history > 0:
-            raise ConfigError(
-                f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
-                f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "
-                "fp8_tensorwise, or prepare this model"
-            )
-        return name
+    def _site(self) -> str:
+        """Return the weight's name while somebody watches, else "", one constant for compilers."""
+        state, weight = self.quantizer.state, self.weight
+        watched = state.watch is not None and isinstance(weight, nn.Parameter)
+        return state.name_of(weight) if watched else ""
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
 _FOLDER = Path(CONF) / "dtype" / "products"
 _CHOICES = {"per": PER, "scale": SCALES, "rule": RULES, "rounding": ROUNDINGS}
-_LEAST = {"block": 1, "across": 1, "hadamard": 0, "history": 0, "margin": 0}
+_LEAST = {"block": 1, "across": 1, "hadamard": 0}
 _KEYS = ("every", *OPERANDS, "half", "attention")
 
 
@@ -66,12 +66,6 @@ class Recipe:
         }
         half, attention = tuple(node.get("half") or ()), bool(node.get("attention", False))
         return cls(name, products, half, attention)
-
-    @property
-    def history(self) -> int:
-        """The most steps whose amax a scale comes from, or 0."""
-        hows = (how for pair in self.products.values() for how in pair.values())
-        return max((how.history for how in hows), default=0)
 
     def __str__(self) -> str:
         lines = [
@@ -130,10 +124,6 @@ def _require_fit(path: str, how: Quantization) -> None:
         )
     if how.across > 1 and how.per != "block":
         raise ConfigError(f"{path}.across={how.across}: does nothing with per={how.per}")
-    if how.history and (how.per, how.scale) != ("tensor", "fp32"):
-        raise ConfigError(
-            f"{path}.history={how.history}: only works with per=tensor and scale=fp32"
-        )
 
 
 def _read_format(path: str, node: Any) -> ElementFormat:

@@ -57,8 +57,6 @@ class Quantization:
     rule: str = "rceil"
     rounding: str = "nearest"  # or `stochastic`, whose mean is the value
     hadamard: int = 0  # block size of a random transform before all this, or 0 for none
-    history: int = 0  # optimizer steps whose largest amax makes the scale, or 0 for the tensor's
-    margin: int = 0  # octaves that are left free above the largest value of the history
 
     def draws(self, draw: Draw | None) -> Draw | None:
         """Return `draw` if the rounding is stochastic."""
@@ -69,7 +67,6 @@ class Quantization:
         if self.scale != "none":
             size = f" of {self.block} x {self.across}" if self.per == "block" else ""
             words.append(f"{self.scale} scale per {self.per}{size}")
-        words += [f"amax of {self.history} steps"] * bool(self.history)
         words += [f"Hadamard {self.hadamard}"] * bool(self.hadamard)
         return " / ".join([*words, *["stochastic"] * (self.rounding == "stochastic")])
 
@@ -100,13 +97,7 @@ class Axes:
         return ""
 
 
-def quantize(
-    values: Tensor,
-    axes: Axes,
-    how: Quantization,
-    draw: Draw | None = None,
-    known_amax: Tensor | None = None,
-) -> Tensor:
+def quantize(values: Tensor, axes: Axes, how: Quantization, draw: Draw | None = None) -> Tensor:
     """Return the numbers nearest to `values` that the format and the scales can hold, float32.
 
     If a value is inf or nan, its scale is nan and so are all values that share it: an overflow
@@ -117,7 +108,6 @@ def quantize(
         axes: of this operand in the product.
         how: format, scales and rounding.
         draw: the random numbers of stochastic rounding.
-        known_amax: 0-d, replaces the tensor's amax in its scale.
     """
     # In the order of memory: a transposed tensor takes three times as long.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
@@ -126,7 +116,7 @@ def quantize(
     if how.scale == "none":
         quantized = round_to(values, how.format, how.draws(draw))
     else:
-        split = find_scales(values, axes, how, known_amax)
+        split = find_scales(values, axes, how)
         quantized = round_blocks(split, how, draw).view(values.shape)
     return quantized.permute([order.index(axis) for axis in range(len(order))])
 
@@ -147,13 +137,11 @@ class Scaled:
     whole: Tensor | None  # 0-d, the fp32 factor of the tensor in each scale, if they are in e4m3
 
 
-def find_scales(
-    values: Tensor, axes: Axes, how: Quantization, known_amax: Tensor | None = None
-) -> Scaled:
+def find_scales(values: Tensor, axes: Axes, how: Quantization) -> Scaled:
     """Return the scales of transformed values. It takes the arguments of `quantize`."""
     blocks, shared = _split_blocks(values, axes, how)
     amax = _amax(blocks, shared)
-    return Scaled(blocks, amax, *_scale(amax, how, known_amax))
+    return Scaled(blocks, amax, *_scale(amax, how))
 
 
 def round_blocks(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
@@ -208,9 +196,7 @@ def _amax_of_short_rows(blocks: Tensor) -> Tensor:
     return rows.amax(-1, keepdim=True)
 
 
-def _scale(
-    amax: Tensor, how: Quantization, known_amax: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _scale(amax: Tensor, how: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return `scale`, `inverse` and `whole` of a `Scaled`."""
     finite, whole = amax < torch.inf, None
     if how.scale == "e4m3":
@@ -219,8 +205,7 @@ def _scale(
         scale = _power_of_two(amax, how)
         inverse = scale.reciprocal()
     else:
-        largest = amax if known_amax is None else known_amax
-        scale = (largest * (2.0**how.margin / how.format.max)).clamp(min=_TINY)
+        scale = (amax * (1.0 / how.format.max)).clamp(min=_TINY)
         inverse = scale.reciprocal()
     return torch.where(finite, scale, torch.nan), torch.where(finite, inverse, torch.nan), whole
 
@@ -253,13 +238,7 @@ def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor, Te
     return blocks * whole, whole.reciprocal() / blocks, whole
 
 
-def count_noise(
-    values: Tensor,
-    quantized: Tensor,
-    axes: Axes,
-    how: Quantization,
-    known_amax: Tensor | None = None,
-) -> Tensor:
+def count_noise(values: Tensor, quantized: Tensor, axes: Axes, how: Quantization) -> Tensor:
     """Count what a quantisation loses. It takes the arguments and the result of `quantize`.
 
     Returns:
@@ -274,7 +253,7 @@ def count_noise(
         beyond = values.abs() > how.format.max
         highest = lowest = values.new_zeros((), dtype=kind)
     else:
-        split = find_scales(values, axes, how, known_amax)
+        split = find_scales(values, axes, how)
         beyond = (split.blocks * split.inverse).abs() > how.format.max
         octaves = split.scale.to(kind).log2()
         # A block of zeros has the smallest possible scale, which says nothing.

@@ -12,7 +12,6 @@ import torch
 from planted import faint
 from torch import Tensor, nn
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.objective import NamedObjective, supervised
 from mpframe.core.optim.master_weights import MasterWeights
@@ -22,6 +21,7 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.lowbit.recipe import Recipe
 
 BEYOND, TOO_HIGH, NONE = Kind.BEYOND_FORMAT, Kind.SCALE_TOO_HIGH, Kind.NO_FAULT
 FP32, LOW = Kind.NOT_FINITE_IN_FP32, Kind.UNDERFLOW
@@ -109,7 +109,7 @@ def data(rows: tuple[int, ...] = (), factor: float = 1.0) -> tuple[Tensor, Tenso
 
 def prepared(
     model: nn.Module, mode: str = "mixed", compute: str = "emulated", half: str = "float16",
-    ops: OpLists | None = None, products: str = "none", scale: float = 1024.0, **more: Any,
+    ops: OpLists | None = None, products: Any = "none", scale: float = 1024.0, **more: Any,
 ) -> tuple[Case, MasterWeights]:  # fmt: skip
     precision = Precision(mode, half, compute=compute, ops=ops, products=products)
     model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -179,22 +179,19 @@ def test_a_planted_fault_is_found(mode: Any, middle: Any, options: Any, found: A
 
 
 def test_a_product_that_saturates_is_named() -> None:
-    """The history knows of values 64 times smaller; behind the layer a norm makes up for them."""
+    """A format without scales; behind the layer a norm makes up for what is cut off."""
     torch.manual_seed(0)
     model = nn.Sequential(linear(), times(1.0), linear(), nn.LayerNorm(16), linear())
-    recipe = {"half": "bfloat16", "products": "fp8_delayed", "scale": 1.0}
-    case, masters = prepared(model, **recipe)
-    with case.precision.cast():
-        y = case.model(data()[0])
-    nn.functional.cross_entropy(y.float(), data()[1]).backward()
-    masters.step()
+    unscaled = {"every": {"format": "e4m3fn", "scale": "none"}, "dx": None, "dw": None}
+    recipe = Recipe.from_mapping("unscaled", unscaled)
+    case = case_of(model, half="bfloat16", products=recipe, scale=1.0)
     sound = diagnose(case)
     assert (sound.kind, sound.saturation) == (NONE, None)
-    model[1].function = times(64.0)
+    model[1].function = times(2.0**14)
     diagnosis = diagnose(case)
     assert (found := diagnosis.saturation) is not None
     assert (diagnosis.kind, found.layer, found.operand) == (Kind.SATURATED, "2", "forward.x")
-    # Of values cut off at 1/64 of the largest 63/64 of nearly all is lost: below 1 dB.
+    # Of values near 2^14 that are cut off at 448 nearly all is lost: below 1 dB.
     assert (found.noise.saturated > 0.5, found.noise.snr_db < 1) == (True, True)
     step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
     text = report_on(diagnosis, case, step).text()

@@ -167,7 +167,7 @@ def test_a_run_says_what_the_doctor_says(tmp_path: Path, start_run: StartRun, ca
 
 @pytest.mark.parametrize(
     "words",
-    ["model.dropout=0.5", "dtype.products=fp8_delayed", "experiment=digits_gan dtype=fp32"],
+    ["model.dropout=0.5", "dtype.products=mxfp4", "experiment=digits_gan dtype=fp32"],
 )
 def test_an_examination_changes_nothing(words: str) -> None:
     examined = subject(words)

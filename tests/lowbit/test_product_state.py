@@ -1,11 +1,10 @@
-"""What products carry from step to step, histories and random numbers; and what noise they add."""
+"""The random numbers that products carry from step to step, and what noise products add."""
 
 import copy
 import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,7 +18,6 @@ from mpframe import Precision, Trainer
 from mpframe.checkpoint import rng_state
 from mpframe.checkpoint.state import Snapshot
 from mpframe.core.comm import Comm
-from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, noises_of, replay
@@ -31,10 +29,8 @@ from mpframe.lowbit.scaling import Quantization, count_noise, quantize
 from mpframe.lowbit.state import ProductState
 from mpframe.run.resume import _load
 
-# Both in one: delayed scales forward, stochastic rounding of the gradients.
-NOISY = {"rounding": "stochastic", "format": "e2m1"}
-DELAYED = {"format": "e4m3fn", "history": 3}
-BOTH = Recipe.from_mapping("both", {"every": DELAYED, "dx": {"dy": NOISY}, "dw": {"dy": NOISY}})
+DY = {"dy": {"rounding": "stochastic", "format": "e2m1"}}
+NOISY = Recipe.from_mapping("noisy", {"every": {"format": "e4m3fn"}, "dx": DY, "dw": DY})
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
 MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
 HOWS = {
@@ -55,7 +51,7 @@ def trainer(*rest: nn.Module, after: Sequence[int] = ()) -> Trainer:
     """In its first state, or after these batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(rest or (nn.ReLU(), nn.Linear(32, 8))))
-    precision = Precision("mixed", half="bfloat16", products=BOTH)
+    precision = Precision("mixed", half="bfloat16", products=NOISY)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run = Trainer(model, optimizer, supervised(F.cross_entropy), precision)
     for number in after:
@@ -76,78 +72,16 @@ def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
 
 
 def test_a_rank_that_was_not_there_draws_numbers_of_its_own() -> None:
-    """A checkpoint of fewer ranks: histories are of all ranks, a generator is rank 0's."""
+    """A checkpoint of fewer ranks, whose generator is rank 0's."""
     run, other = trainer(after=(0, 1)), trainer()
     snapshot = Snapshot(2, {"trainer": run.state_dict(), "rng": rng_state()})
     other.comm = Comm()
     other.comm.rank = 1
     _load(snapshot, other)
-    loaded, saved = other.precision.state_dict(), run.precision.state_dict()
-    assert loaded["generators"] == {}
-    assert loaded["amax"].keys() == saved["amax"].keys()
+    assert other.precision.state_dict()["generators"] == {}
     other.comm.rank = 0
     _load(snapshot, other)
-    assert_same(other.precision.state_dict()["generators"], saved["generators"])
-
-
-def test_a_history_of_two_steps_forgets_what_overflowed() -> None:
-    for steps, scales in (
-        # The first step has itself alone; the fourth has the second and the third.
-        ([[4], [1], [2], [8]], [[4], [4], [4], [2]]),
-        # One scale within a step, as for micro-batches or a forward pass that is run again.
-        ([[4], [16, 32, 1], [1]], [[4], [4, 4, 4], [32]]),
-        ([[4], [math.inf], [math.nan], [1]], [[4], [4], [4], [4]]),
-    ):
-        state, weight, seen = ProductState(3), nn.Parameter(torch.zeros(1)), []
-        weight.grad = torch.zeros(1)
-        for step in steps:
-            seen.append([float(state.track_amax("w x", torch.tensor(x), 2, True)) for x in step])
-            torch.optim.SGD([weight]).step()
-        assert seen == scales
-
-
-def test_a_rank_that_uses_a_weight_later_looks_back_as_far_as_its_recipe() -> None:
-    """Of two recipes, one of 3 steps and one of 1: the scale is of the step before."""
-    model, weight = nn.Linear(4, 4), nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    user, other = ProductState(3), ProductState(3)
-    for state in (user, other):
-        state.learn_names(model)
-    comm: Any = SimpleNamespace(max=lambda seen: seen.where(seen > 0, sums[: len(seen)]))
-    for largest in (8.0, 2.0):
-        user.track_amax("weight x", torch.tensor(largest), 1, True)
-        sums = torch.tensor([largest, 0.0, 0.0])
-        user.agree(comm)
-        other.agree(comm)
-        torch.optim.SGD([weight]).step()
-    scales = [float(s.track_amax("weight x", torch.tensor(1.0), 1, True)) for s in (user, other)]
-    assert scales == [2, 2]
-
-
-def test_each_operand_of_each_weight_has_a_history_and_evaluation_leaves_no_trace() -> None:
-    run = trainer(after=[0])
-    before = run.precision.state_dict()["amax"]
-    assert set(before) == {f"{n}.weight {role}" for n in (0, 2) for role in ("x", "w", "dy")}
-    assert before["0.weight x"]["present"] == batch(0)[0].bfloat16().abs().max().float()
-    with torch.no_grad(), run.precision.cast():
-        run.model(batch(9)[0])
-    for name, own in run.precision.state_dict()["amax"].items():
-        # What was pending is now past; nothing is new.
-        both = [own["past"], *([] if own["present"] is None else [own["present"][None]])]
-        largest = torch.cat([before[name]["past"], before[name]["present"][None]]).max()
-        assert torch.cat(both).max() == largest
-
-
-def test_a_model_that_was_not_prepared_has_no_history() -> None:
-    layer, x = nn.Linear(32, 32), batch(0)[0].requires_grad_()
-    said = r"dtype.products=fp8_delayed: keeps a history .*one of \[32, 32\]"
-    with Precision("amp", products="fp8_delayed").cast():
-        with pytest.raises(ConfigError, match=said):
-            layer(x)
-        # Neither have an evaluation, and two activations: they are scaled by themselves.
-        with torch.no_grad():
-            layer(x)
-        assert (x @ x.t()).isfinite().all()
+    assert_same(other.precision.state_dict(), run.precision.state_dict())
 
 
 def test_what_looks_at_a_run_leaves_no_trace() -> None:
@@ -160,9 +94,9 @@ def test_what_looks_at_a_run_leaves_no_trace() -> None:
     subject.batch = batch(3)
     assert noises_of(subject.case)
     assert_same(run.precision.state_dict(), before)
-    precision = Precision("mixed", half="bfloat16", products=BOTH)
+    precision = Precision("mixed", half="bfloat16", products=NOISY)
     precision.prepare(model := nn.Linear(32, 32), torch.optim.SGD(model.parameters()), batch(0)[0])
-    assert precision.state_dict() == {"generators": {}, "amax": {}}
+    assert precision.state_dict() == {"generators": {}}
 
 
 def test_the_runs_seed_seeds_the_rounding() -> None:
@@ -177,7 +111,7 @@ def test_the_runs_seed_seeds_the_rounding() -> None:
 
 @pytest.mark.slow
 def test_compiled_and_eager_agree() -> None:
-    """Forward, gradients, random numbers and histories, over steps."""
+    """Forward, gradients, and random numbers, over steps."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -194,10 +128,9 @@ def test_compiled_and_eager_agree() -> None:
     assert_same(*results)
 
 
-def noise_of(values: Tensor, how: Quantization | str, known: Tensor | None = None) -> Noise:
+def noise_of(values: Tensor, how: Quantization | str) -> Noise:
     how = HOWS[how] if isinstance(how, str) else how
-    quantized = quantize(values, ROWS, how, known_amax=known)
-    return Noise.of(count_noise(values, quantized, ROWS, how, known).tolist())
+    return Noise.of(count_noise(values, quantize(values, ROWS, how), ROWS, how).tolist())
 
 
 @pytest.mark.parametrize("name", HOWS)
@@ -219,8 +152,6 @@ def test_the_noise_is_that_of_a_recount(name: str) -> None:
 def test_saturated_values_the_spread_of_the_scales_in_octaves_and_exact_values() -> None:
     values = torch.tensor([[448.0, 449.0, -500.0, 1.0]])
     assert noise_of(values, "no scale").saturated == 0.5
-    # The amax of steps before was half of today's: all above it saturate.
-    assert noise_of(values, "tensor", torch.tensor(250.0)).saturated == 0.75
     assert noise_of(values, "tensor").saturated == 0
     # floor: 449 has the exponent 8, as 256 = 4 * 64; above 6 * 64 = 384 all saturates.
     block = torch.cat([values, torch.zeros(1, 28)], 1)
@@ -245,7 +176,7 @@ def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the
     torch.testing.assert_close(merge(*parts), whole, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("recipe", ["tf32", "fp8_delayed", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["tf32", "fp8_tensorwise", "mxfp4", "nvfp4"])
 def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     """Once for each product that is quantised, and nothing after the step."""
     torch.manual_seed(0)
@@ -261,7 +192,7 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     noises = probe.noises()
     products = Recipe.named(recipe).products
     expected = {f"{product}.{operand}" for product in products for operand in products[product]}
-    layers = ["0"] if recipe in ("fp8_delayed", "nvfp4") else ["0", "2"]  # Heads are in half.
+    layers = ["0"] if recipe in ("fp8_tensorwise", "nvfp4") else ["0", "2"]  # Heads are in half.
     assert set(noises) >= {(layer, operand) for layer in layers for operand in expected}
     assert {operand for _, operand in noises} <= set(lab.NAMES)
     assert {noise.values for noise in noises.values()} == {128**2}

@@ -24,12 +24,11 @@ from mpframe.tracking.dtype_map import describe, dtype_map
 
 ALL = "forward.x forward.w dx.dy dx.w dw.x dw.dy"
 NO_DY, DY = "forward.x forward.w dx.w dw.x", "dx.dy dw.dy"
-PER_TENSOR, DELAYED = "/ fp32 scale per tensor", "/ fp32 scale per tensor / amax of 1024 steps"
-BLOCKS, FP4 = "/ e8m0 scale per block of 32 x 1", "e2m1 / e4m3 scale per block of 16 x"
+PER_TENSOR, BLOCKS = "/ fp32 scale per tensor", "/ e8m0 scale per block of 32 x 1"
+FP4 = "e2m1 / e4m3 scale per block of 16 x"
 SHIPPED = {
     "fp8_blocks": {"e4m3fn / e8m0 scale per block of 128 x 1": "forward.x dx.dy dw.x dw.dy",
                    "e4m3fn / e8m0 scale per block of 128 x 128": "forward.w dx.w"},
-    "fp8_delayed": {f"e4m3fn {DELAYED}": NO_DY, f"e5m2 {DELAYED}": DY},
     "fp8_rows": {"e4m3fn / fp32 scale per row": ALL},
     "fp8_tensorwise": {f"e4m3fn {PER_TENSOR}": NO_DY, f"e5m2 {PER_TENSOR}": DY},
     "mxfp4": {f"e2m1 {BLOCKS} / Hadamard 32 / stochastic": "dx.dy dx.w dw.x dw.dy"},
@@ -67,7 +66,7 @@ def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() 
                 own[str(how)] = f"{own.get(str(how), '')} {product}.{operand}".strip()
     assert said == SHIPPED
     half = {name for name in said if Recipe.named(name).half}
-    assert half == {"fp8_delayed", "fp8_tensorwise", "nvfp4"}  # its heads
+    assert half == {"fp8_tensorwise", "nvfp4"}  # its heads
 
 
 def test_a_recipe_as_a_group_as_an_option_and_with_a_format_of_its_own() -> None:
@@ -107,8 +106,6 @@ def test_a_recipe_is_refused() -> None:
         ({"every": {**E2M1, "block": 0}}, f"{X}block=0: must be a whole number >= 1"),
         ({"every": {**E2M1, "hadamard": 12}}, f"{X}hadamard=12: must be 0 or a power of two"),
         ({"every": {**E2M1, "across": 16}}, f"{X}across=16: does nothing with per=tensor"),
-        ({"every": {**E2M1, "history": 4, "per": "row"}},
-         f"{X}history=4: only works with per=tensor"),
         ({"every": {**E2M1, "hadamard": 16, "per": "block", "block": 24}},
          f"{X}hadamard=16: block=24 must be a multiple of it"),
         ({"evry": {}}, "evry: no such option; choose every, forward, dx, dw, half, attention; "),
@@ -216,7 +213,7 @@ class TestInHalf:
 
     def test_nothing(self) -> None:
         """An expert without a row has a product of its own all the same."""
-        for products in ("fp8_delayed", "nvfp4"):
+        for products in ("fp8_tensorwise", "nvfp4"):
             precision = prepared(layer := nn.Linear(32, 32), products)
             with precision.cast():
                 y = layer(made(0, 32))
@@ -232,7 +229,7 @@ def test_beta_0_ignores_what_is_added() -> None:
 def test_an_overflow_reaches_the_gradients() -> None:
     """A gradient that overflowed is no large one: the loss scaler must see it."""
     inf, nan = math.inf, math.nan
-    for products, bad in (("fp8_delayed", inf), ("mxfp8", nan), ("nvfp4", inf), ("tf32", nan)):
+    for products, bad in (("fp8_tensorwise", inf), ("mxfp8", nan), ("nvfp4", inf), ("tf32", nan)):
         precision = prepared(layer := nn.Linear(32, 32), products, half="float16")
         with precision.cast():
             y = layer(made(32, 32))

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors
+from mpframe.lowbit.handler import watch_products
 from mpframe.parallel import unused
 from mpframe.parallel.unused import Usage
 from mpframe.training.callbacks.freeze import set_requires_grad
@@ -108,20 +109,26 @@ def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
     assert moved == pytest.approx(3e-4, rel=0.5)
 
 
-OF_NOW = {
+LOW_BITS = {
     "every": {"format": "e2m1", "per": "row"},
     "forward": {"w": {"per": "block", "block": 4, "scale": "e8m0"}},
     "dx": {"dy": {"rounding": "stochastic"}},
 }
-DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
 
 
-@pytest.mark.parametrize("recipe", [OF_NOW, DELAYED])
-def test_products_below_16_bits(two: Ranks, recipe: Any) -> None:
-    """Blocks of the whole weight have their scales, and its amax history has its name."""
-    found = assert_as_ddp(two, SHARDED, {"name": "gpt", "steps": 3, "recipe": recipe})
-    amax = found["states"][-1]["products"]["amax"]
-    assert any(name.endswith("qkv.weight w") for name in amax) == (recipe is DELAYED)
+def require_names(trainer: Trainer, _: int) -> None:
+    """A watch is told the name of every weight, also of a gathered one."""
+
+    def watch(weight: str, product: str, operand: str, row: Tensor) -> None:
+        assert weight.endswith("weight"), (product, operand)
+
+    watch_products(trainer.precision, watch)
+
+
+def test_products_below_16_bits(two: Ranks) -> None:
+    """Blocks of the whole weight have their scales, and it has its name."""
+    options = {"name": "gpt", "steps": 3, "recipe": LOW_BITS, "before": require_names}
+    assert_as_ddp(two, SHARDED, options)
 
 
 class Chain(nn.Module):

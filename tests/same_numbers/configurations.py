@@ -71,7 +71,7 @@ def configurations() -> Iterator[Configuration]:
     for mode in ("mixed float16", "amp bfloat16"):
         for name, options in {**digits, **_MODELS}.items():
             yield _of(f"{mode}, {name}", mode, *options)
-    for recipe in ("fp8_delayed", "fp8_rows", "mxfp8", "mxfp4", "nvfp4"):
+    for recipe in ("fp8_tensorwise", "fp8_rows", "mxfp8", "mxfp4", "nvfp4"):
         options = (*_DIGITS, f"dtype/products={recipe}")
         yield _of(f"mixed bfloat16, {recipe}", "mixed bfloat16", *options)
     yield from _of_ranks_and_resumed()

@@ -14,7 +14,7 @@ A remedy is tried, not guessed: modules are pinned to fp32, the first culprit an
 until the replay is finite.
 
 Underflow means gradients below half's normal range. An operand of a product below 16 bits is cut
-off if its scale does not follow the values, such as `fp8_delayed`'s when they grow suddenly.
+off if its values outgrow a format without scales (`scale: none`).
 """
 
 import math

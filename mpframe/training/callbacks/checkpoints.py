@@ -3,9 +3,8 @@
 A checkpoint holds everything that can change the run's future: the trainer's state, every random
 generator, and the state of the callbacks. It is taken between two steps.
 
-All ranks save at the same step and rank 0 writes: apart from the random generators and the amax
-histories of 8-bit products, their state is the same. If they shard the weights, each writes its
-part.
+All ranks save at the same step and rank 0 writes: apart from the random generators, their state is
+the same. If they shard the weights, each writes its part.
 
 A save in the background copies the state first, so the run continues while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end. Ranks
