@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
+from mpframe.config.schema import ONE_TARGET
 from mpframe.config.stored import find_moved
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import describe_error
@@ -53,7 +54,11 @@ def _give_missing(section: str, target: str, text: str) -> str:
     names = {target.rpartition(".")[2], *(base.__name__ for base in classes)}
     if missing is None or missing[1] not in names:
         return ""
-    return f"; give it, as in +{section}.{missing[3]}=VALUE"
+    way_out = f"; give it, as in +{section}.{missing[3]}=VALUE"
+    if section in ONE_TARGET:
+        way_out += f" ({section}._target_ on the command line leaves out the arguments of a file, "
+        way_out += f"unless {section}=FILE is there too)"
+    return way_out
 
 
 def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:
