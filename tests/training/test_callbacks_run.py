@@ -198,6 +198,16 @@ def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path
     assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
 
 
+def test_a_misspelt_event_is_warned_of_with_the_nearest(caplog: Log) -> None:
+    names = ("on_optimiser_step", "on_test", "on_zzz", "plot")
+    mine = type("Mine", (Callback,), dict.fromkeys(names, print))()
+    with set_up(trainer_with({"mine": mine}), None):
+        assert caplog.messages == [
+            "warning: callbacks.mine: on_optimiser_step is no event, so it is not called; nearest: "
+            "on_optimizer_step"
+        ]
+
+
 @pytest.mark.parametrize("value", [torch.zeros((), device="meta"), torch.tensor(1j)])
 def test_a_value_that_is_no_real_number_is_blamed_on_its_metric(value: torch.Tensor) -> None:
     own = SimpleNamespace(update=print, compute=lambda: value, reset=lambda: None)
