@@ -74,8 +74,8 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 
 def test_accuracy_takes_no_probabilities_as_targets() -> None:
     assert refused(DataError, Accuracy().update, torch.zeros(5, 3), torch.zeros(5, 3)) == (
-        "accuracy: targets of shape [5, 3], as the outputs have, are probabilities or one-hot; give "
-        "class numbers (argmax(dim=1)), or another metric"
+        "accuracy: targets of shape [5, 3], as the outputs have, are probabilities or one-hot; "
+        "give class numbers (argmax(dim=1)), or another metric"
     )
 
 
