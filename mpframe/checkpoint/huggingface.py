@@ -160,7 +160,7 @@ def format_card(name: str, library: str, model: nn.Module, facts: Facts) -> str:
     return "\n\n".join([
         f"---\nlibrary_name: {library}\ntags: [mpframe]\n---\n\n# {name}\n\n```python\n{use}\n```",
         f"## Metrics\n\n{_metrics(facts)}",
-        *(f"## {title}\n\n{_table(rows)}" for title, rows in sections.items()),
+        *(f"## {title}\n\n{table}" for title, rows in sections.items() if (table := _table(rows))),
     ]) + "\n"  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _metrics(facts: Facts) -> str:
 
 
 def _table(facts: Facts) -> str:
-    """Return the known facts, except a vocabulary, which has a file."""
-    known = {k: v for k, v in facts.items() if v is not None and k != "vocab"}
+    """Return the known facts, if there are any, except a vocabulary, which has a file."""
+    known = {k: v for k, v in facts.items() if v not in (None, "", [], {}) and k != "vocab"}
     plain = {k: re.sub(r"[{}'\[\]]", "", f"{v}") for k, v in known.items() if k != "command"}
-    return markdown([("", ""), *{**known, **plain}.items()])
+    return markdown([("", ""), *{**known, **plain}.items()]) if known else ""

@@ -151,11 +151,12 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
     }
     if any(lists.values()) or not taken:
         found = "; ".join(f"{what}: {few(names, 5)}" for what, names in lists.items() if names)
-        first = next((name for names in lists.values() for name in names), "head.weight")
+        differ = [name.split()[0] for names in lists.values() for name in names] or ["head.weight"]
+        patterns = dict.fromkeys(re.sub(r"\.[^.]+$", ".*", name) for name in differ)
         raise CheckpointError(
             f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "
             f"with,{_renaming(saved, model, missing, unexpected)} or name what may differ: "
-            f"init_from_except=[{first.split()[0].rpartition('.')[0] or first.split()[0]}.*]"
+            f"init_from_except=[{few(patterns, 5).replace(', ', ',')}]"
         )
     return Fitted(
         {**model, **{name: _wide(saved[name], model[name]) for name in taken}},

@@ -63,6 +63,7 @@ OTHER_NAMES = {
     "accelerator": "device=NAME",
     "strategy": "trainer.parallel=CHOICE",
     **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
+    "ranks": "torchrun --nproc-per-node N (mpframe plan takes nodes=N, gpus=N and memory=SIZE)",
     **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
     "autopsy": "callbacks.autopsy=null",
     **dict.fromkeys(("numerics", "numerics.every"), "callbacks.ranges.every=N"),

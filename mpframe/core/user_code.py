@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mpframe.core.errors import MpframeError, UserCodeError, first_line
 
+_INPUT_DTYPE = re.compile(r"(?<!target )dtype|Input type")
 _OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 
 
@@ -64,8 +65,8 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
 def _advice(error: BaseException, label: re.Match[str] | None, given: dict[str, Any]) -> str:
     """Return a way out that the arguments show, or else how to see the traceback."""
     outputs = given.get("outputs")
-    if "inputs" in given and "dtype" in str(error):
-        formats = "float32 for most layers and int64 for an embedding"
+    if given.keys() & {"inputs", "batch"} and _INPUT_DTYPE.search(str(error)):
+        formats = "float32 (x.float()) for most layers and int64 for an embedding"
         return f"inputs must have the format of the weights, {formats}"
     if "outputs" in given and not isinstance(outputs, Tensor):
         return "let the model return one tensor, or give the dataset a loss for what it returns"

@@ -61,6 +61,11 @@ class Accuracy(Mean):
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
+        if targets.shape == outputs.shape:
+            raise DataError(
+                f"accuracy: targets of shape {list(targets.shape)}, as the outputs have, are "
+                "probabilities or one-hot; give class numbers (argmax(dim=1)), or another metric"
+            )
         chosen = outputs.argmax(dim=1)
         require_same_shape("accuracy", chosen, targets)
         self.add((chosen == targets).sum(), targets.numel())

@@ -5,6 +5,7 @@ the place after the batch that was used last, however far workers have read ahea
 reads that batch again, to see that the stream is the same. shares.py has what each worker reads.
 """
 
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from mpframe.core.callback import Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -23,6 +25,8 @@ from mpframe.data.fetching import Collate
 from mpframe.data.loading import Loader, batch_or_raise, data_loader, require_shared, share_of
 from mpframe.data.shares import Place, Shares, comes_from, is_batched, is_one_shot
 from mpframe.data.workers import CurrentSamples, WorkerPool
+
+log = logging.getLogger(__name__)
 
 _LOOKED_AT = 2**16  # bytes of each tensor of a batch, by which it is known again
 _WAY_OUT = "or take only the weights into a new run with init_from"
@@ -89,6 +93,15 @@ class StreamLoader(Loader, Callback):
         self._began = 0  # after how many batches the present pool of workers did
         self._start = _Reached()  # Where reading begins: at the beginning, or as a checkpoint says.
         self._now: _Reached | None = None  # None before it began
+
+    def setup(self, trainer: Any, context: Any) -> None:
+        """Warn of a DataLoader that gives the training data in one order."""
+        if isinstance(getattr(self._shares.stream, "sampler", None), SequentialSampler):
+            log.warning(
+                "warning: dataset: %s has shuffle=False, so every epoch has the same order; give "
+                "it shuffle=True, or give its dataset, which is shuffled",
+                type(self._shares.stream).__name__,
+            )
 
     def __len__(self) -> int:
         """Count the batches of an epoch, 0 for a single pass, whose length is not known."""
@@ -261,7 +274,7 @@ def _refuse_beside_batches(
     if made not in (None, part):
         raise ConfigError(
             f"{option}={size}: {name} makes batches of {made} on each rank; use "
-            f"{option}={made * (size // part)}"
+            f"{option}={made * (size // part)}, or give its dataset"
         )
     for what, given in ("dataset.workers", workers), ("collate", collate):
         if given:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
+from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import describe_error
 
@@ -37,14 +38,26 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
-        pattern = rf"{target.rpartition('.')[2]}(\.__init__)?\(\) missing .*?'(\w+)'"
-        missing = re.match(pattern, str(error))
-        way_out = f"; give it, as in +{section}.{missing[2]}=VALUE" if missing else ""
+        way_out = _give_missing(section, target, str(error))
         raise ConfigError(
             f"{section}: {target} refused its options: {first_line(error)}{way_out}"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
+
+
+def _give_missing(section: str, target: str, text: str) -> str:
+    """Say how to give an argument that Python found missing, unless other code misses it."""
+    missing = re.match(r"(\w+)(\.__init__)?\(\) missing .*?'(\w+)'", text)
+    classes = getattr(find_target(section, target), "__mro__", ())  # It may inherit __init__.
+    names = {target.rpartition(".")[2], *(base.__name__ for base in classes)}
+    if missing is None or missing[1] not in names:
+        return ""
+    way_out = f"; give it, as in +{section}.{missing[3]}=VALUE"
+    if section in ONE_TARGET:
+        way_out += f" ({section}._target_ on the command line leaves out the arguments of a file, "
+        way_out += f"unless {section}=FILE is there too)"
+    return way_out
 
 
 def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:

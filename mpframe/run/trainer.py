@@ -130,8 +130,8 @@ def _trace(
         raise
     except (Exception, SystemExit) as error:  # The first step meets the same error, and says more.
         log.warning(
-            "warning: the first batch could not be traced (%s): weights of classes that are not "
-            "torch.nn's stay fp32",
+            "warning: the first batch could not be traced (%s): if it trains all the same, weights "
+            "of classes that are not torch.nn's stay fp32",
             first_line(error.__cause__ or error),
         )
 

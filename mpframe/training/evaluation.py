@@ -106,13 +106,12 @@ class NamedMetric:
         """Return the value over all batches. UserCodeError if it is not one number."""
         with user_code(self._option, self._metric):
             value = self._metric.compute()
-        one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-        if not one:
-            raise UserCodeError(
-                f"{self._option} {name_of(self._metric)} gave {describe(value)} as its value; "
-                "it must be one number"
-            )
-        return float(value)
+            if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real):
+                return float(value)
+        raise UserCodeError(
+            f"{self._option} {name_of(self._metric)} gave {describe(value)} as its value; "
+            "it must be one number"
+        )
 
 
 class Metrics:

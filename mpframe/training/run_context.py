@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpframe.core.callback import Callback
+from mpframe.core.callback import Algorithm, Callback
+from mpframe.core.errors import nearest
 from mpframe.data.loading import Loader
 from mpframe.tracking.logger import Loggers
 from mpframe.training.callbacks.results import Results, Throughput
@@ -36,9 +37,19 @@ def set_up(trainer: Trainer, context: Any) -> Iterator[None]:
     """Call `setup` of each callback before the block, and `teardown` after it."""
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
+            _warn_of_misspelt(name, callback)
             run_callbacks({name: callback}, "setup", trainer, context)
             stack.push(partial(_tear_down, trainer, name, callback))
         yield
+
+
+def _warn_of_misspelt(name: str, callback: Callback) -> None:
+    named = [method for method in dir(type(callback)) if method.startswith("on_")]
+    for method in (method for method in named if not hasattr(Algorithm, method)):
+        if hint := nearest(method, dir(Algorithm), 1):
+            log.warning(
+                "warning: callbacks.%s: %s is no event, so it is not called; %s", name, method, hint
+            )
 
 
 def _tear_down(

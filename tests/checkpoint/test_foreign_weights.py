@@ -186,11 +186,12 @@ TIED = {"embed.weight": OWN["head.w"], "head.weight": OWN["head.w"].detach()}
 UNFIT: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str], str]] = [
     (SAVED, OWN, [], "init_from=run: missing: head.b; unexpected: old.w; of another shape: head.w "
      "(5,) for (3,); use the model it was made with, or name what may differ: "
-     "init_from_except=[head.*]"),
+     "init_from_except=[head.*,old.*]"),
     (SAVED, OWN, ["head.b"], "=run: unexpected: old.w; of another shape: head.w (5,) for (3,);"),
     (SAVED, OWN, ["*"], "init_from=run: nothing is left to take; use the model"),
     (SAVED, OWN, ["haed.w"], "=haed.w: matches no weight of the checkpoint or the model; nearest"),
-    (numbered(*"abcdefghi") | OWN, OWN, [], "unexpected: a, b, c, d, e and 4 more"),
+    (numbered(*"abcdefghi") | OWN, OWN, [], "unexpected: a, b, c, d, e and 4 more; use the "
+     "model it was made with, or name what may differ: init_from_except=[a,b,c,d,e and 4 more]"),
     (numbered("backbone.x.w", "backbone.x.b"), numbered("encoder.x.w", "encoder.x.b"), [],
      "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or"),
     ({"a": zeros(2).char(), "n": zeros(())}, {"a": zeros(2), "n": zeros(()).long()}, [],

@@ -159,6 +159,15 @@ def test_no_number_is_of_other_weights(exported: Exported) -> None:
         assert ("The run has measured nothing with these weights." in card) == (not shown)
 
 
+def test_what_is_not_known_is_not_on_the_card(exported: Exported) -> None:
+    facts = exported.facts | {"class_names": None, "preprocessing": None}
+    facts["weights"] = facts["weights"] | {"saturated": []}
+    card = format_card("mine", "torch", nn.Linear(1, 1), facts)
+    assert re.findall("^## (.*)$", card, re.M) == ["Metrics", "Precision", "Training"]
+    assert not re.search(r"^\| \w+ \|  \|$", card, re.M)
+    assert "| dtype | float32 |" in card
+
+
 def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
     exported: Exported, monkeypatch: Patch, capsys: Shown, tmp_path: Path
 ) -> None:

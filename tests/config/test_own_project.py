@@ -13,6 +13,7 @@ import pytest
 from checkout import ROOT
 from fixtures import Patch, Shown
 from in_process import train
+from omegaconf import OmegaConf
 from pages import Page
 
 from mpframe import checkpoint
@@ -59,12 +60,14 @@ def test_every_part_stands_in_the_configuration_and_takes_part(folder: Path) -> 
 
 
 def test_a_new_project_trains(folder: Path, capsys: Shown) -> None:
-    new.main(["spirals"])
-    assert capsys.readouterr().out == "spirals: written; begin with spirals/README.md\n"
-    written = {str(path.relative_to("spirals")) for path in Path("spirals").rglob("*")}
+    new.main(["week 1"])
+    assert capsys.readouterr().out == "week 1: written; begin with week 1/README.md\n"
+    written = {str(path.relative_to("week 1")) for path in Path("week 1").rglob("*")}
     assert {"conf/project.yaml", "my_model.py", "test_project.py"} <= written
-    sys.path.insert(0, str(folder / "spirals"))
-    words = ["--config-dir=spirals/conf", "--config-name=project", "trainer.max_steps=2"]
+    assert Path("week 1/README.md").read_text().startswith("# week 1\n")
+    assert OmegaConf.load("week 1/conf/project.yaml").run_name == "week 1"
+    sys.path.insert(0, str(folder / "week 1"))
+    words = ["--config-dir=week 1/conf", "--config-name=project", "trainer.max_steps=2"]
     assert train(folder / "run", *words).monitor == "accuracy"
 
 

@@ -72,6 +72,13 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         )
 
 
+def test_accuracy_takes_no_probabilities_as_targets() -> None:
+    assert refused(DataError, Accuracy().update, torch.zeros(5, 3), torch.zeros(5, 3)) == (
+        "accuracy: targets of shape [5, 3], as the outputs have, are probabilities or one-hot; "
+        "give class numbers (argmax(dim=1)), or another metric"
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
     # Logits (0, 0, 0, 0) give each token 1/4, which is 2 bits: the perplexity is 4.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import refused
+from fixtures import Log, refused
 from in_process import assert_same_run, cut, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -187,12 +187,22 @@ LOADED = DataLoader(Numbers(), batch_size=4)
      "give its Task batches_per_epoch=N, after which validation is due"),
     (None, {"batches_per_epoch": 0}, "dataset.batches_per_epoch=0: must be a whole number >= 1"),
     (LOADED, {"size": 8}, "dataset.batch_size=8: DataLoader makes batches of 4 on each rank; use "
-     "dataset.batch_size=4"),
+     "dataset.batch_size=4, or give its dataset"),
     (LOADED, {"workers": 2}, "dataset.workers: DataLoader makes its batches itself; give"),
     (LOADED, {"collate": list}, "collate: DataLoader makes its batches itself; give DataLoader"),
 ])  # fmt: skip
 def test_what_no_loader_can_be_made_of(stream: Any, options: dict[str, Any], text: str) -> None:
     assert refused((ConfigError, DataError), loader, stream, **options).startswith(text)
+
+
+def test_a_data_loader_in_one_order_is_warned_of_when_the_run_begins(caplog: Log) -> None:
+    for samples, shuffle in ((Numbers(), None), ([0] * 8, True), ([0] * 8, False)):
+        assert not caplog.messages
+        loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
+    assert caplog.messages == [
+        "warning: dataset: DataLoader has shuffle=False, so every epoch has the same order; give "
+        "it shuffle=True, or give its dataset, which is shuffled"
+    ]
 
 
 @pytest.mark.parametrize(("stream", "workers", "text"), [

@@ -369,8 +369,8 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
     monkeypatch.setattr(Foreign, "forward", fails)
     assert half_weights(built(*FOREIGN)) == []
     assert caplog.messages == [
-        "warning: the first batch could not be traced (this model takes no images): weights of "
-        "classes that are not torch.nn's stay fp32"
+        "warning: the first batch could not be traced (this model takes no images): if it trains "
+        "all the same, weights of classes that are not torch.nn's stay fp32"
     ]
     if error is ValueError:
         with pytest.raises(UserCodeError, match="takes no images"):

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkout import ROOT
 from fixtures import Patch, Shown
 from in_process import command, composed
 from omegaconf import DictConfig, open_dict
+from torch import nn
 
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.config.command_line import check_config
 from mpframe.core.errors import MpframeError, UserCodeError
+from mpframe.core.user_code import user_code
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
@@ -21,7 +24,7 @@ WORDS = "dataset._target_=erring.task model._target_=erring.Net dataset.batch_si
 WORDS += "trainer.epochs=1 loss_scaling=static callbacks.progress_bar=null "
 ALIASES = {
     "FULL": "HYDRA_FULL_ERROR=1 shows the traceback",
-    "FORMATS": "inputs must have the format of the weights, float32 for most layers and int64 for an embedding",
+    "FORMATS": "inputs must have the format of the weights, float32 (x.float()) for most layers and int64 for an embedding",
     "IN": "given inputs float32 [16, 8]",
     "OUT": "given outputs float32 [16, 3] and targets int64 [16] of 0 to",
     "WEIGHTS": "compute it from the weights by PyTorch's operations, without detach(), item(), numpy() or no_grad()",
@@ -92,6 +95,19 @@ def test_a_fault_is_one_line(options: str, tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
     summary = Summary.read(tmp_path)
     assert (summary.status, summary.reason) == ("failed", str(caught.value))
+
+
+def test_an_objective_hears_of_inputs_and_not_of_targets_in_another_format() -> None:
+    conv, inputs, outputs = nn.Conv1d(1, 1, 1), torch.ones(2, 1, 4), torch.ones(2, 3)
+    for call, way_out in (
+        (lambda: conv(inputs.double()), "FORMATS"),
+        (lambda: conv(inputs.byte()), "FORMATS"),
+        (lambda: outputs @ torch.ones(3, 1).double(), "FORMATS"),
+        (lambda: nn.functional.cross_entropy(outputs, torch.ones(2)), "FULL"),
+    ):
+        with pytest.raises(UserCodeError) as caught, user_code("objective:", call, batch=inputs):
+            call()
+        assert str(caught.value).endswith(f"; {ALIASES[way_out]}")
 
 
 def test_the_documents_tell_how_many_there_are() -> None:

@@ -1,9 +1,11 @@
 """Callbacks and metrics, on their own and in a run: order, states, errors, what they write."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fixtures import Log, refused
 from in_process import csv_rows, scalars, train, trained
 from own_parts import Losses
@@ -17,6 +19,7 @@ from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, User
 from mpframe.run.resume import restore
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.records import Curves
+from mpframe.training.evaluation import NamedMetric
 from mpframe.training.run_context import RunContext, set_up
 from mpframe.training.trainer import run_callbacks
 
@@ -191,6 +194,23 @@ def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path
     own = "dataset._target_=own_parts.with_objects"
     train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
     assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
+
+
+def test_a_misspelt_event_is_warned_of_with_the_nearest(caplog: Log) -> None:
+    names = ("on_optimiser_step", "on_test", "on_zzz", "plot")
+    mine = type("Mine", (Callback,), dict.fromkeys(names, print))()
+    with set_up(trainer_with({"mine": mine}), None):
+        assert caplog.messages == [
+            "warning: callbacks.mine: on_optimiser_step is no event, so it is not called; nearest: "
+            "on_optimizer_step"
+        ]
+
+
+@pytest.mark.parametrize("value", [torch.zeros((), device="meta"), torch.tensor(1j)])
+def test_a_value_that_is_no_real_number_is_blamed_on_its_metric(value: torch.Tensor) -> None:
+    own = SimpleNamespace(update=print, compute=lambda: value, reset=lambda: None)
+    said = refused(UserCodeError, NamedMetric("f1", own).compute)
+    assert said.startswith("metrics.f1: SimpleNamespace raised RuntimeError (")
 
 
 OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"
