@@ -97,11 +97,7 @@ class StreamLoader(Loader, Callback):
     def setup(self, trainer: Any, context: Any) -> None:
         """Warn of a DataLoader that gives the training data in one order."""
         if isinstance(getattr(self._shares.stream, "sampler", None), SequentialSampler):
-            log.warning(
-                "warning: dataset: %s has shuffle=False, so every epoch has the same order; give "
-                "it shuffle=True, or give its dataset, which is shuffled",
-                type(self._shares.stream).__name__,
-            )
+            log.warning("warning: dataset: its DataLoader never shuffles; give it shuffle=True")
 
     def __len__(self) -> int:
         """Count the batches of an epoch, 0 for a single pass, whose length is not known."""

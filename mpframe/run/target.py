@@ -38,26 +38,17 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
-        way_out = _give_missing(section, target, str(error))
+        classes = getattr(find_target(section, target), "__mro__", ())  # It may inherit __init__.
+        names = "|".join([target.rpartition(".")[2], *(base.__name__ for base in classes)])
+        missing = re.match(rf"({names})(\.__init__)?\(\) missing .*?'(\w+)'", str(error))
+        way_out = f"; give it, as in +{section}.{missing[3]}=VALUE" if missing else ""
+        if missing and section in ONE_TARGET:
+            way_out += f", or add {section}=FILE: a command's {section}._target_ drops its options"
         raise ConfigError(
             f"{section}: {target} refused its options: {first_line(error)}{way_out}"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
-
-
-def _give_missing(section: str, target: str, text: str) -> str:
-    """Say how to give an argument that Python found missing, unless other code misses it."""
-    missing = re.match(r"(\w+)(\.__init__)?\(\) missing .*?'(\w+)'", text)
-    classes = getattr(find_target(section, target), "__mro__", ())  # It may inherit __init__.
-    names = {target.rpartition(".")[2], *(base.__name__ for base in classes)}
-    if missing is None or missing[1] not in names:
-        return ""
-    way_out = f"; give it, as in +{section}.{missing[3]}=VALUE"
-    if section in ONE_TARGET:
-        way_out += f" ({section}._target_ on the command line leaves out the arguments of a file, "
-        way_out += f"unless {section}=FILE is there too)"
-    return way_out
 
 
 def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:

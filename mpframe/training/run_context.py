@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import getmembers
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,13 @@ def set_up(trainer: Trainer, context: Any) -> Iterator[None]:
     """Call `setup` of each callback before the block, and `teardown` after it."""
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
-            _warn_of_misspelt(name, callback)
+            for event, _ in getmembers(type(callback), callable):
+                if event.startswith("on_") and not hasattr(Algorithm, event):
+                    hint = nearest(event, dir(Algorithm), 1, "; ")
+                    log.warning("warning: callbacks.%s: there is no event %s%s", name, event, hint)
             run_callbacks({name: callback}, "setup", trainer, context)
             stack.push(partial(_tear_down, trainer, name, callback))
         yield
-
-
-def _warn_of_misspelt(name: str, callback: Callback) -> None:
-    named = [method for method in dir(type(callback)) if method.startswith("on_")]
-    for method in (method for method in named if not hasattr(Algorithm, method)):
-        if hint := nearest(method, dir(Algorithm), 1):
-            log.warning(
-                "warning: callbacks.%s: %s is no event, so it is not called; %s", name, method, hint
-            )
 
 
 def _tear_down(

@@ -53,8 +53,8 @@ class Inherits(torch.nn.Linear):
     [
         ({"_target_": "torch.nn"}, "_target_=torch.nn: is a module; name a class or function, as in torch.nn.Name"),
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "in_feature=3: torch.nn.Linear takes no such argument; nearest: in_features"),
-        ({"_target_": "torch.nn.Linear", "in_features": 3}, r"^model: torch.nn.Linear refused its options: .*'out_features'; give it, as in \+model.out_features=VALUE \(model._target_ on the command line leaves out the arguments of a file, unless model=FILE is there too\)$"),
-        ({"_target_": "test_build.Inherits"}, r"test_build.Inherits refused .*Linear.__init__.*'in_features' and .*; give it, as in \+model.in_features=VALUE \("),
+        ({"_target_": "torch.nn.Linear", "in_features": 3}, r"^model: torch.nn.Linear refused its options: .*'out_features'; give it, as in \+model.out_features=VALUE, or add model=FILE: a command's model._target_ drops its options$"),
+        ({"_target_": "test_build.Inherits"}, r"test_build.Inherits refused .*Linear.__init__.*'in_features' and .*; give it, as in \+model.in_features=VALUE, or add "),
         ({"_target_": "test_build.call_another"}, r"refused its options: call_another.*another\(\) missing [^;]*$"),
         ({"_target_": "nowhere.Net"}, "^model._target_=nowhere.Net: there is no nowhere; install it, or put nowhere.py into the current folder$"),
         ({"_target_": "torch.nn.Linera"}, "^model._target_=torch.nn.Linera: there is no torch.nn.Linera; nearest: Linear, Bilinear$"),

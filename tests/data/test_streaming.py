@@ -200,8 +200,7 @@ def test_a_data_loader_in_one_order_is_warned_of_when_the_run_begins(caplog: Log
         assert not caplog.messages
         loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
     assert caplog.messages == [
-        "warning: dataset: DataLoader has shuffle=False, so every epoch has the same order; give "
-        "it shuffle=True, or give its dataset, which is shuffled"
+        "warning: dataset: its DataLoader never shuffles; give it shuffle=True"
     ]
 
 

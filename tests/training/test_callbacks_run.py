@@ -201,8 +201,9 @@ def test_a_misspelt_event_is_warned_of_with_the_nearest(caplog: Log) -> None:
     mine = type("Mine", (Callback,), dict.fromkeys(names, print))()
     with set_up(trainer_with({"mine": mine}), None):
         assert caplog.messages == [
-            "warning: callbacks.mine: on_optimiser_step is no event, so it is not called; nearest: "
-            "on_optimizer_step"
+            "warning: callbacks.mine: there is no event on_optimiser_step; nearest: "
+            "on_optimizer_step",
+            "warning: callbacks.mine: there is no event on_zzz",
         ]
 
 

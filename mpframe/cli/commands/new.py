@@ -11,7 +11,6 @@ The project has a model, data, a configuration, a test, and a README.md with the
 anything: nothing else refers to these files.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -33,10 +32,6 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"new={folder}: is not empty; name a new folder")
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_TEMPLATE, folder, ignore=unwanted, dirs_exist_ok=True)
-    name = folder.resolve().name
-    for file, old, new in (
-        ("README.md", "# Spirals", f"# {name}"),
-        ("conf/project.yaml", "run_name: spirals", f"run_name: {json.dumps(name)}"),
-    ):
-        (folder / file).write_text((folder / file).read_text().replace(old, new))
+    project = folder / "conf" / "project.yaml"
+    project.write_text(project.read_text().replace('"spirals"', f'"{folder.resolve().name}"'))
     say(f"{folder}: written; begin with {folder / 'README.md'}")
