@@ -75,7 +75,6 @@ FORMER = {
     "checkpoint_minutes": "use trainer.checkpoint_every=30min",
     "eval_dtype": "use mpframe evaluate checkpoint=RUN dtype=CHOICE",
     "keep_freed_memory": "freed memory is always kept",
-    "layers": "use callbacks.ranges.layers=[PATTERN]",
     **dict.fromkeys(("numerics", "numerics.every"), "use callbacks.ranges.every=N"),
     "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
     "lr_scale": "use lr=10x",

@@ -83,11 +83,6 @@ class AppendLog:
         self._warns = on_error == "warn"
         self._pending = b""
 
-    @property
-    def pending(self) -> bool:
-        """Whether the last piece is not in the file."""
-        return bool(self._pending)
-
     def append(self, piece: bytes) -> None:
         """Append a piece after those that could not be written."""
         self._pending += piece

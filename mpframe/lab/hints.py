@@ -9,13 +9,11 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 
 from mpframe.core.casting.policy import Policy
-from mpframe.core.errors import nearest
 from mpframe.core.loss_scaling.scaler import NoScaling, name_of
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import dtype_name
@@ -167,14 +165,6 @@ def check_classes(run: PlannedRun) -> Iterator[Finding]:
     yield warning(what, f"model.classes={classes}")
 
 
-def check_layers(run: PlannedRun) -> Iterator[Finding]:
-    names = [name for name, _ in run.trainer.model.named_modules()]
-    for pattern in run.options.get("callbacks.ranges.layers") or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            more = nearest(pattern, names, before="; ")
-            yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
-
-
 def _half_unit(optimizer: MasterWeights) -> tuple[float, torch.dtype]:
     """Return half a unit in the last place of the median weight, and the format of its updates."""
     updated = [optimizer.master_of(parameter).detach() for parameter in optimizer.parameters]
@@ -257,7 +247,6 @@ HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
     check_average,
     check_accumulation,
     check_classes,
-    check_layers,
 )
 
 
