@@ -22,7 +22,7 @@ from vocabulary import CalledOps, same_bits
 from mpframe import Backoff, Trainer
 from mpframe.core.callback import Batch, Callback
 from mpframe.lab import pictures, range_watch, watch_ranges
-from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows, amax_of, lost_fraction
+from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows
 from mpframe.lab.exponents import count_exponents as count
 from mpframe.lab.pictures import draw_layers
 from mpframe.lab.product_noise import NAMES
@@ -99,29 +99,6 @@ def test_what_is_held_at_a_scale_is_divided_by_it_and_sparse_entries_are_counted
     places, entries = torch.tensor([[0, 0, 1]]), torch.tensor([1.0, 2.0, 5.0])
     sparse = torch.sparse_coo_tensor(places, entries, (9,), check_invariants=True)
     assert torch.equal(count(sparse, FLOAT16), count(torch.tensor([3.0, 5.0]), FLOAT16))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(-40, 20), st.integers(-30, 10), st.sampled_from(HALVES), st.integers(0, 9))
-def test_the_lost_share_is_that_of_a_cast(
-    log2_scale: int, log2_size: int, half: torch.dtype, seed: int
-) -> None:
-    values = torch.randn(500, generator=torch.Generator().manual_seed(seed)) * 2.0**log2_size
-    values[::7] = 0.0
-    scale = 2.0**log2_scale
-    # At a scale that is a power of two the limit lies between two octaves: the counts are equal,
-    # but for values on the limit, of which random ones have none.
-    nonzero = values[values != 0].double()
-    lost = ((nonzero * scale).float().to(half) == 0).double().mean()
-    assert lost_fraction(count(values, FLOAT16), scale, half) == float(lost)
-
-
-def test_the_share_and_amax_of_nothing_and_of_what_is_not_finite() -> None:
-    nothing = count(torch.zeros(3), FLOAT16)
-    assert (amax_of(nothing), lost_fraction(nothing, 1.0, torch.float16)) == (0.0, 0.0)
-    for bad in (math.inf, -math.inf, math.nan):
-        seen = count(torch.tensor([bad, 1.0]), FLOAT16)
-        assert (amax_of(seen), int(seen[len(FIELDS) :].sum())) == (math.inf, 1)
 
 
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
