@@ -28,15 +28,16 @@ from mpframe.config.overrides import deny_words, pin_words
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
-from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
+from mpframe.core.errors import CheckpointError, ConfigError, DivergedError, MpframeError
 from mpframe.data.fetching import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.remedy import remedy_words
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
-from mpframe.run.parts import build_precision
+from mpframe.run.parts import build_precision, build_scaler
 
 CPU = torch.device("cpu")
 NO_EVIDENCE = "not the evidence of a step"
@@ -171,11 +172,16 @@ def test_a_remedy_is_given_as_words_and_one_that_does_not_help_is_not_sold_as_on
     assert advice(made) == f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
 
 
+ADD = "add to the command line: "
+STATIC = f"{ADD}loss_scaling=static loss_scaling.scale"
+LOWER = f"{ADD}loss_scaling=Backoff loss_scaling.init_scale=8"
+
+
 def test_a_scale_that_is_too_high_or_too_low() -> None:
     for scaling, floor, said in (
         ("Backoff", 1.0, "nothing: the scale goes from 1024 to 16 by itself, in about 6 skipped"),
-        ("Backoff", 64.0, "loss_scaling.min_scale=16: there the step is finite"),
-        ("static", 1024.0, "loss_scaling.scale=16 is finite; or loss_scaling=Backoff"),
+        ("Backoff", 64.0, f"{LOWER} loss_scaling.min_scale=8; at scale 16 the step is finite"),
+        ("static", 1024.0, f"{STATIC}=8; or loss_scaling=Backoff, which finds a scale"),
     ):
         made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
         normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
@@ -183,13 +189,32 @@ def test_a_scale_that_is_too_high_or_too_low() -> None:
         assert advice(made).startswith(said)
     shares = {"underflow": 0.9, "underflow_then": 0.02, "zeros": 0.4}
     for scaling, option in (
-        ("static", "loss_scaling.scale"),
-        ("none", "loss_scaling=static loss_scaling.scale"),
-        ("LogMax", "loss_scaling.init_scale"),
+        ("static", STATIC),
+        ("none", f"{ADD}loss_scaling=Backoff loss_scaling.init_scale"),
+        ("LogMax", f"{ADD}loss_scaling=LogMax loss_scaling.init_scale"),
     ):
         made = report(Kind.UNDERFLOW, scaling, octaves=3, proven=True, **shares)
-        assert advice(made) == f"{option}=8192: at scale 8192 it is 2%"
+        assert advice(made) == f"{option}=8192; at scale 8192 it is 2%"
         assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
+
+
+@pytest.mark.parametrize("scaling", ["Backoff", "LogMax", "static", "none", "Mine"])
+@pytest.mark.parametrize(
+    ("kind", "octaves", "scale"),
+    [
+        (Kind.SCALE_TOO_HIGH, -12, 2.0**-3),
+        (Kind.UNDERFLOW, 3, 2.0**13),
+        (Kind.UNDERFLOW, 17, 2.0**27),
+    ],
+)
+def test_a_default_run_takes_the_words_for_a_scale(
+    scaling: str, kind: Kind, octaves: int, scale: float
+) -> None:
+    with pytest.raises(ConfigError, match="init_scale"):  # `auto` has no options.
+        given("loss_scaling.init_scale=8")
+    case = replace(case_of(nn.Linear(2, 2), "amp", batches=[]), scaling=scaling)
+    words = remedy_words(Diagnosis(kind, FOUND, octaves=octaves), case)
+    assert float(build_scaler(given(*words)).scale) == scale
 
 
 ZERO = "look for a division by zero, a logarithm of zero, or first weights that are too large"

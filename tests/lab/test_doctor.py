@@ -75,11 +75,11 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (hints.check_masters, r"warning: dtype\.master_weights=false: changes nothing with dtype=amp, whose weights are fp32; fix: dtype\.master_weights=true")],
     f"ops=fast {NORMED}": [(checks.check_norms, r"warning: 2: norms stored and computed in float16; their sums lose small terms; fix: 'ops\.deny\+=\[layer_norm\]'")],
     f"ops.modules={{2*:half}} {NORMED}": [(checks.check_norms, r"warning: 2: norms stored .*; fix: ops\.modules\.2=fp32")],
-    f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4": [(checks.check_first_step, r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+")],
-    f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9": [(checks.check_first_step, r"warning: loss_scaling\.scale=1024: too small, \d+% of the first batch's gradients are below float16's normal range \(\d+% at [\d.e+]+\); fix: loss_scaling\.scale=\d+")],
+    f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4": [(checks.check_first_step, r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling=static loss_scaling\.scale=\d+")],
+    f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9": [(checks.check_first_step, r"warning: loss_scaling\.scale=1024: too small, \d+% of the first batch's gradients are below float16's normal range \(\d+% at [\d.e+]+\); fix: loss_scaling=static loss_scaling\.scale=\d+")],
     f"{NET} {DIGITS} dataset.gain=1e-9": [(checks.check_first_step, r"warning: loss_scaling\.init_scale=65536: too small, \d+% of the first batch's gradients are below float16's normal range \(\d+% at [\d.e+]+\); fix: loss_scaling=Backoff loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1")],
-    f"{NET} {DIGITS} dataset.gain=1e3": [(checks.check_first_step, r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=probe")],
-    f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024": [(checks.check_first_step, r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+")],
+    f"{NET} {DIGITS} dataset.gain=1e3": [(checks.check_first_step, r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=\d+")],
+    f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024": [(checks.check_first_step, r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; fix: loss_scaling=LogMax loss_scaling\.init_scale=(\d+) loss_scaling\.min_scale=\1")],
     "dtype=mixed_bf16 dtype.products=fp8_tensorwise model._target_=planted.outlier": [(checks.check_products, r"warning: dtype\.products=fp8_tensorwise: takes too much of middle forward\.w \(\d+ dB, 100% lost\), middle dx\.w \(.*\) on the first batch; fix: 'ops\.modules=\{middle:none\}'")],
 }  # fmt: skip
 

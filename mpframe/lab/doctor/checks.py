@@ -16,7 +16,6 @@ emulation  half that a CPU emulates, or computes slowly
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -27,6 +26,12 @@ from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.lab.autopsy.remedy import (
+    CEILING,
+    fitting_scale,
+    remedy_words,
+    scaler_goes_there,
+)
 from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
@@ -142,7 +147,7 @@ def check_first_step(subject: Subject) -> Iterator[Finding]:
         culprit = diagnosis.culprit
         assert culprit is not None  # A step that is finite in fp32 and not in half has one.
         beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
-        yield error(beyond, *_remedy(diagnosis))
+        yield error(beyond, *remedy_words(diagnosis, subject.case))
     elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
         yield _too_high(subject, diagnosis)
     elif not _has_gradients(diagnosis):
@@ -162,58 +167,32 @@ def _has_gradients(diagnosis: Diagnosis) -> bool:
     )
 
 
-def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Return the fix that was tried and made the step finite, or fp32 if none did."""
-    if not diagnosis.proven:
-        return ("dtype=fp32",)
-    return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
-
-
 def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
-    first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
-    # An octave below the scale that was tried: the next batch may have larger gradients.
-    fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
-    highest = first * 2.0**diagnosis.octaves
-    if subject.scaling == "static":
-        what = f"loss_scaling.scale={first:g}: too large, the first batch overflows at it"
-        return error(what, f"loss_scaling.scale={_exactly(fits)}")
-    floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
-    probed = (*_name_scaler(subject), "loss_scaling.init_scale=probe")
-    if floor > highest:
-        what = f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it"
-        return error(what, *probed, f"loss_scaling.min_scale={_exactly(fits)}")
-    return note(
-        f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-        f"until the scale is down to about {highest:g}",
-        *probed,
-    )
+    case, words = subject.case, remedy_words(diagnosis, subject.case)
+    first = next(iter(case.scales.values()))
+    if scaler_goes_there(diagnosis, case):
+        return note(
+            f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
+            f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
+            *words,
+        )
+    option = "scale" if case.scaling == "static" else "min_scale"
+    lowest = max(case.floors.values(), default=first)
+    what = f"loss_scaling.{option}={lowest:g}: too large, the first batch overflows at it"
+    return error(what, *words)
 
 
 def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
-    first = max(subject.case.scales.values())
-    fits = 2.0 ** math.floor(math.log2(first) + diagnosis.octaves)
-    static = subject.scaling == "static"
-    option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
-    ceiling = float(subject.options.get("loss_scaling.max_scale", 2.0**24))  # Backoff's own
+    case = subject.case
+    option = "scale" if case.scaling == "static" else "init_scale"
+    ceiling = float(subject.options.get("loss_scaling.max_scale", CEILING))
     return warning(
-        f"{option}={first:g}: too small, {diagnosis.underflow:.0%} of the first batch's gradients "
-        f"are below {subject.policy.half}'s normal range ({diagnosis.underflow_then:.0%} at "
-        f"{fits:g})",
-        *(() if static else _name_scaler(subject)),
-        f"{option}={_exactly(fits)}",
-        *([] if static or fits <= ceiling else [f"loss_scaling.max_scale={_exactly(fits)}"]),
+        f"loss_scaling.{option}={max(case.scales.values()):g}: too small, "
+        f"{diagnosis.underflow:.0%} of the first batch's gradients are below "
+        f"{subject.policy.half}'s normal range ({diagnosis.underflow_then:.0%} at "
+        f"{fitting_scale(diagnosis, case):g})",
+        *remedy_words(diagnosis, case, ceiling),
     )
-
-
-def _name_scaler(subject: Subject) -> tuple[str, ...]:
-    """Return the word that names a scaler chosen by `auto`, which has no options to set."""
-    known = "loss_scaling.init_scale" in subject.options
-    return () if known else (f"loss_scaling={subject.scaling}",)
-
-
-def _exactly(power: float) -> str:
-    """Write a power of two in all its digits."""
-    return str(int(power)) if power >= 1.0 else repr(power)
 
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
