@@ -63,7 +63,7 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
-    return _examine(step.like(next(train.epoch(0))), trainer, folder)
+    return _examine(step, train, trainer, folder)
 
 
 def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
@@ -80,7 +80,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
         step = _next_step(state, steps, trainer, train)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: holds no progress or scale of a run") from None
-    return _examine(step, trainer, path), steps
+    return _examine(step, train, trainer, path), steps
 
 
 def _evidence_in(path: Path, step: str | None) -> Path | None:
@@ -96,10 +96,12 @@ def _evidence_in(path: Path, step: str | None) -> Path | None:
     return found[step]
 
 
-def _examine(step: Evidence, trainer: Trainer, path: Path) -> Report:
+def _examine(step: Evidence, train: Loader, trainer: Trainer, path: Path) -> Report:
+    # What a stranger put into the file is found as it is used.
+    wrong = AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError
     try:
-        return examine(step, trainer)
-    except (UserCodeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return examine(step.like(next(train.epoch(0))), trainer)
+    except (UserCodeError, *wrong) as error:
         what = f"{path}: its step does not run with this model and data ({first_line(error)})"
         raise CheckpointError(f"{what}; give the options and the code of the run") from error
 

@@ -46,7 +46,7 @@ class Report:
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     culprit = diagnosis.culprit
-    facts = [("why", step.reason)]
+    facts = [("why", str(step.reason))]
     if culprit is not None:
         facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
