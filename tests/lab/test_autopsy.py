@@ -24,6 +24,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
 from mpframe.cli.commands import autopsy as autopsy_command
+from mpframe.cli.commands import doctor as doctor_command
 from mpframe.config.command_line import check_config, prepare
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.config.schema import Config
@@ -328,7 +329,7 @@ def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     for words, said in (
         ("", "run: must be given"),
-        ("run=/nowhere", "no readable checkpoint"),
+        ("run=/nowhere", "run=/nowhere: holds no evidence of a failed step; try a step from"),
         (f"run={failed} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
         (f"run={failed} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
         (f"run={failed}", f"if you trust it, add {OWN}"),
@@ -401,18 +402,18 @@ def test_it_changes_no_bit(tmp_path: Path, monkeypatch: Patch) -> None:
         assert one == other
 
 
-def test_on_demand_a_checkpoints_next_step_is_examined(tmp_path: Path, capsys: Shown) -> None:
-    for scale, verdict, advice in (
-        ("1024", "no fault found", "nothing"),
-        ("1e-6", "underflow: scale too low", "loss_scaling.scale=262144"),
-    ):
-        static, folder = ["loss_scaling=static", f"loss_scaling.scale={scale}"], tmp_path / scale
-        train(folder, "model=mlp", *SHORT, *static)
-        autopsy_command.main([f"run={folder}"])
-        printed = capsys.readouterr().out
-        assert printed.startswith(f"autopsy of step 4: {verdict}\n")
-        assert advice in printed
-        assert (folder / "autopsy_after_step_00000003.md").exists()
+def test_without_evidence_the_doctor_tries_a_checkpoint(
+    tmp_path: Path, capsys: Shown, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    static = ["loss_scaling=static", "loss_scaling.scale=1e-6"]
+    train(tmp_path, "model=mlp", *SHORT, *static)
+    for path in (tmp_path, checkpoint.newest(tmp_path)):
+        said = refused(MpframeError, autopsy_command.main, [f"run={path}"])
+        assert said.endswith("with mpframe doctor OPTIONS init_from=CHECKPOINT")
+    with pytest.raises(SystemExit):
+        doctor_command.main(["model=mlp", *static, f"init_from={checkpoint.newest(tmp_path)}"])
+    assert "loss_scaling.scale=1e-06: too small" in capsys.readouterr().out
 
 
 def test_two_losses_are_told_apart(tmp_path: Path) -> None:

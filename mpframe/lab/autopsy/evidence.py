@@ -75,6 +75,7 @@ def _copy_view(tensor: Tensor) -> Tensor:
 
 
 FOLDER = "autopsy"
+WITHOUT = "try a step from a checkpoint with mpframe doctor OPTIONS init_from=CHECKPOINT"
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,6 @@ def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
-            "several"
+            f"several; {WITHOUT}"
         ) from None
     return Evidence(**entries), dict(weights), snapshot.config
