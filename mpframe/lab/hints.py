@@ -144,7 +144,8 @@ def check_average(run: PlannedRun) -> Iterator[Finding]:
     steps = run.trainer.plan.total_steps(len(run.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
         over = f"averages over the last {1 / (1 - ema.decay):.0f} steps, and the run has {steps}"
-        fits = f"trainer.ema_decay={max(0.5, 1.0 - 10.0 / steps):.3g}"
+        forgotten = float(f"{10.0 / steps:.2g}")  # a decay rounded to few digits may be 1
+        fits = f"trainer.ema_decay={max(0.5, 1.0 - forgotten):.12g}"
         yield warning(f"trainer.ema_decay={ema.decay:g}: {over}", fits)
 
 

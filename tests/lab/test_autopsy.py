@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import tempfile
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
@@ -323,6 +324,14 @@ def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
     page = evidence.all_in(tmp_path)[0] / "report.md"
     assert error == f"{STOPS} reached: not finite in fp32 too: model or data; see {page}"
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error
+
+
+def test_a_run_in_a_folder_named_autopsy_is_no_evidence(
+    failed: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    run = shutil.copytree(failed, tmp_path / "autopsy" / "mine")
+    autopsy_command.main([f"run={run}", OWN])
+    assert capsys.readouterr().out.startswith("autopsy of step 1: ")
 
 
 def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:

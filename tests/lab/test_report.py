@@ -226,8 +226,10 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
         make_run(f"1{status}", replace(SUMMARY, status=status, reason=reason, val_metric=0.1))
     make_run("4", None)
     make_run("5", replace(MIXED, reason="1 step applied, 43 skipped: most of the run"))
-    first, _ = table(tmp_path)
+    make_run("6", replace(MIXED, status=Status.DIVERGED, reason="too high", final_scale=1.0))
+    first, second = table(tmp_path)
     assert (first["n"], first["accuracy"]) == ("1 of 5", "0.9000")
+    assert (second["n"], table(tmp_path, costs)[1]["final scale"]) == ("1 of 2", "65536")
     told = dict(row["status"].split("\n") for row in table(tmp_path, every_run)[1:])
     skipped = {"finished": "1 step applied, 43 skipped: most of the run"}
     others = {"no summary": "killed, or still running", **skipped}

@@ -304,7 +304,7 @@ def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f", times: float
 
 
 def _final_scales(group: RunGroup) -> str:
-    ends = [run.summary.final_scale for run in group.runs if run.summary]
+    ends = [run.summary.final_scale for run in group.runs if run.finished and run.summary]
     return ", ".join(dict.fromkeys(_scale(end) for end in ends if end))
 
 
