@@ -7,7 +7,7 @@ back before `compute`. The sums start as the number 0, so that the first batch d
 
 import math
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,15 +31,16 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
-class Mean:
+class Mean(ABC):
     """The sum over all samples, kept on the device, over their number."""
 
     def __init__(self) -> None:
         self._sum: Tensor | float = 0
         self._seen = 0
 
-    def add(self, part: Tensor, count: int) -> None:
-        """Add the sum of one batch of `count` values."""
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add one batch, in the shapes that `measure_batch` takes."""
+        part, count = self.measure_batch(outputs, targets)
         self._sum = self._sum + part
         self._seen += count
 
@@ -52,6 +53,10 @@ class Mean:
         """Return the mean so far."""
         return widen(torch.as_tensor(self._sum)) / self._seen
 
+    @abstractmethod
+    def measure_batch(self, outputs: Any, targets: Any) -> tuple[Tensor, int]:
+        """Return the sum over one batch, 0-d, and over how many values."""
+
 
 class Accuracy(Mean):
     """The fraction of samples whose largest logit is the target's, 0 to 1."""
@@ -59,11 +64,11 @@ class Accuracy(Mean):
     name = "accuracy"
     higher_is_better = True
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
         chosen = outputs.argmax(dim=1)
         require_same_shape("accuracy", chosen, targets)
-        self.add((chosen == targets).sum(), targets.numel())
+        return (chosen == targets).sum(), targets.numel()
 
 
 class Nats(Mean):
@@ -72,12 +77,12 @@ class Nats(Mean):
     name = "nats"
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Sum the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
         require_same_shape(self.name, outputs[..., 0], targets)
         logits = outputs.flatten(0, -2).to(torch.promote_types(outputs.dtype, torch.float32))
         losses = cross_entropy(logits, targets.flatten(), reduction="none")
-        self.add(widen(losses).sum(), targets.numel())
+        return widen(losses).sum(), targets.numel()
 
 
 class BitsPerByte(Nats):
@@ -108,11 +113,11 @@ class RMSE(Mean):
     name = "rmse"
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the squared errors of one batch of predictions, summed in float64."""
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Sum the squared errors of one batch of predictions in float64."""
         require_same_shape(self.name, outputs, targets)
         errors = self._errors(widen(outputs), widen(targets))
-        self.add(errors.square().sum(), targets.numel())
+        return errors.square().sum(), targets.numel()
 
     def compute(self) -> Tensor:
         return super().compute().sqrt()
