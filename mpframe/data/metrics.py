@@ -32,6 +32,21 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
+def choose_classes(metric: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the classes [N, ...] with the largest of logits [N, classes, ...].
+
+    DataError: there is only one class, or the targets have another shape.
+    """
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
+        raise DataError(
+            f"{metric}: outputs of shape {list(outputs.shape)} have one class, which is always the "
+            "largest; let the model return two for a binary target, or use a metric of your own"
+        )
+    chosen = outputs.argmax(dim=1)
+    require_same_shape(metric, chosen, targets)
+    return chosen
+
+
 def find_labels(metric: str, targets: Tensor, ignore_index: int) -> Tensor:
     """Return which targets count, bool: all but those equal to `ignore_index`.
 
@@ -86,8 +101,7 @@ class Accuracy(Mean):
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
-        chosen = outputs.argmax(dim=1)
-        require_same_shape("accuracy", chosen, targets)
+        chosen = choose_classes("accuracy", outputs, targets)
         labels = find_labels("accuracy", targets, self._ignored)
         return ((chosen == targets) & labels).sum(), labels.sum()
 
@@ -183,9 +197,9 @@ class Overlap(ABC):
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the pixels of logits [N, classes, ...] for class numbers [N, ...]."""
-        chosen = outputs.argmax(dim=1)
-        require_same_shape(type(self).__name__.lower(), chosen, targets)
-        labels = find_labels(type(self).__name__.lower(), targets, self._ignored)
+        name = type(self).__name__.lower()
+        chosen = choose_classes(name, outputs, targets)
+        labels = find_labels(name, targets, self._ignored)
         classes = outputs.shape[1]
         pairs = (targets.to(torch.int64) * classes + chosen).where(labels, 0).flatten()
         counts = pairs.new_zeros(classes * classes, dtype=torch.int64)

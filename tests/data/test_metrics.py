@@ -75,6 +75,15 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         )
 
 
+def test_a_single_column_is_refused() -> None:
+    for metric, shape in ((Accuracy(), [5, 1]), (Dice(), [5, 1, 2, 2]), (IoU(True), [5, 1, 2, 2])):
+        targets = torch.zeros(shape)[:, 0].long()
+        assert refused(DataError, metric.update, torch.zeros(shape), targets) == (
+            f"{metric.name}: outputs of shape {shape} have one class, which is always the largest; "
+            "let the model return two for a binary target, or use a metric of your own"
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
     # Logits (0, 0, 0, 0) give each token 1/4, which is 2 bits: the perplexity is 4.
