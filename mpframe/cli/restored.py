@@ -7,7 +7,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
-from mpframe.checkpoint.folder import FOLDER, best_in
+from mpframe.checkpoint.folder import FOLDER, MANIFEST, best_in
 from mpframe.checkpoint.state import averages_of, extra_state_of, read_steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
@@ -41,7 +41,8 @@ def rebuilt(config: Config) -> tuple[Trainer, Loader]:
 
 def run_folder(path: Path) -> Path:
     """Return the folder of a checkpoint's run, or of the run itself."""
-    return path.parent.parent if path.absolute().parent.name == FOLDER else path
+    inside = path.absolute().parent.name == FOLDER and (path / MANIFEST).exists()
+    return path.parent.parent if inside else path
 
 
 def checkpoint_of(path: Path, split: str | None = None) -> Path:

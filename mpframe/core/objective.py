@@ -151,6 +151,7 @@ def _source(objective: Objective) -> str:
 
 
 LossFunction = Callable[[Any, Any], Tensor]
+_WITH_DEFAULTS = nn.NLLLoss()  # It counts as torch's functions do: all but -100, without weights.
 
 
 class Supervised:
@@ -194,6 +195,8 @@ class Supervised:
 
 def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
     """Return what torch's mean over classes divides by: the labels, or the sum of their weights."""
+    if loss is nn.functional.cross_entropy or loss is nn.functional.nll_loss:
+        loss = _WITH_DEFAULTS
     of_labels = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
     if not of_labels or targets.is_floating_point():  # Probabilities: a mean over samples.
         return None

@@ -1,20 +1,21 @@
 """Metrics that count on the device, in the manner of torchmetrics.
 
+Those of classes leave out targets equal to `ignore_index`, as torch's losses do, -100 by default.
 An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
 back before `compute`. The sums start as the number 0, so that the first batch decides the device.
-`compute` returns 0-d float64, nan before the first update.
+`compute` returns 0-d float64, nan before the first update or if nothing was counted.
 """
 
 import math
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mpframe.core.errors import DataError
-from mpframe.core.tree import widest
+from mpframe.core.tree import host_waits_for, widest
 
 
 def widen(values: Tensor) -> Tensor:
@@ -31,15 +32,46 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
-class Mean:
+def choose_classes(metric: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the classes [N, ...] with the largest of logits [N, classes, ...].
+
+    DataError: there is only one class, or the targets have another shape.
+    """
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
+        raise DataError(
+            f"{metric}: outputs of shape {list(outputs.shape)} have one class, which is always the "
+            "largest; let the model return two for a binary target, or use a metric of your own"
+        )
+    chosen = outputs.argmax(dim=1)
+    require_same_shape(metric, chosen, targets)
+    return chosen
+
+
+def find_labels(metric: str, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return which targets count, bool: all but those equal to `ignore_index`.
+
+    DataError: another one is negative. It is raised on a CPU: a GPU would have to be waited for.
+    """
+    targets = targets.to(torch.promote_types(targets.dtype, torch.int64))  # -100 is 156 in uint8.
+    labels = targets != ignore_index
+    if not host_waits_for(targets.device) and (wrong := targets[labels & (targets < 0)]).numel():
+        raise DataError(
+            f"{metric}: the target {wrong[0].item()} is no class; correct it, or give the metric "
+            f"ignore_index={wrong[0].item()}, which leaves it out"
+        )
+    return labels
+
+
+class Mean(ABC):
     """The sum over all samples, kept on the device, over their number."""
 
     def __init__(self) -> None:
         self._sum: Tensor | float = 0
-        self._seen = 0
+        self._seen: Tensor | int = 0
 
-    def add(self, part: Tensor, count: int) -> None:
-        """Add the sum of one batch of `count` values."""
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add one batch, in the shapes that `measure_batch` takes."""
+        part, count = self.measure_batch(outputs, targets)
         self._sum = self._sum + part
         self._seen += count
 
@@ -52,37 +84,52 @@ class Mean:
         """Return the mean so far."""
         return widen(torch.as_tensor(self._sum)) / self._seen
 
+    @abstractmethod
+    def measure_batch(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | int]:
+        """Return the sum over one batch, 0-d, and over how many values."""
+
 
 class Accuracy(Mean):
-    """The fraction of samples whose largest logit is the target's, 0 to 1."""
+    """The fraction of labels whose logit is the largest, 0 to 1."""
 
     name = "accuracy"
     higher_is_better = True
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self._ignored = ignore_index
+
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
         if targets.shape == outputs.shape:
             raise DataError(
                 f"accuracy: targets of shape {list(targets.shape)}, as the outputs have, are "
                 "probabilities or one-hot; give class numbers (argmax(dim=1)), or another metric"
             )
-        chosen = outputs.argmax(dim=1)
-        require_same_shape("accuracy", chosen, targets)
-        self.add((chosen == targets).sum(), targets.numel())
+        chosen = choose_classes("accuracy", outputs, targets)
+        labels = find_labels("accuracy", targets, self._ignored)
+        return ((chosen == targets) & labels).sum(), labels.sum()
 
 
 class Nats(Mean):
-    """The mean of -ln p(target) over all tokens, summed in float64."""
+    """The mean of -ln p(target) over all tokens that count, summed in float64."""
 
     name = "nats"
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self._ignored = ignore_index
+
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
         require_same_shape(self.name, outputs[..., 0], targets)
+        labels = find_labels(self.name, targets, self._ignored)
         logits = outputs.flatten(0, -2).to(torch.promote_types(outputs.dtype, torch.float32))
-        losses = cross_entropy(logits, targets.flatten(), reduction="none")
-        self.add(widen(losses).sum(), targets.numel())
+        losses = cross_entropy(
+            logits, targets.flatten(), ignore_index=self._ignored, reduction="none"
+        )
+        return widen(losses).sum(), labels.sum()
 
 
 class BitsPerByte(Nats):
@@ -90,8 +137,8 @@ class BitsPerByte(Nats):
 
     name = "bits_per_byte"
 
-    def __init__(self, bytes_per_token: float = 1.0) -> None:
-        super().__init__()
+    def __init__(self, bytes_per_token: float = 1.0, ignore_index: int = -100) -> None:
+        super().__init__(ignore_index)
         self._bytes = bytes_per_token
 
     def compute(self) -> Tensor:
@@ -113,11 +160,11 @@ class RMSE(Mean):
     name = "rmse"
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the squared errors of one batch of predictions, summed in float64."""
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Sum the squared errors of one batch of predictions in float64."""
         require_same_shape(self.name, outputs, targets)
         errors = self._errors(widen(outputs), widen(targets))
-        self.add(errors.square().sum(), targets.numel())
+        return errors.square().sum(), targets.numel()
 
     def compute(self) -> Tensor:
         return super().compute().sqrt()
@@ -148,19 +195,21 @@ class Overlap(ABC):
 
     higher_is_better = True
 
-    def __init__(self, background: bool = False) -> None:
+    def __init__(self, background: bool = False, ignore_index: int = -100) -> None:
         self._first = 0 if background else 1
+        self._ignored = ignore_index
         self._counts: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the pixels of logits [N, classes, ...] for class numbers [N, ...]."""
-        chosen = outputs.argmax(dim=1)
-        require_same_shape(type(self).__name__.lower(), chosen, targets)
+        name = type(self).__name__.lower()
+        chosen = choose_classes(name, outputs, targets)
+        labels = find_labels(name, targets, self._ignored)
         classes = outputs.shape[1]
-        pairs = (targets * classes + chosen).flatten()
+        pairs = (targets.to(torch.int64) * classes + chosen).where(labels, 0).flatten()
         counts = pairs.new_zeros(classes * classes, dtype=torch.int64)
         # Not bincount: on a GPU it waits for the largest value.
-        counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
+        counts.scatter_add_(0, pairs, labels.flatten().to(torch.int64))
         self._counts = self._counts + counts
 
     def merge(self, other: Self) -> None:

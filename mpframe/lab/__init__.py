@@ -1,7 +1,7 @@
 """The effects of precision on your numbers: observed, explained, searched and simulated.
 
     exponents      magnitudes counted by exponent, and how many of them half loses
-    ranges         how large the numbers of every layer are in a step, and their record
+    ranges         how large the numbers of every layer are in a step
     product_noise  the loss of each operand of products below 16 bits
     range_watch    the callback that reports both during a run; pictures draws them
     autopsy/       why a step failed, found by replaying it
@@ -19,13 +19,11 @@ Imports `training` and all below it, and is used by `run` and `cli`. Each part i
 used. Every run uses hints.py.
 """
 
-from collections.abc import Sequence
-
 from mpframe.core.callback import Callback
 from mpframe.core.ranges import require_whole
 
 
-def watch_ranges(every: int | None, worst: int = 3, layers: Sequence[str] = ()) -> Callback:
+def watch_ranges(every: int | None, worst: int = 3) -> Callback:
     """Make the callback `RangeWatch`, or one that does nothing if `every` (>= 1) is None."""
     if every is None:
         return Callback()
@@ -33,4 +31,4 @@ def watch_ranges(every: int | None, worst: int = 3, layers: Sequence[str] = ()) 
     # With it come histograms and pictures, which other runs do without.
     from mpframe.lab.range_watch import RangeWatch
 
-    return RangeWatch(every, worst, layers)
+    return RangeWatch(every, worst)

@@ -6,7 +6,6 @@ half its smallest number, y becomes 0 (a tie goes to the even number, zero). Bel
 keeps fewer bits of y than it has. Above M it cannot hold y.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -124,18 +123,3 @@ def add_rows(rows: list[Tensor]) -> Tensor:
     at = FIELDS.index("amax")
     total[at] = stacked[:, at].max()
     return total
-
-
-def amax_of(row: Tensor) -> float:
-    """Return the largest magnitude that a row counts, inf if it counts inf or nan."""
-    return math.inf if row[FIELDS.index("bad")] else float(row[FIELDS.index("amax")])
-
-
-def lost_fraction(row: Tensor, scale: float, half: torch.dtype) -> float:
-    """Return the share of the counted values other than 0 that round to 0 in half at `scale`.
-
-    Exact to the octave: at a power of two only a value on the limit itself is not counted.
-    """
-    bins = row[len(FIELDS) :]
-    first_kept = math.floor(math.log2(Limits.of(half).lost / scale))
-    return float(bins[: max(first_kept - LOWEST, 0)].sum() / bins.sum().clamp(min=1))

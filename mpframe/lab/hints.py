@@ -9,13 +9,11 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 
 from mpframe.core.casting.policy import Policy
-from mpframe.core.errors import nearest
 from mpframe.core.loss_scaling.scaler import NoScaling, name_of
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import dtype_name
@@ -146,7 +144,8 @@ def check_average(run: PlannedRun) -> Iterator[Finding]:
     steps = run.trainer.plan.total_steps(len(run.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
         over = f"averages over the last {1 / (1 - ema.decay):.0f} steps, and the run has {steps}"
-        fits = f"trainer.ema_decay={max(0.5, 1.0 - 10.0 / steps):.3g}"
+        forgotten = float(f"{10.0 / steps:.2g}")  # a decay rounded to few digits may be 1
+        fits = f"trainer.ema_decay={max(0.5, 1.0 - forgotten):.12g}"
         yield warning(f"trainer.ema_decay={ema.decay:g}: {over}", fits)
 
 
@@ -165,14 +164,6 @@ def check_classes(run: PlannedRun) -> Iterator[Finding]:
     lost = f"{outputs - classes} outputs are never right" if outputs > classes else lost
     what = f"model.classes={outputs}: the data set has {classes}, so {lost}"
     yield warning(what, f"model.classes={classes}")
-
-
-def check_layers(run: PlannedRun) -> Iterator[Finding]:
-    names = [name for name, _ in run.trainer.model.named_modules()]
-    for pattern in run.options.get("callbacks.ranges.layers") or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            more = nearest(pattern, names, before="; ")
-            yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
 
 
 def _half_unit(optimizer: MasterWeights) -> tuple[float, torch.dtype]:
@@ -257,7 +248,6 @@ HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
     check_average,
     check_accumulation,
     check_classes,
-    check_layers,
 )
 
 

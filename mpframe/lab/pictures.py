@@ -1,6 +1,6 @@
 """Pictures of ranges and of quantisation noise.
 
-Ranges: layers over exponents, and exponents over time. The colour of a cell is the share of a
+Ranges: layers over exponents. The colour of a cell is the share of a
 layer's values with that exponent, on a logarithmic scale from one in a million to all. The lines
 are the limits of the half format at the loss scale: below the first a value is lost, below the
 second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
@@ -15,7 +15,6 @@ large letters.
 
 import io
 import math
-from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -84,38 +83,6 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     return True
 
 
-def draw_time(
-    reports: Sequence[Ranges], kind: str, layer: str, half: torch.dtype, path: Path
-) -> None:
-    """Draw one of KINDS of a layer as a PNG: a column for each report, in the order of steps."""
-    rows = [(r, r.layers.index(layer)) for r in reports]
-    shares = np.stack([r.bins(kind)[at] / max(r.field(kind, "count")[at], 1.0) for r, at in rows])
-    in_half = np.array([r.in_half[KINDS.index(kind)][at] for r, at in rows])
-    figure = new_figure(width=6.6, height=4.2)
-    axes = figure.subplots()
-    scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
-    low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
-    room = (high - low) // 12  # for the words below the first line and above the last
-    low, high = max(LOWEST, low - room), min(HIGHEST, high + room)
-    shown = shares[:, low - LOWEST : high + 1 - LOWEST].T
-    image = _show(axes, shown, (-0.5, len(reports) - 0.5, high - low + 0.5, -0.5))
-    axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
-    axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 5)))
-    edges = np.arange(len(reports) + 1) - 0.5
-    for (limit, style), says in zip(_limits(half), ("lost", "fewer bits", "inf"), strict=True):
-        heights = np.where(in_half, limit - np.log2(scales) - low - 0.5, np.nan)
-        axes.stairs(heights, edges, baseline=None, color="white", linestyle=style, linewidth=1.6)
-        if in_half[0] and 0 <= heights[0] <= high - low:
-            side, away = ("bottom", 2) if says == "inf" else ("top", -2)
-            _write(axes, says, (-0.4, heights[0]), away, color="white", va=side)
-    axes.set_ylim(-0.5, high - low + 0.5)
-    axes.set_xlabel("step (tried)")
-    axes.set_ylabel(_EXPONENT)
-    title = f"{kind.replace('_', ' ')} of {short(layer)}"
-    axes.set_title(_title(title, half, kind, reports[-1], in_half))
-    _finish(figure, axes, image, path)
-
-
 def _draw_limits(
     axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
 ) -> None:
@@ -175,11 +142,6 @@ def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> t
     ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
     low, high = min([*present, *ends, 0.0]) - 1, max([*present, *ends, 0.0]) + 1
     return max(LOWEST, int(np.floor(low))), min(HIGHEST, int(np.ceil(high)))
-
-
-def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
-    at = list(range(0, len(values), step))
-    return at, [str(values[index]) for index in at]
 
 
 _LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits

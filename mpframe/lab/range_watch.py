@@ -7,19 +7,15 @@ rank 0 reports the sum. Scalars show the worst few layers of a report, pictures 
 import math
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from itertools import compress
-
-import numpy as np
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.casting.policy import Policy
 from mpframe.core.step_result import StepResult
 from mpframe.lab import product_noise
 from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
-from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
+from mpframe.lab.pictures import draw_layers, draw_noises
 from mpframe.lab.product_noise import Noises, ProductProbe
-from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
+from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, Ranges
 from mpframe.tracking.records import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -42,16 +38,14 @@ class RangeWatch(Callback):
     Args:
         every: steps between two reports, >= 1.
         worst: layers of each kind that scalars are written for.
-        layers: patterns of the layers drawn over time. If empty, the one nearest to overflow.
     """
 
     _context: RunContext
     _policy: Policy
-    _record: RangeRecord
     _noise_record: MetricsCsv
 
-    def __init__(self, every: int, worst: int = 3, layers: Sequence[str] = ()) -> None:
-        self._every, self._worst, self._chosen = every, worst, layers
+    def __init__(self, every: int, worst: int = 3) -> None:
+        self._every, self._worst = every, worst
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
@@ -59,13 +53,13 @@ class RangeWatch(Callback):
         self._noises: Noises = {}
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the record, without reports of steps that a resumed run takes again."""
+        """Open the record of products, without steps that a resumed run takes again."""
         self._context, self._policy = context, trainer.precision.policy
-        kept, folder = trainer.progress.global_step, context.folder
-        self._record = RangeRecord(folder, kept)
         if self._policy.recipes:
-            how = product_noise.COLUMNS, kept + 1, product_noise.FILE_NAME
-            self._noise_record = MetricsCsv(folder / FOLDER, *how)
+            folder, first = context.folder / FOLDER, trainer.progress.global_step + 1
+            folder.mkdir(parents=True, exist_ok=True)
+            how = product_noise.COLUMNS, first, product_noise.FILE_NAME
+            self._noise_record = MetricsCsv(folder, *how)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model if a report is due, but not earlier: others may run the model."""
@@ -80,9 +74,9 @@ class RangeWatch(Callback):
         if self._probe is not None:
             ranges, self._probe = self._probe.ranges(), None
             if trainer.comm.is_main:
-                self._record.add(ranges)
                 self._last = ranges
                 self._context.tracker.scalars(ranges.step, self._scalars(ranges))
+                self._log_histograms(ranges)
         if self._products is not None:
             noises, self._products = self._products.noises(trainer.comm), None
             if trainer.comm.is_main:
@@ -110,6 +104,13 @@ class RangeWatch(Callback):
             self._draw(self._last)
             self._last, self._drawn = None, time.monotonic()
 
+    def _log_histograms(self, ranges: Ranges) -> None:
+        for kind in KINDS:
+            for layer, counts in zip(ranges.layers, ranges.bins(kind), strict=True):
+                if counts.any():
+                    tag = f"numerics/{kind}/exponents/{layer}"
+                    self._context.tracker.histogram(tag, counts.tolist(), _EDGES, ranges.step)
+
     def _report_products(self, step: int, noises: Noises) -> None:
         self._noises = noises
         self._noise_record.add(*product_noise.rows_of(step, noises))
@@ -125,20 +126,10 @@ class RangeWatch(Callback):
             path = folder / "products.png"
             draw_noises(self._noises, step, path)
             tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
-        reports = read_ranges(self._context.folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            if not draw_layers(last, kind, half, path):
-                continue
-            tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
-            for layer, counts in zip(last.layers, last.bins(kind), strict=True):
-                if counts.any():
-                    tag = f"numerics/{kind}/exponents/{layer}"
-                    tracker.histogram(tag, counts.tolist(), _EDGES, step)
-            for layer in self._select_layers(last, kind):
-                path = folder / f"{kind}_over_time_{layer}.png"
-                draw_time(reports, kind, layer, half, path)
-                tracker.image(f"numerics/{kind}/exponents_by_step/{layer}", path.read_bytes(), step)
+            if draw_layers(last, kind, half, path):
+                tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         figures = {"updates/rounded_away_fraction": ranges.rounded_away_fraction()}
@@ -159,12 +150,3 @@ class RangeWatch(Callback):
         lowest = tag.endswith(_LOWEST_IS_WORST)
         worst = sorted(known, key=figures.__getitem__, reverse=not lowest)[: self._worst]
         return {f"{tag}/{name}": figures[name] for name in worst}
-
-    def _select_layers(self, last: Ranges, kind: str) -> list[str]:
-        has = last.field(kind, "count") > 0
-        names = list(compress(last.layers, has))
-        if self._chosen:
-            return [n for n in names if any(fnmatchcase(n, pattern) for pattern in self._chosen)]
-        headroom = last.headroom(kind, Limits.of(self._policy.half_dtype))[has]
-        known = np.where(np.isnan(headroom), np.inf, headroom)
-        return [names[int(known.argmin())]] if names else []

@@ -11,21 +11,11 @@ value that half has already rounded to zero counts as a zero, because nobody can
 An update is `rounded_away` if a weight without a master, stored in half, would not change.
 
 Everything is counted in fp32 on the device while the step runs. One transfer brings it to the host.
-`RangeRecord` appends each report to a file of the run's folder:
-
-    numerics/ranges.bin    a line for each: base64 of zlib of a JSON line and float64 numbers
-
-Opening the file again drops a report that a kill cut short, and reports of steps that a resumed run
-repeats.
 """
 
-import json
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +25,12 @@ from torch import Tensor, nn
 
 from mpframe.checkpoint.parts import is_copy
 from mpframe.core.comm import is_sharded, part_of
-from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in, widest
-from mpframe.files.durable import append_whole, write_atomically
 from mpframe.lab.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
 from mpframe.tracking import tags
 from mpframe.training.trainer import Trainer
 
+FOLDER = "numerics"  # of a run, with pictures and products.csv
 KINDS = tuple(tags.KINDS)
 SCALED = ("activation_gradients", "gradients")
 OF_SAMPLES = ("activations", "activation_gradients", "gradients")
@@ -220,60 +209,3 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _layer_of(name: str) -> str:
     return name.rpartition(".")[0] or "model"
-
-
-FOLDER = "numerics"
-FILE_NAME = "ranges.bin"
-
-
-class RangeRecord:
-    """A record in a run's folder that grows.
-
-    Reports of the first `kept` steps stay, for a resumed run.
-    """
-
-    def __init__(self, folder: Path, kept: int = 0) -> None:
-        path = self._path = folder / FOLDER / FILE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = path.read_bytes() if path.exists() else b""
-        whole = [line for line in _whole_lines(content) if _decode(line).step <= kept]
-        write_atomically(path, b"".join(whole))
-
-    def add(self, ranges: Ranges) -> None:
-        """Append a report. OSError: there is no room, and that stops the run."""
-        append_whole(self._path, _encode(ranges))
-
-
-def read_ranges(folder: Path) -> list[Ranges]:
-    """Return the reports of a run, the oldest first. DataError: none, or a damaged one."""
-    path = folder / FOLDER / FILE_NAME
-    try:
-        reports = [_decode(line) for line in _whole_lines(path.read_bytes())]
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; train the run with numerics=on") from None
-    except (ValueError, KeyError, zlib.error) as error:
-        raise DataError(f"{path}: damaged ({error}); train the run again") from None
-    if not reports:
-        raise DataError(f"{path}: holds no report; train for callbacks.ranges.every steps or more")
-    return reports
-
-
-def _encode(ranges: Ranges) -> bytes:
-    head = {"step": ranges.step, "scale": ranges.scale, "layers": ranges.layers}
-    head["in_half"] = ranges.in_half.tolist()
-    numbers = np.concatenate([ranges.rounded_away, ranges.rows.ravel()]).astype("<f8")
-    report = json.dumps(head).encode() + b"\n" + numbers.tobytes()
-    return b64encode(zlib.compress(report, level=1)) + b"\n"
-
-
-def _decode(line: bytes) -> Ranges:
-    head, _, body = zlib.decompress(b64decode(line)).partition(b"\n")
-    known = json.loads(head)
-    layers, numbers = tuple(known["layers"]), np.frombuffer(body, "<f8")
-    rows = numbers[len(layers) :].reshape(len(KINDS), len(layers), WIDTH)
-    in_half = np.array(known["in_half"], dtype=bool)
-    return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)], in_half)
-
-
-def _whole_lines(content: bytes) -> list[bytes]:
-    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,8 +1,8 @@
 """PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
 
 Other ops stay in half: recurrent layers and cells, which torch computes in one kernel, outer
-products, which sum over nothing, chains of matrices, whose order a kernel chooses, einsums of one
-or three operands, `vecdot`, `conv_tbc`, and forms that write in place or into `out=`.
+products, which sum over nothing, chains of matrices, whose order a kernel chooses, `einsum`,
+`addbmm`, `vecdot`, `conv_tbc`, and forms that write in place or into `out=`.
 """
 
 import functools
@@ -126,68 +126,10 @@ def add_matmul(
     return _add(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
 
 
-def addbmm(
-    call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """Compute addbmm: the sum over the batch is part of the product."""
-    left = batch1.transpose(0, 1).flatten(1)
-    return _add(input, call.matmul(left, batch2.flatten(0, 1)), beta, alpha)
-
-
 def _add(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
     """Return beta * input + alpha * y, where the input may be nan if beta is 0."""
     y = y if alpha == 1 else alpha * y
     return y if beta == 0 else y + (input if beta == 1 else beta * input)
-
-
-def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
-    """Compute an einsum of two operands, with letters, as one batched matrix product."""
-    left, right, result = _terms(equation)
-    first, second = operands if len(operands) == 2 else operands[0]
-    batch = "".join(k for k in left if k in right and k in result)
-    summed = "".join(k for k in left if k in right and k not in result)
-    rows = "".join(k for k in left if k not in right and k in result)
-    columns = "".join(k for k in right if k not in left and k in result)
-    size: dict[str, int] = {}
-    for k, length in zip(left + right, (*first.shape, *second.shape), strict=True):
-        size[k] = length if size.get(k, 1) == 1 else size[k]
-    first, second = (
-        t.expand([size[k] for k in names]) for t, names in ((first, left), (second, right))
-    )
-    first = _arrange(first, left, (batch, rows, summed))
-    y = call.matmul(first, _arrange(second, right, (batch, summed, columns)))
-    kept = batch + rows + columns
-    return y.view([size[k] for k in kept]).permute([kept.index(k) for k in result])
-
-
-def is_product(equation: Any = None, *_: Any) -> bool:
-    """Whether two operands share letters that are summed over, without `...`."""
-    terms = _terms(equation) if isinstance(equation, str) else []
-    if len(terms) != 3 or "." in equation or any(len({*term}) < len(term) for term in terms):
-        return False
-    left, right, result = terms
-    return bool({*left} & {*right} - {*result})
-
-
-def _terms(equation: str) -> list[str]:
-    """Return the letters of each operand, and of the result."""
-    operands, arrow, result = equation.replace(" ", "").partition("->")
-    terms = operands.split(",")
-    if not arrow:
-        letters = "".join(terms)
-        result = "".join(sorted(k for k in {*letters} if letters.count(k) == 1))
-    return [*terms, result]
-
-
-def _arrange(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
-    """Return three axes, one for the letters of each part, and sum over all other letters."""
-    kept = "".join(parts)
-    if lone := [axis for axis, name in enumerate(names) if name not in kept]:
-        values = values.sum(lone)
-        names = "".join(name for name in names if name in kept)
-    size = dict(zip(names, values.shape, strict=True))
-    values = values.permute([names.index(name) for name in kept])
-    return values.reshape([math.prod(size[name] for name in part) for part in parts])
 
 
 def _convolution(
@@ -279,9 +221,7 @@ OPS: dict[str, tuple[Callable[..., Any], int]] = {
     "linear": (linear, 0),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
-    "addbmm": (addbmm, 1),
     "_grouped_mm": (grouped_mm, 0),
-    "einsum": (einsum, 1),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),
     **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (conv_transpose, 0)),
     "convolution": (_convolution, 0),
@@ -316,7 +256,7 @@ class ProductOp:
         formats = dtypes_in(args, kwargs)
         castable = formats & CASTABLE if self.half else formats & {torch.float32}
         wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *HALF})
-        if not castable or wrong or (self._run is einsum and not is_product(*args)):
+        if not castable or wrong:
             return False
         return all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
 

@@ -130,9 +130,6 @@ numerics/KIND/rounded_away_fraction/LAYER | Rounded away in LAYER | fraction
 numerics/KIND/layers_by_exponent | Ranges of all layers | share of values
     a row for each layer, a column for each power of two; the colour is the share of the layer's
     values, the lines are the limits of the half format. Counted: KIND
-numerics/KIND/exponents_by_step/LAYER | Ranges of LAYER over time | share of values
-    a column for each report, a row for each power of two; the colour is the share of the layer's
-    values, the lines are the limits of the half format. Counted: KIND
 numerics/KIND/exponents/LAYER | Exponents of LAYER | values
     how many values have each exponent floor(log2 |x|). Counted: KIND
 numerics/products/snr_db/LAYER | Signal to noise of LAYER | decibels

@@ -77,8 +77,7 @@ class NamedMetric:
         if getattr(self._metric, "sync_on_compute", False):
             self._metric.sync_on_compute = False  # torchmetrics' would ask ranks that do not.
         self.name, self._device = name, device
-        # Whether it has `merge(other)`, which adds another rank's measurements.
-        self.merges = callable(getattr(self._metric, "merge", None))
+        self.merges = _merges(self._metric)
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -117,8 +116,9 @@ class NamedMetric:
 class Metrics:
     """The metrics of one validation, over the parts of all ranks.
 
-    Each rank measures its part with a metric that has `merge`. Other metrics run on rank 0, which
-    receives every rank's outputs batch by batch, in the order of the samples.
+    Each rank measures its part with a metric that has `merge(other)`, which adds another rank's
+    measurements. Other metrics run on rank 0, which receives every rank's outputs batch by batch,
+    in the order of the samples.
 
     Args: as `Evaluator` has them, and the device on which metrics compute.
     """
@@ -165,6 +165,18 @@ class Metrics:
                 self._monitor,
             )
         return self._comm.broadcast_object(evaluation)  # type: ignore[no-any-return]
+
+
+def _merges(metric: Any) -> bool:
+    """Return whether `merge` adds all that `update` measures.
+
+    A `merge` from further up than `update` is not trusted: it knows nothing of what the derived
+    class measures besides.
+    """
+    for kind in type(metric).__mro__:
+        if "merge" in vars(kind) or "update" in vars(kind):
+            return callable(vars(kind).get("merge"))
+    return callable(getattr(metric, "merge", None))
 
 
 def _make_fresh(code: Any) -> Any:

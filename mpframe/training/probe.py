@@ -74,26 +74,10 @@ def probe_amax(
         if values.numel():
             amaxes.append(values.detach().abs().max().float())
 
-    probe(model, objective, precision, batch, see, comm)
-    return torch.stack(amaxes).max() if amaxes else torch.zeros(())
-
-
-def probe(
-    model: nn.Module,
-    objective: Objective,
-    precision: Precision,
-    batch: Any,
-    see: Callable[[Tensor], None],
-    comm: Comm = SINGLE_PROCESS,
-) -> None:
-    """Call `see` with each gradient of the unscaled loss: every module's output, then parameters.
-
-    The arguments are `probe_amax`'s, and the model is left as it was. Of a divided weight `see`
-    gets the gradient as it is on this rank, in the format in which the weight is gathered.
-    """
     with preserve_state(model), _wide_weights(model):
         with _watch_outputs(model, see), _all_fp32(precision).cast(), ExitStack() as stack:
             loss = compute(objective, model, batch).loss
+            # A divided weight's gradient is this rank's, in the format in which it is gathered.
             if comm.sharding is not None:
                 stack.enter_context(comm.sharding.usage.watch(lambda _, weight: see(weight.grad)))
             with user_code("model: the backward pass of", model):
@@ -103,6 +87,7 @@ def probe(
                 if comm.sharding is None:
                     see(parameter.grad)
                 parameter.grad = None
+    return torch.stack(amaxes).max() if amaxes else torch.zeros(())
 
 
 @contextmanager

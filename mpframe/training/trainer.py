@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from mpframe.checkpoint.state import rng_state
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
@@ -69,6 +70,8 @@ class Trainer(StepTrainer):
         progress: how far the run has come.
         stop_reason: why the run ends before its plan does, or None.
         stop_status: the status of a run that ends for this reason.
+        rng_before_validation: the random generators before a validation that has begun and has not
+            ended, for a checkpoint: a resumed run validates from its beginning. Else None.
     """
 
     compiles_steps: ClassVar[bool] = False  # `trainer.compile=step` is for CompiledTrainer.
@@ -79,6 +82,7 @@ class Trainer(StepTrainer):
     progress: Progress = field(default_factory=Progress)
     stop_reason: str | None = None
     stop_status: Status = Status.FINISHED
+    rng_before_validation: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "needs_closure"):
@@ -134,6 +138,7 @@ class Trainer(StepTrainer):
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
+        self.rng_before_validation = None
         if any(map(wants_probe, self.scalers.values())):
             self.probe(next(train.epoch(self.progress.epoch, start=self.progress.batch)))
         self.progress.count_batches(0, len(train))  # There may be less data than there was.
@@ -273,8 +278,10 @@ class Trainer(StepTrainer):
 
     def _validate(self, val: Loader | None) -> None:
         if val is not None:
+            self.rng_before_validation = rng_state()
             evaluation = self.evaluate(val)
             self.progress.validated = self.progress.global_step
+            self.rng_before_validation = None
             self._call("on_evaluate", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:

@@ -50,10 +50,10 @@ class Fooled(Mean):
     name = "fooled"
     higher_is_better = True
 
-    def update(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> None:
+    def measure_batch(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, int]:
         """Count one batch by the logits [N, 1] of real and of made images."""
         _, made = outputs
-        self.add((made > 0).sum(), made.numel())
+        return (made > 0).sum(), made.numel()
 
 
 def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:

@@ -193,8 +193,10 @@ def reported(run: Path, drawn: bool) -> None:
     """A report on the run; to draw its curves takes longer than all else."""
     with ours_alone(run):
         _, runs = find_runs([run])
-        for shown in (as_markdown, as_page)[: 1 + drawn]:
-            assert "\x1b" not in shown("t", group_runs(runs), runs)
+        groups = group_runs(runs)
+        assert "\x1b" not in as_markdown("t", groups)
+        if drawn:
+            assert "\x1b" not in as_page("t", groups, runs)
 
 
 @EACH

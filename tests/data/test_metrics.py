@@ -1,6 +1,7 @@
 """Metrics against sums done by hand, in every dtype an output can have."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,9 @@ def test_which_of_two_values_is_better_and_no_update_waits_for_the_device() -> N
     names = {m.name: m.higher_is_better for m in (Accuracy, Dice, IoU, RMSE, RMSPE)}
     assert names == {"accuracy": True, "dice": True, "iou": True, "rmse": False, "rmspe": False}
     targets = torch.zeros(4, dtype=torch.int64, device="meta")  # To read it back raises.
-    Accuracy().update(torch.zeros(4, 3, device="meta"), targets)
+    for metric in (Accuracy(), Dice(), IoU()):
+        metric.update(torch.zeros(4, 3, device="meta"), targets)
+    Perplexity().update(torch.zeros(4, 2, 3, device="meta"), targets.view(2, 2).repeat(2, 1))
     RMSE().update(targets.float(), targets.float())
 
 
@@ -79,6 +82,15 @@ def test_accuracy_takes_no_probabilities_as_targets() -> None:
     )
 
 
+def test_a_single_column_is_refused() -> None:
+    for metric, shape in ((Accuracy(), [5, 1]), (Dice(), [5, 1, 2, 2]), (IoU(True), [5, 1, 2, 2])):
+        targets = torch.zeros(shape)[:, 0].long()
+        assert refused(DataError, metric.update, torch.zeros(shape), targets) == (
+            f"{metric.name}: outputs of shape {shape} have one class, which is always the largest; "
+            "let the model return two for a binary target, or use a metric of your own"
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
     # Logits (0, 0, 0, 0) give each token 1/4, which is 2 bits: the perplexity is 4.
@@ -105,6 +117,45 @@ def test_dice_and_iou_over_uneven_batches(dtype: torch.dtype) -> None:
     ):
         own = measured(metric, (logits[:2], targets[:2]), (logits[2:], targets[2:]))
         assert own == pytest.approx(sum(values) / len(values), abs=1e-15)
+
+
+@pytest.mark.parametrize("ignored", [-100, 255, 1])  # 1: another label is left out than by default.
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ignored_labels_are_in_no_sum_and_no_count(dtype: torch.dtype, ignored: int) -> None:
+    logits = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    targets = torch.arange(24).view(4, 6) % 5
+    targets[:, 4:], targets[3] = ignored, ignored  # The last sample has no label.
+    kept = targets != ignored
+    for metric in (Accuracy, Perplexity, BitsPerByte, partial(Dice, True), partial(IoU, True)):
+        of_tokens = metric in (Perplexity, BitsPerByte)
+        rows = logits.movedim(1, 2)[kept], targets[kept]  # as if nothing else had been there
+        rows = tuple(values[None] for values in rows) if of_tokens else rows
+        outputs = logits.movedim(1, 2) if of_tokens else logits
+        batches = zip(outputs.split(3), targets.split(3), strict=True)
+        own = measured(metric(ignore_index=ignored), *batches)
+        # Up to 16 losses are summed in another order, in float64.
+        assert own == pytest.approx(measured(metric(), rows), rel=16 * 2**-53), metric
+        none = torch.full_like(targets, ignored)
+        assert math.isnan(measured(metric(ignore_index=ignored), (outputs, none)))
+
+
+def test_targets_may_be_narrow_integers() -> None:
+    """156 is -100 and 20 * 21 is 164 in uint8."""
+    targets = torch.tensor([20, 156, 3], dtype=torch.uint8)
+    logits = torch.nn.functional.one_hot(torch.tensor([20, 7, 3]), 200).float()
+    assert measured(Accuracy(), (logits, targets)) == 2 / 3
+    assert measured(Dice(), (logits[::2, :21], targets[::2])) == 1.0
+
+
+def test_a_negative_target_that_is_not_ignored_is_refused() -> None:
+    targets = torch.tensor([[-100, 0, -1]])
+    for metric in (Accuracy(), BitsPerByte(), Dice(), IoU()):
+        name = type(metric).name
+        outputs = torch.zeros(1, 3, 2) if name == "bits_per_byte" else torch.zeros(1, 2, 3)
+        assert refused(DataError, metric.update, outputs, targets) == (
+            f"{name}: the target -1 is no class; correct it, or give the metric ignore_index=-1, "
+            "which leaves it out"
+        )
 
 
 @pytest.mark.parametrize("metric", [Accuracy, Perplexity, Dice, RMSE])

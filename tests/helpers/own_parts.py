@@ -160,6 +160,13 @@ class NoisyNet(nn.Module):
         return self.last(self.drop(hidden + 0.01 * memory))
 
 
+class MonteCarloNet(NoisyNet):
+    """Draws when it is evaluated as well, as with Monte Carlo dropout."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + 0.1 * torch.rand_like(images))
+
+
 class Made(Dataset[Any]):
     def __init__(self, make: Callable[[int], Any], count: int = 11) -> None:
         self.make, self.count = make, count

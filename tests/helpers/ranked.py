@@ -68,6 +68,20 @@ class FirstOutputs:
         return self.value
 
 
+class Chosen(Accuracy):
+    """How often class 0 is chosen: a count that the `merge` of its base class does not know."""
+
+    higher_is_better = None
+    count = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+        self.count += int((outputs.argmax(dim=1) == 0).sum())
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.count)
+
+
 class Net(nn.Module):
     """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
 
@@ -180,13 +194,14 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
     masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
     means = {p: masters.master_of(p) for p in model.parameters()}
+    metrics = {"accuracy": Accuracy, "first": FirstOutputs, "chosen": Chosen}
     plan = {"clip_norm": 1.0} | {key: options[key] for key in OF_PLAN if key in options}
     trainer = Trainer(
         *(model, masters, supervised(loss), precision),
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
         algorithms={"ema": AverageWeights(Ema(means, 0.9), model)},
         plan=Plan(epochs=9, max_steps=options["steps"], **plan),
-        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs} if net else {}),
+        evaluator=Evaluator(metrics if net else {}),
         comm=comm,
     )
     batch = options.get("batch", 16 if net else 8)

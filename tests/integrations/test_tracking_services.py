@@ -26,7 +26,7 @@ from mpframe.tracking.tracker import Tracker
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the packages warn of
 SMALL = ("model=mlp", "model.hidden=8", "dataset.batch_size=256", "trainer.log_every=1")
 SMALL += ("trainer.epochs=2", "trainer.checkpoint_every=2", "trainer.keep_last=9")
-RANGES = ("callbacks.ranges.every=5", "callbacks.ranges.layers=[none]")
+RANGES = "callbacks.ranges.every=5"
 SECRET = "abcdefghijkl"
 
 
@@ -154,7 +154,7 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     monkeypatch.setattr(sys, "argv", ["train.py", f"model.name={SECRET}"])
     (place := tmp_path / "service").mkdir()
     words, read = SERVICES[name]
-    given = [*SMALL, *RANGES, f"callbacks=[default,{name}]", *words(place), f"run_name={SECRET}"]
+    given = [*SMALL, RANGES, f"callbacks=[default,{name}]", *words(place), f"run_name={SECRET}"]
     whole = tmp_path / "runs" / "whole"
     train(whole, *given)
     found, shown = read(whole, place), events(whole).Tags()
@@ -164,7 +164,7 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     kinds = ["images"] if name == "mlflow" else ["images", "histograms"]
     tags = {tag for kind in kinds for tag in shown[kind]}
     assert {*found["kinds"]} == tags | {tag for tag in shown["tensors"] if tag[:5] == "text/"}
-    train(tmp_path / "plain", *SMALL, *RANGES, f"run_name={SECRET}")
+    train(tmp_path / "plain", *SMALL, RANGES, f"run_name={SECRET}")
     plain, logged = (results(folder)["state"] for folder in (tmp_path / "plain", whole))
     assert [path for path in differing(plain, logged) if "callbacks/aim" not in path] == []
     killed = cut(whole, tmp_path / "runs" / "killed", at=4)

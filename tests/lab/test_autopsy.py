@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import re
+import shutil
+import tempfile
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Log, Patch, Shown, refused
-from in_process import composed, train
+from in_process import composed, events, train
 from test_diagnosis import case_of, net, times
 from torch import Tensor, nn
 from vocabulary import differing
@@ -23,24 +25,27 @@ from mpframe import checkpoint
 from mpframe.checkpoint.saving import save_as
 from mpframe.checkpoint.state import RandomState
 from mpframe.cli.commands import autopsy as autopsy_command
+from mpframe.cli.commands import doctor as doctor_command
 from mpframe.config.command_line import check_config, prepare
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.config.schema import Config
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.casting.policy import Policy
-from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
+from mpframe.core.errors import CheckpointError, ConfigError, DivergedError, MpframeError
 from mpframe.data.fetching import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.remedy import remedy_words
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
-from mpframe.lab.ranges import read_ranges
-from mpframe.run.parts import build_precision
+from mpframe.run.parts import build_precision, build_scaler
 
 CPU = torch.device("cpu")
 NO_EVIDENCE = "not the evidence of a step"
+OTHER = "does not run with this model and data"
+OF_ANOTHER = (torch.zeros(4, 3), torch.zeros(4).long())
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -132,13 +137,9 @@ def test_a_class_comes_back_by_the_example_of_another_batch(batch: Any, tmp_path
     assert type(other) is type(plain)
 
 
-def test_a_view_is_saved_by_itself_and_a_batch_without_a_tensor_is_no_evidence(
-    tmp_path: Path,
-) -> None:
+def test_a_view_is_saved_by_itself(tmp_path: Path) -> None:
     saved(tmp_path, {"x": torch.zeros(2**20)[:2]})
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.pt")) < 2**16
-    for batch in (1, [[], {"a": 1}]):
-        assert NO_EVIDENCE in refused(CheckpointError, saved, tmp_path, batch)
 
 
 FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
@@ -172,11 +173,16 @@ def test_a_remedy_is_given_as_words_and_one_that_does_not_help_is_not_sold_as_on
     assert advice(made) == f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
 
 
+ADD = "add to the command line: "
+STATIC = f"{ADD}loss_scaling=static loss_scaling.scale"
+LOWER = f"{ADD}loss_scaling=Backoff loss_scaling.init_scale=8"
+
+
 def test_a_scale_that_is_too_high_or_too_low() -> None:
     for scaling, floor, said in (
         ("Backoff", 1.0, "nothing: the scale goes from 1024 to 16 by itself, in about 6 skipped"),
-        ("Backoff", 64.0, "loss_scaling.min_scale=16: there the step is finite"),
-        ("static", 1024.0, "loss_scaling.scale=16 is finite; or loss_scaling=Backoff"),
+        ("Backoff", 64.0, f"{LOWER} loss_scaling.min_scale=8; at scale 16 the step is finite"),
+        ("static", 1024.0, f"{STATIC}=8; or loss_scaling=Backoff, which finds a scale"),
     ):
         made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
         normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
@@ -184,13 +190,32 @@ def test_a_scale_that_is_too_high_or_too_low() -> None:
         assert advice(made).startswith(said)
     shares = {"underflow": 0.9, "underflow_then": 0.02, "zeros": 0.4}
     for scaling, option in (
-        ("static", "loss_scaling.scale"),
-        ("none", "loss_scaling=static loss_scaling.scale"),
-        ("LogMax", "loss_scaling.init_scale"),
+        ("static", STATIC),
+        ("none", f"{ADD}loss_scaling=Backoff loss_scaling.init_scale"),
+        ("LogMax", f"{ADD}loss_scaling=LogMax loss_scaling.init_scale"),
     ):
         made = report(Kind.UNDERFLOW, scaling, octaves=3, proven=True, **shares)
-        assert advice(made) == f"{option}=8192: at scale 8192 it is 2%"
+        assert advice(made) == f"{option}=8192; at scale 8192 it is 2%"
         assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
+
+
+@pytest.mark.parametrize("scaling", ["Backoff", "LogMax", "static", "none", "Mine"])
+@pytest.mark.parametrize(
+    ("kind", "octaves", "scale"),
+    [
+        (Kind.SCALE_TOO_HIGH, -12, 2.0**-3),
+        (Kind.UNDERFLOW, 3, 2.0**13),
+        (Kind.UNDERFLOW, 17, 2.0**27),
+    ],
+)
+def test_a_default_run_takes_the_words_for_a_scale(
+    scaling: str, kind: Kind, octaves: int, scale: float
+) -> None:
+    with pytest.raises(ConfigError, match="init_scale"):  # `auto` has no options.
+        given("loss_scaling.init_scale=8")
+    case = replace(case_of(nn.Linear(2, 2), "amp", batches=[]), scaling=scaling)
+    words = remedy_words(Diagnosis(kind, FOUND, octaves=octaves), case)
+    assert float(build_scaler(given(*words)).scale) == scale
 
 
 ZERO = "look for a division by zero, a logarithm of zero, or first weights that are too large"
@@ -299,11 +324,19 @@ def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == error
 
 
+def test_a_run_in_a_folder_named_autopsy_is_no_evidence(
+    failed: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    run = shutil.copytree(failed, tmp_path / "autopsy" / "mine")
+    autopsy_command.main([f"run={run}", OWN])
+    assert capsys.readouterr().out.startswith("autopsy of step 1: ")
+
+
 def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     for words, said in (
         ("", "run: must be given"),
-        ("run=/nowhere", "no readable checkpoint"),
+        ("run=/nowhere", "run=/nowhere: holds no evidence of a failed step; try a step from"),
         (f"run={failed} {OWN} trainer.clip_norm=1.0", "clip_norm=1.0: has no part in an autop"),
         (f"run={failed} step=7 {OWN}", "step=7: .* holds the evidence of 1"),
         (f"run={failed}", f"if you trust it, add {OWN}"),
@@ -314,14 +347,15 @@ def test_mistakes_are_one_line(failed: Path, monkeypatch: Patch) -> None:
 def test_evidence_that_is_none_or_of_another_model_is_refused(failed: Path, tmp_path: Path) -> None:
     snapshot = checkpoint.read(evidence.folder_of(failed, 1))
     for entry, value, said in (
-        ("scales", {"": -1.0}, NO_EVIDENCE),
-        ("random", [1, None], NO_EVIDENCE),
         ("weights", {"": 1}, NO_EVIDENCE),
-        ("batches", [(torch.zeros(4, 3), torch.zeros(4).long())], "does not run with this model"),
+        ("random", [1, None], OTHER),
+        *(("scales", {"": scale}, OTHER) for scale in (-1.0, 0.0, math.inf, "1")),
+        *(("batches", [batch], OTHER) for batch in (OF_ANOTHER, 1, [[], {"a": 1}])),
+        *((name, 1, OTHER) for name in ("batches", "floors")),
     ):
         changed = replace(snapshot, state={**snapshot.state, entry: value})
-        (tmp_path / entry).mkdir()
-        folder = save_as(evidence.folder_of(tmp_path / entry, 1), changed)
+        place = Path(tempfile.mkdtemp(dir=tmp_path))
+        folder = save_as(evidence.folder_of(place, 1), changed)
         assert said in refused(CheckpointError, autopsy_command.of_evidence, folder, [OWN])
 
 
@@ -367,24 +401,26 @@ def test_it_changes_no_bit(tmp_path: Path, monkeypatch: Patch) -> None:
         assert train(folder, *options, f"callbacks.autopsy{own}").steps == 3
     assert evidence.all_in(folders[0])
     assert not differing(*(checkpoint.load(folder)["trainer"]["weights"] for folder in folders))
-    watched = [read_ranges(folder) for folder in folders]
-    assert len(watched[0]) > 3
-    for one, other in zip(*watched, strict=True):
-        assert np.array_equal(one.rows, other.rows)  # No replay was counted.
+    read = [events(folder) for folder in folders]
+    tags = [tag for tag in read[0].Tags()["histograms"] if tag.startswith("numerics/")]
+    assert tags
+    for tag in tags:  # No replay was counted.
+        one, other = ([(r.step, r.histogram_value) for r in own.Histograms(tag)] for own in read)
+        assert one == other
 
 
-def test_on_demand_a_checkpoints_next_step_is_examined(tmp_path: Path, capsys: Shown) -> None:
-    for scale, verdict, advice in (
-        ("1024", "no fault found", "nothing"),
-        ("1e-6", "underflow: scale too low", "loss_scaling.scale=262144"),
-    ):
-        static, folder = ["loss_scaling=static", f"loss_scaling.scale={scale}"], tmp_path / scale
-        train(folder, "model=mlp", *SHORT, *static)
-        autopsy_command.main([f"run={folder}"])
-        printed = capsys.readouterr().out
-        assert printed.startswith(f"autopsy of step 4: {verdict}\n")
-        assert advice in printed
-        assert (folder / "autopsy_after_step_00000003.md").exists()
+def test_without_evidence_the_doctor_tries_a_checkpoint(
+    tmp_path: Path, capsys: Shown, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    static = ["loss_scaling=static", "loss_scaling.scale=1e-6"]
+    train(tmp_path, "model=mlp", *SHORT, *static)
+    for path in (tmp_path, checkpoint.newest(tmp_path)):
+        said = refused(MpframeError, autopsy_command.main, [f"run={path}"])
+        assert said.endswith("with mpframe doctor OPTIONS init_from=CHECKPOINT")
+    with pytest.raises(SystemExit):
+        doctor_command.main(["model=mlp", *static, f"init_from={checkpoint.newest(tmp_path)}"])
+    assert "loss_scaling.scale=1e-06: too small" in capsys.readouterr().out
 
 
 def test_two_losses_are_told_apart(tmp_path: Path) -> None:

@@ -20,14 +20,13 @@ from vocabulary import CalledOps, same_bits
 
 from mpframe import Backoff, Trainer
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.errors import DataError
 from mpframe.lab import pictures, range_watch, watch_ranges
-from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows, amax_of, lost_fraction
+from mpframe.lab.exponents import BINS, FIELDS, LOWEST, Limits, add_rows
 from mpframe.lab.exponents import count_exponents as count
-from mpframe.lab.pictures import draw_layers, draw_time
+from mpframe.lab.pictures import draw_layers
 from mpframe.lab.product_noise import NAMES
 from mpframe.lab.range_watch import RangeWatch
-from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, RangeRecord, Ranges, read_ranges
+from mpframe.lab.ranges import KINDS, RangeProbe, Ranges
 from mpframe.tracking.tags import meaning_of
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.plan import Plan
@@ -99,29 +98,6 @@ def test_what_is_held_at_a_scale_is_divided_by_it_and_sparse_entries_are_counted
     places, entries = torch.tensor([[0, 0, 1]]), torch.tensor([1.0, 2.0, 5.0])
     sparse = torch.sparse_coo_tensor(places, entries, (9,), check_invariants=True)
     assert torch.equal(count(sparse, FLOAT16), count(torch.tensor([3.0, 5.0]), FLOAT16))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(-40, 20), st.integers(-30, 10), st.sampled_from(HALVES), st.integers(0, 9))
-def test_the_lost_share_is_that_of_a_cast(
-    log2_scale: int, log2_size: int, half: torch.dtype, seed: int
-) -> None:
-    values = torch.randn(500, generator=torch.Generator().manual_seed(seed)) * 2.0**log2_size
-    values[::7] = 0.0
-    scale = 2.0**log2_scale
-    # At a scale that is a power of two the limit lies between two octaves: the counts are equal,
-    # but for values on the limit, of which random ones have none.
-    nonzero = values[values != 0].double()
-    lost = ((nonzero * scale).float().to(half) == 0).double().mean()
-    assert lost_fraction(count(values, FLOAT16), scale, half) == float(lost)
-
-
-def test_the_share_and_amax_of_nothing_and_of_what_is_not_finite() -> None:
-    nothing = count(torch.zeros(3), FLOAT16)
-    assert (amax_of(nothing), lost_fraction(nothing, 1.0, torch.float16)) == (0.0, 0.0)
-    for bad in (math.inf, -math.inf, math.nan):
-        seen = count(torch.tensor([bad, 1.0]), FLOAT16)
-        assert (amax_of(seen), int(seen[len(FIELDS) :].sum())) == (math.inf, 1)
 
 
 MODES = [("fp32", "float16"), ("mixed", "float16"), ("amp", "bfloat16")]
@@ -214,7 +190,8 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
     assert same_bits(plain.model.parameters(), watched.model.parameters())
     assert not any(module._forward_hooks for module in watched.model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in watched.model.parameters())
-    assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]
+    reports = events(tmp_path).Histograms("numerics/weights/exponents/0")
+    assert [report.step for report in reports] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -248,26 +225,6 @@ def made(step: int, layers: int = 2, scale: float = 2.0**10) -> Ranges:
     return Ranges(step, scale, names, rows, generator.integers(0, 9, layers).astype(float), in_half)
 
 
-def test_the_record_is_read_back_and_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="train the run with numerics=on"):
-        read_ranges(tmp_path)
-    record, file = RangeRecord(tmp_path), tmp_path / FOLDER / "ranges.bin"
-    with pytest.raises(DataError, match=r"holds no report; train for callbacks\.ranges\.every"):
-        read_ranges(tmp_path)
-    for step in (10, 20, 30):
-        record.add(made(step))
-    for one, other in zip(read_ranges(tmp_path), map(made, (10, 20, 30)), strict=True):
-        assert (one.step, one.scale, one.layers) == (other.step, other.scale, other.layers)
-        for name in ("rounded_away", "in_half", "rows"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
-    file.write_bytes(file.read_bytes() + b"cut short")
-    RangeRecord(tmp_path, kept=20).add(made(25))
-    assert [report.step for report in read_ranges(tmp_path)] == [10, 20, 25]
-    file.write_bytes(b"ab\n")
-    with pytest.raises(DataError, match="damaged"):
-        read_ranges(tmp_path)
-
-
 @pytest.fixture
 def drawn(monkeypatch: Patch) -> list[Any]:
     """The axes of every picture, which is not written."""
@@ -284,23 +241,10 @@ def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_
     middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
     assert middles == {0.0, 2.0, 4.0}
     assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
-    for layer, lines in zip(made(7).layers, (3, 0), strict=True):  # Over time, likewise.
-        draw_time([made(7)] * 4, "weights", layer, torch.float16, tmp_path)
-        shown = [own for own in drawn[-1].patches if np.isfinite(own.get_data().values).all()]
-        assert len(shown) == len(drawn[-1].texts) == lines
     many = made(7, layers=60)
     assert np.allclose(many.headroom("weights", FLOAT16), np.log2(65504) - 3)
     many.rows[:] = 0
     assert not draw_layers(many, "weights", torch.float16, tmp_path)
-
-
-def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> None:
-    reports = [made(step, scale=2.0**step) for step in range(1, 5)]
-    draw_time(reports, "gradients", reports[0].layers[0], torch.float16, tmp_path)
-    (axes,) = drawn
-    for line in (patch.get_data() for patch in axes.patches):
-        assert (line.edges[0], line.edges[-1]) == axes.get_xlim()
-        assert np.diff(line.values).tolist() == [-1.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("layers", [2, 40])
@@ -309,15 +253,12 @@ def test_the_words_at_the_limits_lie_on_nothing_else(
 ) -> None:
     few = made(7, layers=layers)
     draw_layers(few, "weights", torch.float16, tmp_path)
-    draw_time([few] * 4, "weights", few.layers[0], torch.float16, tmp_path)
-    for axes, inside in zip(drawn, (False, True), strict=True):
-        axes.figure.canvas.draw()
-        boxes = [part.get_window_extent() for part in (*axes.texts, axes.title)]
-        assert all(not a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-        frame = axes.get_window_extent()
-        for box in boxes[:-1]:
-            ends = frame.y0 < box.y0 < box.y1 < frame.y1
-            assert ends if inside else frame.y1 < box.y0
+    (axes,) = drawn
+    axes.figure.canvas.draw()
+    boxes = [part.get_window_extent() for part in (*axes.texts, axes.title)]
+    assert all(not a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    frame = axes.get_window_extent()
+    assert all(frame.y1 < box.y0 for box in boxes[:-1])
 
 
 SHOWN = ("activation_gradients", "weights")  # Pictures of all five kinds take seconds.
@@ -325,15 +266,13 @@ SHOWN = ("activation_gradients", "weights")  # Pictures of all five kinds take s
 
 @pytest.mark.slow
 def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatch: Patch) -> None:
-    on = ["callbacks.ranges.every=2", "callbacks.ranges.layers=[head]"]
     products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
-    options = ["model=mlp", "model.hidden=32", *products, *on]
+    options = ["model=mlp", "model.hidden=32", *products, "callbacks.ranges.every=2"]
     with monkeypatch.context() as patched:
         patched.setattr(RangeWatch, "draw", lambda self: None)  # It takes seconds.
         start_run(tmp_path, *options, "trainer.max_steps=2")
     monkeypatch.setattr(range_watch, "KINDS", SHOWN)
     start_run(tmp_path, *options, "trainer.max_steps=4", "resume=auto")
-    assert [report.step for report in read_ranges(tmp_path)] == [2, 4]
     rows = csv_rows(tmp_path / "numerics" / "products.csv")
     assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
     counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
@@ -348,8 +287,7 @@ def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatc
     figures = [f"products/{name}" for name in ("snr_db", "saturated", "lost", "scale_spread")]
     for name in [*figures, *(f"{kind}/headroom_bits" for kind in KINDS)]:
         assert any(tag.startswith(f"numerics/{name}/") for tag in kinds["scalars"])
-    pictures = ("layers_by_exponent", "exponents_by_step/head")
-    names = [f"{kind}/{own}" for kind in SHOWN for own in pictures]
+    names = [f"{kind}/layers_by_exponent" for kind in SHOWN]
     assert {f"numerics/{name}" for name in [*names, "products/signal_to_noise"]} <= kinds["images"]
     assert {f"numerics/{kind}/exponents/head" for kind in SHOWN} <= kinds["histograms"]
     for tag in set().union(*kinds.values()):
@@ -358,5 +296,6 @@ def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path, monkeypatc
         assert (tmp_path / "numerics" / f"{name}.png").stat().st_size > 5000
     headroom = found.Scalars("numerics/weights/headroom_bits/head")
     assert [event.step for event in headroom] == [2, 4]
-    counts = found.Histograms("numerics/weights/exponents/head")[-1].histogram_value
-    assert counts.num == read_ranges(tmp_path)[-1].bins("weights")[-1].sum()
+    reports = found.Histograms("numerics/weights/exponents/head")
+    assert [report.step for report in reports] == [2, 4]
+    assert reports[-1].histogram_value.num == 32 * 10 + 10

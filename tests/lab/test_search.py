@@ -152,8 +152,10 @@ def test_a_mistake_is_one_line(capsys: Shown) -> None:
     for word, line in (
         ("dtype=fp32", "dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp"),
         ("target=0", "target=0: must be a number > 0"),
-        ("batches=none", "batches=none: must be a number > 0"),
-        ("prove=-1", "prove=-1: must be a number >= 0"),
+        ("batches=none", "batches=none: must be a whole number >= 1"),
+        ("batches=0.5", "batches=0.5: must be a whole number >= 1"),
+        ("seeds=2.7", "seeds=2.7: must be a whole number >= 1"),
+        ("prove=-1", "prove=-1: must be a whole number >= 0"),
     ):
         with pytest.raises((SystemExit, ConfigError)):
             main([word])

@@ -19,7 +19,7 @@ from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
 
-OPTIONS = ["model._target_=own_parts.NoisyNet", "dataset.augment=crop", "trainer.epochs=2"]
+OPTIONS = ["model._target_=own_parts.MonteCarloNet", "dataset.augment=crop", "trainer.epochs=2"]
 OPTIONS += ["trainer.max_steps=14", "trainer.eval_every=4", "trainer.log_every=1"]
 OPTIONS += ["trainer.ema_decay=0.9", "optimizer.lr=0.01"]
 SHORT = ["model=mlp", "model.hidden=8", "trainer.max_steps=3"]

@@ -61,8 +61,7 @@ SEEN: list[Collected] = []
 def test_a_logger_of_a_user_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("MY_TOKEN", "abcdefghijkl")
     mine = f"+callbacks.mine._target_={__name__}.Collected"
-    ranges = "callbacks.ranges.every=5", "callbacks.ranges.layers=[none]"
-    train(tmp_path, *SMALL, *ranges, mine, "run_name=abcdefghijkl")
+    train(tmp_path, *SMALL, "callbacks.ranges.every=5", mine, "run_name=abcdefghijkl")
     got, read = SEEN.pop().got, events(tmp_path)
     assert got.pop("close") == [None]
     (options,) = got.pop("options")

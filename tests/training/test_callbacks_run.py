@@ -8,20 +8,22 @@ import pytest
 import torch
 from fixtures import Log, refused
 from in_process import csv_rows, scalars, train, trained
-from own_parts import Losses
+from own_parts import LikeTorchmetrics, Losses
 from prepared import context, prepared
-from torch import nn
+from torch import Tensor, nn
 
 from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.core.callback import Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
+from mpframe.data import RMSPE, Accuracy, Dice, Perplexity
 from mpframe.run.resume import restore
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.records import Curves
 from mpframe.training.evaluation import NamedMetric
 from mpframe.training.run_context import RunContext, set_up
 from mpframe.training.trainer import run_callbacks
+from mpframe.workloads.gan import Fooled
 
 FAILING = r"^callbacks\.mine: Failing raised ConnectionError \(no route to the server\) at [^\n]*$"
 
@@ -212,6 +214,33 @@ def test_a_value_that_is_no_real_number_is_blamed_on_its_metric(value: torch.Ten
     own = SimpleNamespace(update=print, compute=lambda: value, reset=lambda: None)
     said = refused(UserCodeError, NamedMetric("f1", own).compute)
     assert said.startswith("metrics.f1: SimpleNamespace raised RuntimeError (")
+
+
+class Renamed(Accuracy):
+    name = "renamed"
+
+
+class CountsMore(Accuracy):
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+
+
+class CountsMoreAndMerges(CountsMore):
+    def merge(self, other: Any) -> None:
+        super().merge(other)
+
+
+def test_an_inherited_merge_is_not_trusted_with_an_update_of_the_class_itself() -> None:
+    for metric, merges in (
+        *((Accuracy, True), (Perplexity, True), (RMSPE, True), (Dice, True), (Fooled, True)),
+        *(
+            (Renamed, True),
+            (CountsMore, False),
+            (CountsMoreAndMerges, True),
+            (LikeTorchmetrics, False),
+        ),
+    ):
+        assert NamedMetric("own", metric).merges == merges, metric
 
 
 OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"

@@ -193,7 +193,9 @@ FEW_LABELS = [0, 1, -100, -100, -100, -100, -100, 2]
     (nn.CrossEntropyLoss(), [0, 1, 2, 3, *[-100] * 4]),
     (nn.CrossEntropyLoss(), [[0, 1], [2, -100], *[[-100, -100]] * 5, [3, 3]]),
     (nn.NLLLoss(torch.tensor([10.0, 1, 1, 1]), ignore_index=3), [0, 3, 1, 3, 3, 2, 0, 1]),
-], ids=["weights", "few", "none in one", "dense", "NLL"])  # fmt: skip
+    (F.cross_entropy, FEW_LABELS),
+    (F.nll_loss, FEW_LABELS),
+], ids=["weights", "few", "none in one", "dense", "NLL", "function", "NLL function"])  # fmt: skip
 def test_a_batch_may_be_cut_though_its_loss_is_a_mean_over_labels(mode, loss, labels) -> None:
     """Two micro-batches are one batch of 8 in training, and in validation batches of any size."""
     targets, seen = torch.tensor(labels), []
@@ -201,7 +203,7 @@ def test_a_batch_may_be_cut_though_its_loss_is_a_mean_over_labels(mode, loss, la
     for size in (8, 4):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv1d(6, 4, 1) if targets.dim() > 1 else nn.Linear(6, 4))
-        trainer = prepared(model, loss, mode, evaluator=Evaluator())
+        trainer = prepared(model, supervised(loss), mode, evaluator=Evaluator())
         batches = Batches(zip(inputs.split(size), targets.split(size), strict=True))
         before = trainer.evaluate(batches).loss
         result = trainer.train_step(*batches)
@@ -215,7 +217,8 @@ def test_what_is_no_mean_over_labels_counts_samples() -> None:
     shares, labels = torch.full((3, 4), 0.25), torch.tensor([0, 1, 2])
     for loss, targets in (
         (nn.CrossEntropyLoss(), shares), (nn.CrossEntropyLoss(reduction="sum"), labels),
-        (nn.MSELoss(), shares),
+        (nn.MSELoss(), shares), (F.cross_entropy, shares),
+        (partial(F.cross_entropy, ignore_index=1), labels),
     ):  # fmt: skip
         output = supervised(loss)(nn.Identity(), (torch.zeros(3, 4), targets))
         assert output.count is None

@@ -102,3 +102,11 @@ def test_a_mistake_is_one_line(word: str, said: str, tmp_path: Path, capsys: Sho
     with pytest.raises(SystemExit):
         simulate([f"run={run}", word.replace("RUN", str(run))])
     assert re.fullmatch(f"mpframe: {said}\n", capsys.readouterr().err)
+
+
+def test_a_record_of_overflows_only_is_one_line(tmp_path: Path, capsys: Shown) -> None:
+    written(tmp_path, math.inf, math.nan)
+    with pytest.raises((SystemExit, DataError)):
+        simulate([f"run={tmp_path}"])
+    said = "every recorded step overflowed, and nothing is left to replay"
+    assert f"{tmp_path}: {said}" in capsys.readouterr().err

@@ -41,6 +41,6 @@ def main(arguments: list[str]) -> None:
     names = list(dict.fromkeys(Path(folder).resolve().name for folder in folders))
     title = f"Runs of {few(names) if len(names) > 1 else home.name}"
     write_atomically(out / PAGE, as_page(title, groups, records))
-    write_atomically(out / TABLES, as_markdown(title, groups, records))
+    write_atomically(out / TABLES, as_markdown(title, groups))
     finished = sum(record.finished for record in records)
     say(f"{finished} of {len(records)} runs finished; {out / PAGE} and {TABLES} beside it")

@@ -25,6 +25,7 @@ import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -42,7 +43,7 @@ from mpframe.config.schema import Config
 from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, DivergedError
-from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, Range, make_range_error
+from mpframe.core.ranges import POSITIVE, make_range_error, require_whole
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable, write_atomically
@@ -96,9 +97,9 @@ def main(arguments: list[str]) -> None:
     if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
     target = _number(options, "target", TARGET[config.dtype.half])
-    batches = int(_number(options, "batches", 4))
-    steps = int(_number(options, "prove", 100, NOT_NEGATIVE))
-    seeds = int(_number(options, "seeds", 3))
+    batches = _whole(options, "batches", 4)
+    steps = _whole(options, "prove", 100, least=0)
+    seeds = _whole(options, "seeds", 3)
     out = Path(options.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     refuse_unwritable("out", out)
     found = search(config, target, batches)
@@ -261,14 +262,19 @@ def _format_error(error: RelativeError) -> str:
     return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
 
 
-def _number(
-    options: Mapping[str, str], name: str, default: float, allowed: Range = POSITIVE
-) -> float:
+def _number(options: Mapping[str, str], name: str, default: float) -> float:
     text = options.get(name, default)
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not allowed.holds(value):
-        raise make_range_error(name, text, f"a number {allowed}")
+    if not POSITIVE.holds(value):
+        raise make_range_error(name, text, f"a number {POSITIVE}")
     return value
+
+
+def _whole(options: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    value: int | str = options.get(name, str(default))
+    with suppress(ValueError):
+        value = int(value)
+    return require_whole(name, value, least)

@@ -24,7 +24,7 @@ from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import compose_named
 from mpframe.config.composing import check_config
 from mpframe.config.schema import Config
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 from mpframe.files.durable import refuse_unwritable
@@ -54,6 +54,8 @@ def main(arguments: list[str]) -> None:
     if len(amax) < len(recorded):
         # Their gradients are unknown, and any guess would decide the result.
         say(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
+    if not len(amax):
+        raise DataError(f"{source}: every recorded step overflowed, and nothing is left to replay")
     scalers = [_scaler(name, config) for name, config in configs.items()]
     replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
     say(as_table(replays))

@@ -11,7 +11,7 @@ text in tuples, lists and dicts, without classes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch
 from mpframe.core.comm import part_of
 from mpframe.core.errors import CheckpointError
-from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
+from mpframe.core.tree import device_of, fields_of, map_tensors, with_fields
 from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.hints import find_rounded_numbers
 from mpframe.training.optimizers.multi_optimizer import parts_of
@@ -59,8 +59,8 @@ def as_in(example: Any, batch: Any) -> Any:
     """
     if isinstance(batch, dict):
         known = fields_of(example)
-        fields = {name: as_in(known.get(name), item) for name, item in batch.items()}
-        return with_fields(example, fields) if known.keys() == fields.keys() else fields
+        items = {name: as_in(known.get(name), item) for name, item in batch.items()}
+        return with_fields(example, items) if known.keys() == items.keys() else items
     if isinstance(batch, tuple | list) and isinstance(example, tuple | list) and example:
         last = len(example) - 1
         return type(batch)(as_in(example[min(n, last)], item) for n, item in enumerate(batch))
@@ -75,6 +75,7 @@ def _copy_view(tensor: Tensor) -> Tensor:
 
 
 FOLDER = "autopsy"
+WITHOUT = "try a step from a checkpoint with mpframe doctor OPTIONS init_from=CHECKPOINT"
 
 
 @dataclass(frozen=True)
@@ -155,53 +156,23 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
 
 
 def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
-    """Read verified evidence, its weights, and the options. CheckpointError: there is none."""
+    """Read verified evidence, its weights, and the options. CheckpointError: there is none.
+
+    Of a stranger's file only the names of the entries are checked: the replay finds the rest.
+    """
     snapshot = checkpoint.read(folder)
     try:
         weights = snapshot.state["weights"]
         if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
             raise TypeError("weights are tensors")
-        return _evidence(snapshot.state), dict(weights), snapshot.config
-    except (KeyError, TypeError, ValueError, AttributeError):
+        entries = {entry.name: snapshot.state[entry.name] for entry in fields(Evidence)}
+        if entries["random"] is not None:
+            entries["random"] = RandomState(*entries["random"])
+        if entries["skipped"] is not None:
+            entries["skipped"] = frozenset(entries["skipped"])
+    except (KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
-            "several"
+            f"several; {WITHOUT}"
         ) from None
-
-
-def _evidence(state: dict[str, Any]) -> Evidence:
-    random, skipped, first = state["random"], state["skipped"], state["first_loss"]
-    simple: dict[str, Any] = {name: int(state[name]) for name in ("step", "epoch", "batch")}
-    simple |= {name: str(state[name]) for name in ("reason", "scaling", "zero_eps")}
-    return Evidence(
-        batches=[_with_tensors(batch) for batch in state["batches"]],
-        samples=[[int(number) for number in ids] for ids in state["samples"]],
-        scales=_positive(state["scales"]),
-        floors=_positive(state["floors"]),
-        random=None if random is None else RandomState(*map(_generator_state, random)),
-        first_loss=None if first is None else float(first),
-        skipped=None if skipped is None else frozenset(map(str, skipped)),
-        world_size=max(1, int(state["world_size"])),
-        updates=int(state["updates"]),
-        clips=bool(state["clips"]),
-        **simple,
-    )
-
-
-def _with_tensors(batch: Any) -> Any:
-    if next(tensors_in(batch), None) is None:
-        raise TypeError("a batch holds tensors")
-    return batch
-
-
-def _positive(numbers: dict[str, Any]) -> dict[str, float]:
-    found = {str(name): float(number) for name, number in numbers.items()}
-    if not all(0 < number < float("inf") for number in found.values()):
-        raise ValueError("scales are positive and finite")
-    return found
-
-
-def _generator_state(state: Any) -> Any:
-    if state is not None and not (isinstance(state, Tensor) and state.dtype == torch.uint8):
-        raise TypeError("states of generators are bytes")
-    return state
+    return Evidence(**entries), dict(weights), snapshot.config

@@ -9,17 +9,22 @@ from pathlib import Path
 
 from torch import nn
 
-from mpframe.config.overrides import deny_words, pin_words
-from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, few, markdown
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.remedy import (
+    fitting_scale,
+    remedy_words,
+    scaler_goes_there,
+    setting_words,
+)
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 from mpframe.training.trainer import Trainer
 
 _FEW = 8
+_ADD = "add to the command line: "
 MODEL = "look for a division by zero, a logarithm of zero, or first weights that are too large"
 
 
@@ -41,7 +46,7 @@ class Report:
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     culprit = diagnosis.culprit
-    facts = [("why", step.reason)]
+    facts = [("why", str(step.reason))]
     if culprit is not None:
         facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
@@ -60,7 +65,7 @@ def _title(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     culprit = diagnosis.culprit
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32 and not step.updates:
         return "not finite in fp32 too: model or data"
-    if diagnosis.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(diagnosis, case):
+    if diagnosis.kind is Kind.SCALE_TOO_HIGH and not scaler_goes_there(diagnosis, case):
         return "scale too high, and the scaler does not go lower"
     if diagnosis.kind is Kind.BEYOND_FORMAT and culprit is not None:
         what = "gradient" if culprit.direction == "backward" else "activation"
@@ -135,15 +140,16 @@ def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
 
 
 def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
+    words = shlex.join(remedy_words(diagnosis, case))
     if diagnosis.kind is Kind.BEYOND_FORMAT:
-        return _pins(diagnosis)
+        return _pin(diagnosis, words)
     if diagnosis.kind is Kind.SCALE_TOO_HIGH:
-        return _lower(diagnosis, case)
+        return _lower(diagnosis, case, words)
     if diagnosis.kind is Kind.UNDERFLOW:
-        return _raise(diagnosis, case)
+        then = f"at scale {fitting_scale(diagnosis, case):g} it is {diagnosis.underflow_then:.0%}"
+        return f"{_ADD}{words}; {then}"
     if diagnosis.saturation is not None:
-        pinned = shlex.join(pin_words([diagnosis.saturation.layer], NO_PRODUCTS))
-        return f"add to the command line: {pinned}, which keeps its products in half"
+        return f"{_ADD}{words}, which keeps its products in half"
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         return _mend_fp32(diagnosis.culprit, step)
     if diagnosis.kind is Kind.DIVERGING:
@@ -152,41 +158,25 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     return "nothing: the step replays with finite gradients, and its scale loses few of them"
 
 
-def _pins(diagnosis: Diagnosis) -> str:
-    typed = _type_remedy(diagnosis.remedy)
+def _pin(diagnosis: Diagnosis, words: str) -> str:
     if diagnosis.proven:
-        return f"add to the command line: {typed}   (replayed with it: finite)"
+        return f"{_ADD}{words}   (replayed with it: finite)"
+    typed = shlex.join(setting_words(diagnosis.remedy))
     tried = f"; {typed} alone does not help" if typed else ""
-    return f"train with dtype=fp32 or dtype.half=bfloat16{tried}"
+    return f"train with {words} or dtype.half=bfloat16{tried}"
 
 
-def _type_remedy(remedy: Setting) -> str:
-    return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
-
-
-def _lower(diagnosis: Diagnosis, case: Case) -> str:
-    name = next(iter(case.scales))
-    fits = case.scales[name] * 2.0**diagnosis.octaves
+def _lower(diagnosis: Diagnosis, case: Case, words: str) -> str:
+    scale = next(iter(case.scales.values()))
+    highest = scale * 2.0**diagnosis.octaves
     if case.scaling == "static":
-        return f"loss_scaling.scale={fits:g} is finite; or loss_scaling=Backoff, which finds it"
-    if not _scaler_goes_there(diagnosis, case):
-        return f"loss_scaling.min_scale={fits:g}: there the step is finite, above it is not"
+        return f"{_ADD}{words}; or loss_scaling=Backoff, which finds a scale"
+    if not scaler_goes_there(diagnosis, case):
+        return f"{_ADD}{words}; at scale {highest:g} the step is finite, above it is not"
     return (
-        f"nothing: the scale goes from {case.scales[name]:g} to {fits:g} by itself, in about "
-        f"{-diagnosis.octaves} skipped steps; loss_scaling.init_scale={fits:g} starts there"
+        f"nothing: the scale goes from {scale:g} to {highest:g} by itself, in about "
+        f"{-diagnosis.octaves} skipped steps; {words} starts below that"
     )
-
-
-def _scaler_goes_there(diagnosis: Diagnosis, case: Case) -> bool:
-    times = 2.0**diagnosis.octaves
-    return all(case.floors.get(name, scale) <= scale * times for name, scale in case.scales.items())
-
-
-def _raise(diagnosis: Diagnosis, case: Case) -> str:
-    fits = 2.0 ** math.floor(math.log2(max(case.scales.values())) + diagnosis.octaves)
-    then = f"at scale {fits:g} it is {diagnosis.underflow_then:.0%}"
-    option = {"static": "loss_scaling.scale", "none": "loss_scaling=static loss_scaling.scale"}
-    return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 
 
 def _mend_fp32(culprit: Culprit | None, step: Evidence) -> str:
@@ -222,7 +212,7 @@ def _table(replays: Sequence[Replay]) -> list[list[str]]:
 def _name_setting(setting: Setting) -> str:
     if setting.fp32:
         return "fp32"
-    more = _type_remedy(setting).replace("|", "")
+    more = shlex.join(setting_words(setting)).replace("|", "")
     return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
 
 

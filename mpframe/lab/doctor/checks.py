@@ -4,8 +4,9 @@ optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
            bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
            bfloat16, and their activations, may be anywhere in that range.
-scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
-           the step with the run's own pins, lists and scale, and each fix has been tried on it.
+scaling    does the first step overflow or lose its gradients, and at which scale does it not? The
+           autopsy diagnoses the step with the run's own pins, lists and scale, and each fix has
+           been tried on it.
 ops        norms and sizes that run where they should not, or slower than they could
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
@@ -15,7 +16,6 @@ emulation  half that a CPU emulates, or computes slowly
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -24,13 +24,17 @@ from torch import Tensor
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.casting.storage import op_of
-from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.lab.autopsy.remedy import (
+    CEILING,
+    fitting_scale,
+    remedy_words,
+    scaler_goes_there,
+)
 from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.exponents import amax_of, lost_fraction
 from mpframe.lab.hints import (
     ADAPTIVE,
     HINTS,
@@ -42,7 +46,6 @@ from mpframe.lab.hints import (
     warning,
 )
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
-from mpframe.training.probe import safe_scale
 
 
 def check_numbers(subject: Subject) -> Iterator[Finding]:
@@ -134,11 +137,8 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     return float(lost.float().mean()), float(subnormal.float().mean())
 
 
-_MANY_GRADIENTS_LOST = 0.05
-
-
-def check_overflow(subject: Subject) -> Iterator[Finding]:
-    """Values that are not finite in the first step's forward and backward pass."""
+def check_first_step(subject: Subject) -> Iterator[Finding]:
+    """A forward and backward pass that is not finite, loses many gradients, or has none."""
     diagnosis = subject.diagnosis
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         where = "" if diagnosis.culprit is None else f" (first {where_of(diagnosis.culprit)})"
@@ -147,74 +147,52 @@ def check_overflow(subject: Subject) -> Iterator[Finding]:
         culprit = diagnosis.culprit
         assert culprit is not None  # A step that is finite in fp32 and not in half has one.
         beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
-        yield error(beyond, *_remedy(diagnosis))
+        yield error(beyond, *remedy_words(diagnosis, subject.case))
     elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
         yield _too_high(subject, diagnosis)
-
-
-def check_small_scale(subject: Subject) -> Iterator[Finding]:
-    """Gradients that become 0 at the first scale and not at another, or that are all 0."""
-    half, amax = subject.half, amax_of(subject.gradients)
-    if amax == 0:
+    elif not _has_gradients(diagnosis):
         yield warning(
             "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
             "learnt from it; look at the loss"
         )
-    known = subject.scaling in ("static", *ADAPTIVE)
-    if half is None or not known or not 0 < amax < math.inf:
-        return
-    scale = min(map(subject.first_scale, subject.trainer.scalers.values()))
-    best = safe_scale(amax, half) or DEFAULT_SCALE
-    lost, least = (lost_fraction(subject.gradients, s, half) for s in (scale, best))
-    if lost > _MANY_GRADIENTS_LOST and least < lost / 2:
-        static = subject.scaling == "static"
-        option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
-        ceiling = float(subject.options.get("loss_scaling.max_scale", 2.0**24))  # Backoff's own
-        yield warning(
-            f"{option}={scale:g}: too small, {lost:.1%} of the first batch's gradients "
-            f"become 0 ({least:.1%} at {best:.3g})",
-            *(() if static else _name_scaler(subject)),
-            f"{option}={_exactly(best)}",
-            *([] if static or best <= ceiling else [f"loss_scaling.max_scale={_exactly(best)}"]),
-        )
+    elif diagnosis.kind is Kind.UNDERFLOW and subject.scaling in ("static", *ADAPTIVE):
+        yield _too_low(subject, diagnosis)
 
 
-def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Return the fix that was tried and made the step finite, or fp32 if none did."""
-    if not diagnosis.proven:
-        return ("dtype=fp32",)
-    return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
-
-
-def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
-    first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
-    # An octave below the scale that was tried: the next batch may have larger gradients.
-    fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
-    highest = first * 2.0**diagnosis.octaves
-    if subject.scaling == "static":
-        what = f"loss_scaling.scale={first:g}: too large, the first batch overflows at it"
-        return error(what, f"loss_scaling.scale={_exactly(fits)}")
-    floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
-    probed = (*_name_scaler(subject), "loss_scaling.init_scale=probe")
-    if floor > highest:
-        what = f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it"
-        return error(what, *probed, f"loss_scaling.min_scale={_exactly(fits)}")
-    return note(
-        f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-        f"until the scale is down to about {highest:g}",
-        *probed,
+def _has_gradients(diagnosis: Diagnosis) -> bool:
+    """Return whether any weight's gradient in fp32 is not 0."""
+    in_fp32 = (one.trace.gradients for one in diagnosis.replays[0].passes)
+    return any(
+        count.nonzero for found in in_fp32 for key, count in found.items() if key[1] == "weight"
     )
 
 
-def _name_scaler(subject: Subject) -> tuple[str, ...]:
-    """Return the word that names a scaler chosen by `auto`, which has no options to set."""
-    known = "loss_scaling.init_scale" in subject.options
-    return () if known else (f"loss_scaling={subject.scaling}",)
+def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    case, words = subject.case, remedy_words(diagnosis, subject.case)
+    first = next(iter(case.scales.values()))
+    if scaler_goes_there(diagnosis, case):
+        return note(
+            f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
+            f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
+            *words,
+        )
+    option = "scale" if case.scaling == "static" else "min_scale"
+    lowest = max(case.floors.values(), default=first)
+    what = f"loss_scaling.{option}={lowest:g}: too large, the first batch overflows at it"
+    return error(what, *words)
 
 
-def _exactly(power: float) -> str:
-    """Write a power of two in all its digits."""
-    return str(int(power)) if power >= 1.0 else repr(power)
+def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    case = subject.case
+    option = "scale" if case.scaling == "static" else "init_scale"
+    ceiling = float(subject.options.get("loss_scaling.max_scale", CEILING))
+    return warning(
+        f"loss_scaling.{option}={max(case.scales.values()):g}: too small, "
+        f"{diagnosis.underflow:.0%} of the first batch's gradients are below "
+        f"{subject.policy.half}'s normal range ({diagnosis.underflow_then:.0%} at "
+        f"{fitting_scale(diagnosis, case):g})",
+        *remedy_words(diagnosis, case, ceiling),
+    )
 
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
@@ -316,8 +294,7 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_weight_range,
     check_small_weights,
     check_training_format,
-    check_overflow,
-    check_small_scale,
+    check_first_step,
     check_norms,
     check_dimensions,
     check_products,

@@ -17,10 +17,10 @@ from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.lab.autopsy.replay import Case
-from mpframe.lab.exponents import WIDTH, Limits, add_rows, amax_of, count_exponents
 from mpframe.lab.hints import PlannedRun
 from mpframe.tracking.dtype_map import Row, dtype_map
-from mpframe.training.probe import probe, wants_probe
+from mpframe.training.optimizers.multi_optimizer import largest
+from mpframe.training.probe import probe_amax, wants_probe
 
 
 @dataclass
@@ -51,17 +51,13 @@ class Subject(PlannedRun):
         return self.trainer.on_device(next(self.loader.epoch(0)))
 
     @cached_property
-    def gradients(self) -> Tensor:
-        """The gradients of the first batch in fp32, as a row of `count_exponents` on the CPU."""
-        trainer, rows = self.trainer, [torch.zeros(WIDTH, dtype=torch.float64)]
-
-        def count(gradient: Tensor) -> None:
-            rows.append(count_exponents(gradient, Limits.of(self.policy.half_dtype)).cpu())
-
+    def amax(self) -> Tensor:
+        """The largest gradient of the first batch in fp32, 0-d float32."""
+        trainer = self.trainer
         trainer.model.train()
-        for loss in trainer.objectives:
-            probe(trainer.model, loss.objective, trainer.precision, self.batch, count)
-        return add_rows(rows)
+        about = trainer.precision, self.batch
+        losses = [loss.objective for loss in trainer.objectives]
+        return largest([probe_amax(trainer.model, loss, *about) for loss in losses])
 
     @cached_property
     def case(self) -> Case:
@@ -86,5 +82,5 @@ class Subject(PlannedRun):
         """Return the first scale. A scaler that probes takes it from the gradients."""
         tried = copy.deepcopy(scaler)
         if wants_probe(tried):
-            tried.start_from(torch.tensor(amax_of(self.gradients)))
+            tried.start_from(self.amax)
         return float(tried.scale)

@@ -1,6 +1,6 @@
 """Compares runs: one HTML page that needs no network, and the same tables as Markdown.
 
-    records  reads a run's folder: options, summary, curves, pictures
+    records  reads a run's folder: options, summary, curves
     tables   runs that differ only in the seed, compared with fp32, as plain text
     page     the report as HTML, with its curves, and as Markdown
     sweep    the table at the end of a sweep

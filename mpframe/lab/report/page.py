@@ -122,7 +122,6 @@ def _plain(label: str) -> str:
 
 _CAPTION = "One line for each run and each of several losses. A cross: the run did not finish."
 _TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
-_MOST_PICTURES = 900_000  # bytes of range pictures in one page, before base64 adds a third
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --quiet: #5b6675; --back: #fff; --line: #e3e7ed;
   --head: #c5ccd6; --hover: #f5f7fa; }
@@ -142,9 +141,7 @@ td { white-space: nowrap; } td .quiet { font-size: .77rem; }
 .text { text-align: left; } td.text { white-space: normal; overflow-wrap: anywhere;
   min-width: 6rem; }
 tbody tr:hover { background: var(--hover); }
-img { max-width: 100%; height: auto; } img.full { width: 100%; } figure { margin: 1rem 0 1.6rem; }
-details figure { display: inline-block; width: 49%; margin: 0 0 1rem; vertical-align: top; }
-summary { cursor: pointer; margin: .5rem 0; }
+img { width: 100%; height: auto; } figure { margin: 1rem 0 1.6rem; }
 figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 """
 
@@ -152,9 +149,9 @@ figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """Write the page on all `records`. A group is a row of the tables, and a colour."""
     *first, last = map(_section, sections(groups))
-    curves = ["<h2>Curves</h2>", _figure("svg+xml", draw(groups), _CAPTION)]
+    curves = ["<h2>Curves</h2>", _figure(draw(groups))]
     about = f"<p class=quiet>{escape(_count_runs(groups, records))}</p>"
-    parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, *_range_pictures(records), last]
+    parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, last]
     return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -206,47 +203,24 @@ def _kind(name: str) -> str:
     return " class=text" if name in _TEXT_COLUMNS else ""
 
 
-def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """Show the pictures of each run while the page has room, the first run's unfolded."""
-    shown: list[str] = []
-    room = _MOST_PICTURES
-    for run in records:
-        title = f"{escape(run.name)}, {escape(run.mode)}: {len(run.pictures)} pictures"
-        size = sum(len(png) for _, png in run.pictures)
-        if size > room:
-            place = f"{escape(run.name)}/numerics"
-            shown.append(f"<p class=quiet>{title}, too large for this page, are in {place}</p>")
-        elif run.pictures:
-            room -= size
-            figures = "".join(_figure("png", png, f"{run.name}: {n}") for n, png in run.pictures)
-            unfolded = "" if shown else " open"
-            shown.append(f"<details{unfolded}><summary>{title}</summary>{figures}</details>")
-    return ["<h2>Ranges</h2>", *shown] if shown else []
-
-
-def _figure(kind: str, content: bytes, caption: str) -> str:
-    encoded = base64.b64encode(content).decode()
-    text = escape(caption)
-    size = " class=full" if kind == "svg+xml" else ""  # such a picture may be enlarged
+def _figure(svg: bytes) -> str:
+    encoded = base64.b64encode(svg).decode()
     return (
-        f'<figure><img{size} alt="{text}" src="data:image/{kind};base64,{encoded}">'
-        f"<figcaption>{text}</figcaption></figure>"
+        f'<figure><img alt="{_CAPTION}" src="data:image/svg+xml;base64,{encoded}">'
+        f"<figcaption>{_CAPTION}</figcaption></figure>"
     )
 
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 
 
-def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
-    """Write the tables on all `records`, and the names of the range pictures."""
-    names = [f"{run.name}: {name}" for run in records for name, _ in run.pictures]
-    pictures = [f"- {_escape_markdown(name)}" for name in names]
+def as_markdown(title: str, groups: Sequence[RunGroup]) -> str:
+    """Write the tables."""
     parts = [f"# {_escape_markdown(title)}"]
     for section in sections(groups):
         table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])
         parts += [f"## {section.title}", *section.warnings, table, *section.notes]
-    parts.append("The curves" + " and range pictures" * bool(pictures) + " are in report.html.")
-    return "\n\n".join([*parts, *(["\n".join(pictures)] if pictures else [])]) + "\n"
+    return "\n\n".join([*parts, "The curves are in report.html."]) + "\n"
 
 
 def _in_one_line(cell: str) -> str:

@@ -1,9 +1,9 @@
-"""Reads a run's folder: its options, how it ended, its curves and its pictures."""
+"""Reads a run's folder: its options, how it ended and its curves."""
 
 import logging
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonpath
 from pathlib import Path
@@ -18,8 +18,6 @@ from mpframe.tracking.summary import FILE_NAME, Summary
 CONFIG = "config_resolved.yaml"
 MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")
 NO_SUMMARY = "no summary"
-_PNG = b"\x89PNG\r\n\x1a\n"
-_LARGEST_PICTURE = 8 * 2**20  # bytes
 
 Curve = Sequence[tuple[int, float]]
 
@@ -32,7 +30,6 @@ class Record:
     options: Mapping[str, Any] = field(default_factory=dict)  # by dotted path
     summary: Summary | None = None  # how it ended
     curves: Mapping[str, Curve] = field(default_factory=dict)  # by tag, (step, value) in order
-    pictures: Sequence[tuple[str, bytes]] = ()  # (file name, PNG) of the folder `numerics`
 
     @property
     def finished(self) -> bool:
@@ -82,10 +79,9 @@ def read(folder: Path, top: Path) -> Record:
         curves = _curves(folder)
     except Exception as error:  # TensorBoard's reader may raise anything on a crafted file.
         curves, reason = {}, reason or f"its event files are damaged ({_line(error, folder):.80})"
-    pictures = tuple(_pictures(folder / "numerics"))
     name = printable(str(folder.relative_to(top)))  # Its files may come from anybody.
     told = printable(reason.replace(f"{folder}/", ""))  # The report may leave this machine.
-    return Record(name, status, told, options, summary, curves, pictures)
+    return Record(name, status, told, options, summary, curves)
 
 
 def _run_folders(path: Path) -> Iterable[Path]:
@@ -152,13 +148,3 @@ def _curves(folder: Path) -> dict[str, Curve]:
 def _is_no_resume(record: logging.LogRecord) -> bool:
     """Drop TensorBoard's warning of steps that a resumed run has repeated and hides."""
     return "out of order" not in str(record.msg)
-
-
-def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the PNG files of a folder of a run, without links that lead out of it."""
-    for path in sorted(folder.glob("*.png")):
-        inside = path.resolve().parent == folder.parent.resolve() / folder.name
-        if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:
-            content = path.read_bytes()
-            if content.startswith(_PNG):
-                yield printable(path.name), content

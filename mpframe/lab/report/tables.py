@@ -2,8 +2,7 @@
 
 A group's numbers are means over its finished runs. The spread is from the lowest to the highest.
 Its fp32 counterpart is every finished fp32 run with the same options, except dtype, loss scaling
-and ops. A group with products below 16 bits is also compared with every finished run without them
-that has the same options, except ops.
+and ops.
 
 The second line of a cell is less important: options, a spread, a ratio. A column of empty cells is
 left out. No table has more columns than fit on a page of 800 pixels.
@@ -25,8 +24,6 @@ from mpframe.tracking.summary import Summary
 
 PRECISION = ("dtype", "loss_scaling", "ops")
 PRODUCTS, RECIPES = "dtype.products", "dtype.recipes"
-NO_RECIPE = "none"
-_OF_PRODUCTS = (PRODUCTS, RECIPES, "ops.")
 SHOWN_APART = (
     *("dtype.mode", "dtype.half"),
     *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
@@ -62,22 +59,17 @@ class RunGroup:
     differing: tuple[str, ...]  # `option=value` words that its mode's other groups do not have
     runs: Sequence[Record]  # finished or not
     fp32: Sequence[Record] = ()  # the runs to compare with
-    in_half: Sequence[Record] = ()  # for a group with a recipe: the same runs without one
 
     @property
     def label(self) -> str:
         return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
 
-    @property
-    def products(self) -> str:
-        return str(self.runs[0].options.get(PRODUCTS, NO_RECIPE))
-
     def span(self, value: Number) -> Span | None:
         return _span(self.runs, value)
 
-    def beside(self, value: Number, others: Sequence[Record]) -> tuple[Span, Span] | None:
-        """Return the spans of this group and of others, if both are known."""
-        mine, full = _span(self.runs, value), _span(others, value)
+    def beside_fp32(self, value: Number) -> tuple[Span, Span] | None:
+        """Return the spans of this group and of its fp32 runs, if both are known."""
+        mine, full = _span(self.runs, value), _span(self.fp32, value)
         return (mine, full) if mine and full else None
 
 
@@ -91,9 +83,8 @@ def group_runs(records: Sequence[Record]) -> list[RunGroup]:
     names = _shorten({word for record in records for word in _words(record, keys)})
     made = []
     for first, *others in sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32"):
-        beside = _fp32_of(first, records, keys), _in_half_of(first, records, keys)
         words = tuple(names[word] for word in _words(first, keys))
-        made.append(RunGroup(words, [first, *others], *beside))
+        made.append(RunGroup(words, [first, *others], _fp32_of(first, records, keys)))
     return made
 
 
@@ -141,12 +132,6 @@ def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> 
     return [*{(r.options.get("seed", r.name), *_words(r, plain)): r for r in fp32}.values()]
 
 
-def _in_half_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
-    alike = _alike(record, records, [key for key in keys if not key.startswith(_OF_PRODUCTS)])
-    kept = [run for run in alike if run.options.get(PRODUCTS, NO_RECIPE) == NO_RECIPE]
-    return [r for r in kept if (r.mode, r.scaling) == (record.mode, record.scaling)]
-
-
 def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     words = _words(record, keys)
     return [run for run in records if _words(run, keys) == words]
@@ -157,7 +142,6 @@ def _span(runs: Iterable[Record], value: Number) -> Span | None:
 
 
 Table = list[list[str]]
-_SATURATED = "numerics/products/saturated/"
 _LEAST_SEEDS = 3
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
@@ -174,11 +158,6 @@ COST_NOTES = (
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
 EMULATED = "float16 was emulated on a CPU: these times say nothing about a GPU."
-RECIPE_NOTES = (
-    "The gap compares the validation loss with runs whose products are in half and whose other "
-    "options are equal. Saturated is the largest share of values beyond the format's range in any "
-    "operand, at the last report of numerics=on.",
-)
 
 
 class Section(NamedTuple):
@@ -195,7 +174,6 @@ def sections(groups: Sequence[RunGroup]) -> list[Section]:
     emulated = any((done.half, done.device) == ("float16", "cpu") for done in cast)
     every = [
         Section("Results", results(groups), NOTES),
-        Section("Products below 16 bits", recipes(groups), RECIPE_NOTES),
         Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
         Section("Every run", every_run(groups)),
     ]
@@ -214,7 +192,7 @@ def results(groups: Sequence[RunGroup]) -> Table:
         "n": _count,
         f"test {metric}" if tested else metric: lambda g: _spread(g.span(value), ".4f"),
         "best": lambda g: _spread(g.span(attrgetter("best")), ".4f"),
-        "gap to fp32": lambda g: _gap(g, value, g.fp32, "fp32"),
+        "gap to fp32": lambda g: _gap(g, value),
         "val loss": lambda g: _spread(g.span(attrgetter("val_loss")), ".4g"),
     }
     return _tabulate(groups, columns)
@@ -233,34 +211,12 @@ def costs(groups: Sequence[RunGroup]) -> Table:
     return _tabulate(groups, columns)
 
 
-def recipes(groups: Sequence[RunGroup]) -> Table:
-    """Tabulate products below 16 bits, a row for each group, if any group has them."""
-    columns: _Columns = {
-        "precision, scaling": _label,
-        "n": _count,
-        "loss gap to none": lambda g: _gap(g, attrgetter("val_loss"), g.in_half, "none"),
-        "saturated": lambda g: _spread(
-            Span.of(_find_saturated(r) for r in g.runs if r.finished), ".2%"
-        ),
-    }
-    narrow = any(group.products != NO_RECIPE for group in groups)
-    return _tabulate(groups, columns) if narrow else []
-
-
 _Columns = Mapping[str, Callable[[RunGroup], str]]
 
 
 def _tabulate(groups: Sequence[RunGroup], columns: _Columns) -> Table:
     rows = [[cell(group) for cell in columns.values()] for group in groups]
     return _without_empty([[*columns], *rows])
-
-
-def _find_saturated(run: Record) -> float | None:
-    """Find the largest share of saturated values in any operand, in the last report."""
-    curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
-    last = [curve[-1] for curve in curves if curve]
-    step = max((step for step, _ in last), default=None)
-    return max((value for at, value in last if at == step), default=None)
 
 
 def every_run(groups: Sequence[RunGroup]) -> Table:
@@ -325,21 +281,21 @@ def _spread(span: Span | None, form: str) -> str:
     return f"{span.mean:{form}}\n{span.low:{form}} – {span.high:{form}}"
 
 
-def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) -> str:
-    """Return the gap to other runs and, below it, their spread."""
-    pair = group.beside(value, others)
-    if pair is None or group.runs[0].mode == name or any(run in others for run in group.runs):
+def _gap(group: RunGroup, value: Number) -> str:
+    """Return the gap to the fp32 runs and, below it, their spread."""
+    pair = group.beside_fp32(value)
+    if pair is None or group.runs[0].mode == "fp32":
         return ""
     mine, full = pair
     gap, spread = f"{mine.mean - full.mean:+.4f}", f"spread {full.high - full.low:.4f}"
     if min(mine.count, full.count) < _LEAST_SEEDS or full.low == full.high:
         spread = "too few seeds to tell"
-    return f"{gap}\n{name}: n {full.count}, {spread}"
+    return f"{gap}\nfp32: n {full.count}, {spread}"
 
 
 def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f", times: float = 1.0) -> str:
     """Return the mean and, below it, its ratio to the fp32 runs', if each side has several."""
-    span, pair = group.span(value), group.beside(value, group.fp32)
+    span, pair = group.span(value), group.beside_fp32(value)
     mean = f"{span.mean * times:{form}}" if span else ""
     if pair is None or not pair[1].mean or group.runs[0].mode == "fp32":
         return mean
@@ -348,7 +304,7 @@ def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f", times: float
 
 
 def _final_scales(group: RunGroup) -> str:
-    ends = [run.summary.final_scale for run in group.runs if run.summary]
+    ends = [run.summary.final_scale for run in group.runs if run.finished and run.summary]
     return ", ".join(dict.fromkeys(_scale(end) for end in ends if end))
 
 

@@ -148,7 +148,8 @@ class Checkpoints(Callback):
         return trainer.comm.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
-        of_rank = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
+        rng = trainer.rng_before_validation or checkpoint.rng_state()
+        of_rank = {"rng": rng, "products": trainer.precision.state_dict()}
         return Snapshot(
             trainer.progress.global_step,
             {
