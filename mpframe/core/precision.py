@@ -23,7 +23,6 @@ from mpframe.core.casting.policy import NO_PRODUCTS, Policy
 from mpframe.core.casting.storage import store
 from mpframe.core.casting.torch_functions import follow_backward_passes, stop_following
 from mpframe.core.casting.trace import WeightUses, initialize_lazy, trace
-from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.optim.masters import set_master
@@ -220,13 +219,8 @@ class Precision:
         finally:
             self.load_state_dict(before)
 
-    def sync(self, comm: Comm) -> None:
-        """Synchronise what handlers measured in this step. Every rank must call it."""
-        for handler in self.op_handlers:
-            handler.sync(comm)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what handlers carry from step to step, such as random generators and amax."""
+        """Return what handlers carry from step to step, such as random generators."""
         states = (handler.state_dict() for handler in self.op_handlers)
         return {name: value for state in states for name, value in state.items()}
 

@@ -175,7 +175,6 @@ class StepTrainer:
 
     def finish_step(self, result: StepResult) -> StepResult:
         """Run all that follows a step. The host may not know yet whether it was skipped."""
-        self.precision.sync(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)
         return result

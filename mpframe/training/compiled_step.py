@@ -111,7 +111,8 @@ class CompiledTrainer(Trainer):
         if not isinstance(self.optimizer, MasterWeights):
             raise refused("several optimizers share a step")
         if self.precision.op_handlers:
-            raise refused(f"dtype.products={self.precision.policy.products} measures every step")
+            products = self.precision.policy.products
+            raise refused(f"dtype.products={products} runs ops by a handler, which may keep state")
         if scaler is not None and not isinstance(scaler, Scaler):
             raise refused(f"loss_scaling={name_of(scaler)} is not derived from mpframe's Scaler")
         if spikes is not None and spikes.policy != "warn":

@@ -102,7 +102,7 @@ class CastMode(TorchFunctionMode):
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._set_half(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
-        self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
+        self._steps = -1  # Not `_optimizer_steps`: a compiler would guard on it.
         self.follow_pins()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,8 +218,8 @@ class CastMode(TorchFunctionMode):
             return tensor
         if is_compiling():
             return self._make_operand(tensor.to(dtype=self._half))
-        if self._steps != count_steps():
-            self._steps = count_steps()
+        if self._steps != _optimizer_steps:
+            self._steps = _optimizer_steps
             self._kept_weights.clear()
         # A cast made without a graph has no gradient, and one made with it has one for good.
         key = (id(tensor), torch.is_grad_enabled() and tensor.requires_grad)
@@ -262,20 +262,16 @@ def _is_weight(tensor: Tensor) -> bool:
     return tensor.is_leaf and tensor.requires_grad and not tensor.is_inference()
 
 
-_steps = 0
+# Or buckets of one. They are counted because fused ones raise no version counters.
+_optimizer_steps = 0
 
 
 def _note_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
+    global _optimizer_steps
+    _optimizer_steps += 1
 
 
 register_optimizer_step_post_hook(_note_step)
-
-
-def count_steps() -> int:
-    """Count optimizer steps, or buckets of one, because fused ones raise no version counters."""
-    return _steps
 
 
 @contextmanager

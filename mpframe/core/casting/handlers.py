@@ -27,7 +27,6 @@ from mpframe.core.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_fault
 from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
 from mpframe.core.casting.policy import CASTABLE, Compute, Policy
 from mpframe.core.casting.torch_functions import unwrap
-from mpframe.core.comm import Comm
 from mpframe.core.tree import HALF, call_with, is_simple, map_tensors, tensors_in, to_fp32
 
 Args = tuple[Any, ...]
@@ -61,9 +60,6 @@ class OpHandler:
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
         """Return how a layer runs, in words for the dtype map, if there is anything to add."""
         return ""
-
-    def sync(self, comm: Comm) -> None:
-        """Synchronise what a step measured among the ranks, after each step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is carried from step to step, under names that no other handler uses."""
