@@ -26,7 +26,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint.folder import content_digest
 from mpframe.config.stored import config_of
 from mpframe.core.errors import MpframeError
-from mpframe.lab.report.page import as_markdown, as_page
+from mpframe.lab.report.page import as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import group_runs
 from mpframe.run import resume
@@ -194,7 +194,6 @@ def reported(run: Path, drawn: bool) -> None:
     with ours_alone(run):
         _, runs = find_runs([run])
         groups = group_runs(runs)
-        assert "\x1b" not in as_markdown("t", groups)
         if drawn:
             assert "\x1b" not in as_page("t", groups, runs)
 

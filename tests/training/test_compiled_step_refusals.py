@@ -137,7 +137,7 @@ def test_a_trainer_that_cannot_compile_its_steps_is_not_made(what: str) -> None:
     assert said == f"trainer.compile=step: {why}; use trainer.compile=true"
 
 
-def test_products_that_are_measured_in_each_step_are_refused() -> None:
+def test_products_whose_handler_may_keep_state_are_refused() -> None:
     import mpframe.lowbit  # noqa: F401
 
     precision, model = Precision("mixed", "bfloat16", products="fp8_tensorwise"), net()

@@ -9,7 +9,7 @@ Options:
     FOLDER ...      runs or sweeps, at least one
     out=FOLDER      default: the first folder, or the one beside it if it is a run
 
-The command writes report.html and report.md.
+The command writes report.html.
 """
 
 from pathlib import Path
@@ -18,11 +18,9 @@ from mpframe.cli.program import command, take_own
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import few, say
-from mpframe.lab.report.page import as_markdown, as_page
+from mpframe.lab.report.page import as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import group_runs
-
-PAGE, TABLES = "report.html", "report.md"
 
 
 @command
@@ -40,7 +38,7 @@ def main(arguments: list[str]) -> None:
     groups = group_runs(records)
     names = list(dict.fromkeys(Path(folder).resolve().name for folder in folders))
     title = f"Runs of {few(names) if len(names) > 1 else home.name}"
-    write_atomically(out / PAGE, as_page(title, groups, records))
-    write_atomically(out / TABLES, as_markdown(title, groups))
+    page = out / "report.html"
+    write_atomically(page, as_page(title, groups, records))
     finished = sum(record.finished for record in records)
-    say(f"{finished} of {len(records)} runs finished; {out / PAGE} and {TABLES} beside it")
+    say(f"{finished} of {len(records)} runs finished; {page} shows them")

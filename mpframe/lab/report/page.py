@@ -1,7 +1,7 @@
-"""The report as one HTML file that loads nothing, with its curves, and as Markdown.
+"""The report as one HTML file that loads nothing, with its curves.
 
 Text from runs goes through `escape`. A content security policy forbids the page to load anything,
-in case that ever fails. In Markdown it can neither end a cell nor start markup.
+in case that ever fails.
 
 The curves are one picture: losses, every metric, loss scale, skipped steps. Each group has one
 colour and one dash pattern, because the lines of two modes often coincide. There is a line for each
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from mpframe.files.text import markdown
 from mpframe.lab.report.records import Curve, Record
 from mpframe.lab.report.tables import RunGroup, Section, Table, sections
 from mpframe.tracking.tags import Tag, metric_tag
@@ -209,24 +208,3 @@ def _figure(svg: bytes) -> str:
         f'<figure><img alt="{_CAPTION}" src="data:image/svg+xml;base64,{encoded}">'
         f"<figcaption>{_CAPTION}</figcaption></figure>"
     )
-
-
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
-
-
-def as_markdown(title: str, groups: Sequence[RunGroup]) -> str:
-    """Write the tables."""
-    parts = [f"# {_escape_markdown(title)}"]
-    for section in sections(groups):
-        table = markdown([[_in_one_line(cell) for cell in row] for row in section.table])
-        parts += [f"## {section.title}", *section.warnings, table, *section.notes]
-    return "\n\n".join([*parts, "The curves are in report.html."]) + "\n"
-
-
-def _in_one_line(cell: str) -> str:
-    first, *others = cell.split("\n")
-    return _escape_markdown(f"{first} ({'; '.join(others)})" if others else first)
-
-
-def _escape_markdown(text: str) -> str:
-    return _MARKUP.sub(r"\\\1", " ".join(text.split()))
