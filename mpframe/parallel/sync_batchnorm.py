@@ -17,12 +17,17 @@ from torch import Tensor, nn
 
 from mpframe.core.comm import Comm, apply_weight
 
-_WEIGHTS: list[Tensor] = []  # of this rank in the present backward pass, once a model is in use
+
+class _Step:
+    """The present step: whether a layer ran forward, and this rank's weight in its backward."""
+
+    ran, weight = False, torch.ones(())
 
 
 def note_weight(comm: Comm, count: Tensor) -> None:
-    """Note, if a model is synchronised, what the step weighs this rank's gradients by."""
-    _WEIGHTS[:] = [comm.weight(count) for _ in _WEIGHTS]
+    """Note, if a layer ran, what the step will weigh this rank's gradients by."""
+    if _Step.ran:
+        _Step.ran, _Step.weight = False, comm.weight(count)
 
 
 def synchronize(model: nn.Module) -> None:
@@ -30,7 +35,6 @@ def synchronize(model: nn.Module) -> None:
 
     Parameters, buffers and names stay. In training mode every rank must call the model, or none.
     """
-    _WEIGHTS[:] = [torch.ones(())]
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             kind = type(module)
@@ -41,6 +45,7 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        _Step.ran = True
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         values = input.float() if input.dtype.itemsize < 4 else input
         dims = [0, *range(2, values.dim())]
@@ -85,7 +90,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        weight = _WEIGHTS[0].to(gradient.device)
+        weight = _Step.weight.to(gradient.device)
         return _over_ranks(apply_weight(gradient, weight)) / weight
 
 
