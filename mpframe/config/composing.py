@@ -34,7 +34,7 @@ def compose_words(words: list[str], name: str = PRIMARY) -> DictConfig:
         refuse_bad_override(override)
     try:
         return compose(name, overrides=words, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, OSError, MarkedYAMLError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, MarkedYAMLError) as error:
         raise refusal(error, words, name) from None
 
 
