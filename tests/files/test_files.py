@@ -16,6 +16,7 @@ from mpframe.core.errors import MpframeError
 from mpframe.files import file_lock
 from mpframe.files.durable import append_whole, write_atomically
 from mpframe.files.file_lock import turn_in
+from mpframe.files.text import markdown
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -114,3 +115,9 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     said = f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
     assert str(error.value) == f"{said}delete what is there or choose another folder"
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_a_cell_of_a_table_holds_ends_no_cell_and_no_row() -> None:
+    assert markdown([("a", "b"), ("x | y", "one\ntwo")], right=[1]) == (
+        "| a | b |\n|---|---:|\n| x \\| y | one two |"
+    )
