@@ -234,7 +234,7 @@ def load_weights(
                 f"{tuple(tensor.shape)} in the model; load the model it is of"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        master = _MASTERS.get(parameter)  # Also of one that was widened to fp32.
+        master = master_behind(parameter)
         if master is not None:
             master.start_from(parameter, weights[name])
             present.pop(name, None)
