@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from processes import CONTEXT
 
+PATIENCE = float(os.environ.get("RANKS_PATIENCE", "240"))  # seconds until a rank must answer
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
@@ -45,7 +46,9 @@ class Ranks:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 240) -> Any:
+    def __call__(
+        self, function: Callable[..., Any], *arguments: Any, within: float = PATIENCE
+    ) -> Any:
         """What each rank returned, in their order; a rank that raised gives the error's text."""
         try:
             self.begin(function, *arguments)
@@ -66,10 +69,10 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
-    def results(self, within: float = 240) -> list[Any]:
+    def results(self, within: float = PATIENCE) -> list[Any]:
         return [self.results_of(rank, within) for rank in range(self._size)]
 
-    def results_of(self, rank: int, within: float = 240) -> Any:
+    def results_of(self, rank: int, within: float = PATIENCE) -> Any:
         """What one rank returned; None if it was killed."""
         pipe = self._pipes[rank]
         assert pipe.poll(within), f"no rank may take longer than {within} s"
