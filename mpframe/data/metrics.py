@@ -1,6 +1,6 @@
 """Metrics that count on the device, in the manner of torchmetrics.
 
-Those of classes leave out targets equal to `ignore_index`, as torch's losses do, -100 by default.
+Metrics of classes leave out targets equal to `ignore_index` (-100), as torch's losses do.
 An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
 back before `compute`. The sums start as the number 0, so that the first batch decides the device.
 `compute` returns 0-d float64, nan before the first update or if nothing was counted.

@@ -129,9 +129,14 @@ def _enter(copy: Path) -> None:
     assert "mpframe" not in sys.modules, "the server has imported what a mutant may change"
     os.chdir(copy)
     # pytest would rewrite its plugins, and can't if the server has imported them.
-    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "_hypothesis_pytestplugin"}
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "_hypothesis_pytestplugin"}
     # Ranks that a fault has parted wait for one another.
-    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "RANKS_PATIENCE": "60", **own}
+    os.environ |= {
+        "PYTHONPATH": str(copy),
+        "OMP_NUM_THREADS": "1",
+        "RANKS_PATIENCE": "60",
+        **plugins,
+    }
     sys.path[:] = [str(copy), *(p for p in sys.path if p != str(Path(__file__).parent))]
     multiprocessing.set_start_method(None, force=True)  # the tests choose as in a new program
     for stream in (1, 2):
