@@ -61,7 +61,8 @@ class EventFile:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        older = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+        others = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+        older = [int(second) for second in others if second.isdecimal()]  # Others may name theirs.
         second = max([int(time.time()), *(other + 1 for other in older)])
         self._path = folder / f"events.out.tfevents.{second:010d}.{unique}"
         self._waiting = io.BytesIO()

@@ -162,6 +162,15 @@ def test_measured_statistics_bring_mean_0_and_variance_1() -> None:
     images = torch.zeros(4001, 1, 1, 1)
     images[::3] = 1.0  # Of so many every third one is looked at, and only those are lit.
     assert Normalize.measured(images).mean == (1.0,)
+    # A run can be evaluated with another number of threads than it was trained with.
+    images, threads = make(dtype=torch.bfloat16, count=2000).images, torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = Normalize.measured(images)
+        torch.set_num_threads(7)
+        assert Normalize.measured(images) == alone
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:

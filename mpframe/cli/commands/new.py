@@ -11,6 +11,7 @@ The project has a model, data, a configuration, a test, and a README.md with the
 anything: nothing else refers to these files.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -33,5 +34,7 @@ def main(arguments: list[str]) -> None:
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_TEMPLATE, folder, ignore=unwanted, dirs_exist_ok=True)
     project = folder / "conf" / "project.yaml"
-    project.write_text(project.read_text().replace('"spirals"', f'"{folder.resolve().name}"'))
+    # JSON's quotes are YAML's: a folder's name may hold one.
+    name = json.dumps(folder.resolve().name, ensure_ascii=False)
+    project.write_text(project.read_text().replace('"spirals"', name))
     say(f"{folder}: written; begin with {folder / 'README.md'}")
