@@ -140,7 +140,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:
-        """Put the copies back if `skipped`: a bool, or 0-d on the device.
+        """Put the copies back if `skipped`: a bool, or 0-d, 0 or 1, on the device.
 
         The device chooses values without the host, which must wait for the device only if a plain
         attribute or a buffer's shape changed, and for sparse and expanded buffers.
@@ -151,6 +151,7 @@ class Buffers:
         only_values = all(takes(buffer, kept) for _, _, buffer, kept in moved)
         if isinstance(skipped, Tensor) and not (only_values and not self._attributes.has_changed()):
             skipped = read_verdicts([(skipped, None)])[0].skipped
+        skipped = skipped.bool() if isinstance(skipped, Tensor) else skipped
         for home, name, buffer, kept in moved:
             if isinstance(skipped, Tensor):
                 buffer.copy_(torch.where(skipped.to(buffer.device), kept, buffer))

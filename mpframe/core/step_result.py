@@ -19,15 +19,15 @@ def read_verdicts(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict
     """THE HOST WAITS HERE for the device, and nowhere else in a step: one transfer for all steps.
 
     Args:
-        steps: whether each was skipped, 0-d bool, and how many micro-batches it dropped, 0-d int64
-            or None if it was not accumulated.
+        steps: whether each was skipped, 0-d, 0 or 1, and how many micro-batches it dropped, 0-d
+            int64 or None if it was not accumulated.
     """
     if len(steps) == 1 and steps[0][1] is None:
         return [Verdict(bool(steps[0][0].item()), 0)]
     numbers = [number for step in steps for number in step if number is not None]
     together = [number.to(numbers[0].device) for number in numbers]  # Of several devices.
     values = iter(torch.stack(together).tolist())
-    return [Verdict(bool(next(values)), 0 if n is None else next(values)) for _, n in steps]
+    return [Verdict(bool(next(values)), 0 if n is None else int(next(values))) for _, n in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StepResult:
     """The result of one optimizer step. Every value stays on the device until it is read.
 
     Attributes:
-        skipped: 0-d bool, True if the gradients were not finite and nothing was changed.
+        found_inf: 0-d, 1 if the gradients were not finite and nothing was changed, else 0.
         amax: 0-d float32, the largest |gradient|, unscaled, before clipping, inf on overflow.
         grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
         scale: 0-d float32, the loss scale this step was computed with.
@@ -49,7 +49,7 @@ class StepResult:
             of all gradients together, and `loss` the sum.
     """
 
-    skipped: Tensor
+    found_inf: Tensor
     amax: Tensor
     grad_norm: Tensor
     scale: Tensor
@@ -57,6 +57,11 @@ class StepResult:
     loss: Tensor | None = None
     verdict: Verdict | None = None
     parts: "Mapping[str, StepResult] | None" = None
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether nothing was changed, 0-d bool."""
+        return self.found_inf.bool()
 
     @property
     def known(self) -> Verdict:
@@ -70,9 +75,9 @@ class StepResult:
         return {"": self} if self.parts is None else self.parts
 
     def any_skipped(self) -> Tensor | bool:
-        """Return whether any part was skipped: a bool if the host knows it, else 0-d bool."""
+        """Return whether any part was skipped: a bool if the host knows it, else 0-d, 0 or 1."""
         if self.parts is None:
-            return self.skipped if self.verdict is None else self.verdict.skipped
+            return self.found_inf if self.verdict is None else self.verdict.skipped
         if self.verdict is None:
             return torch.stack([part.skipped for part in self.parts.values()]).any()
         return any(part.known.skipped for part in self.parts.values())

@@ -94,7 +94,7 @@ class CompiledTrainer(Trainer):
             if algorithm.before_update(self, [result.loss]) is not None:
                 raise refused(_decides(name))
         if not host_waits_for(self._device):
-            verdict = read_verdicts([(result.skipped, result.dropped)])[0]
+            verdict = read_verdicts([(result.found_inf, result.dropped)])[0]
             result = replace(result, verdict=verdict)
         return self.finish_step(result)
 
@@ -166,8 +166,9 @@ class CompiledTrainer(Trainer):
                 undone = [(tensor, tensor.clone()) for tensor in held]
                 with torch.enable_grad():
                     result = super().train_step(*batches)
+                skipped = result.skipped
                 for tensor, old in undone:
-                    tensor.copy_(torch.where(result.skipped, old, tensor))
+                    tensor.copy_(torch.where(skipped, old, tensor))
             record = recorder.finish((result, scaler.state))
             now_held, now_counts = self._undone(), self._python_values()
         if len(now_held) > len(held):

@@ -47,6 +47,7 @@ class Gradients:
     amax: Tensor  # 0-d float32, the largest unscaled magnitude, inf or nan if any is
     measured: Tensor | None  # `amax` as long as it follows from the values and nothing else
     count: Tensor | float = 1  # how many samples the loss is the mean of, >= 0
+    known_norm: Tensor | None = None  # what `norm` returns, if it was measured with `amax`
     clip_factor: Tensor | None = None  # 0-d, half ones will be multiplied by it
     max_value: float | None = None  # Each value will be clamped to this magnitude.
     # 0-d float32, the amax for the scaler if it is another: the largest of any micro-batch, because
@@ -57,6 +58,8 @@ class Gradients:
 
     def norm(self, copies: Mapping[Tensor, int] | None = None) -> Tensor:
         """Return the global 2-norm, 0-d fp32, as torch's clipping does. `copies` count as one."""
+        if self.known_norm is not None and not copies:
+            return self.known_norm
         if not self.values:
             return torch.zeros_like(self.amax)
         norms = list(torch._foreach_norm(self.wide)) if self.wide else []
@@ -78,12 +81,23 @@ class Gradients:
         norm: Tensor = torch.linalg.vector_norm(stacked)
         return norm.float()
 
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping."""
+    def clip(self, norm: Tensor, max_norm: float) -> Tensor:
+        """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping.
+
+        Return 1 if the gradients or their norm are not finite, else 0: 0-d fp32. A norm beyond
+        fp32 would clip every gradient to zero.
+        """
         inverse = torch.reciprocal(norm + 1e-6)  # What max_norm / (norm + 1e-6) is made of.
         self.clip_factor = torch.clamp(inverse if max_norm == 1 else max_norm * inverse, max=1.0)
+        local = self.amax is self.measured  # It follows from these gradients.
+        if local and self.wide and not self.half and not is_apple(norm.device):
+            found_inf: Tensor = torch.ge(norm, torch.inf, out=torch.empty_like(norm))
+            # One kernel multiplies them, and finds inf and nan.
+            torch._amp_foreach_non_finite_check_and_unscale_(self.wide, found_inf, self.clip_factor)
+            return found_inf
         if self.wide:
             torch._foreach_mul_(self.wide, self.clip_factor)
+        return find_inf(norm if local else torch.maximum(self.amax, norm))
 
     def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
@@ -118,8 +132,12 @@ def measure_grads(
     scale: Tensor | float,
     device: torch.device,
     amax: Tensor | None = None,
+    with_norm: bool = False,
 ) -> Gradients:
-    """Return gradients, by master, with their amax, and unscale fp32 ones in place."""
+    """Return gradients, by master, with their amax, and unscale fp32 ones in place.
+
+    `with_norm` measures their norm as well, if that is cheaper now: of unscaled fp32 ones.
+    """
     few = device.type == "cpu" and sum(map(Tensor.numel, scaled.values())) <= _FEW
     by_master = dict[Tensor, Tensor]()
     values, half, wide = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -135,11 +153,20 @@ def measure_grads(
             (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
-    measured = _amax(half, wide, device) if amax is None else None
-    largest: Any = amax if measured is None else measured
+    measured = norm = None
+    if amax is None:
+        with_norm = with_norm and not half and not isinstance(scale, Tensor)
+        amax, norm = _measure(half, wide, device, with_norm)
+        measured = amax
     if isinstance(scale, Tensor):
-        torch._foreach_div_([*wide, largest], scale)
-    return Gradients(by_master, values, half, wide, scale, largest, measured)
+        torch._foreach_div_([*wide, amax], scale)
+    return Gradients(by_master, values, half, wide, scale, amax, measured, known_norm=norm)
+
+
+def find_inf(magnitude: Tensor) -> Tensor:
+    """Return 1 where a magnitude is inf or nan, else 0: float32, as torch's fused kernels skip."""
+    found: Tensor = torch.logical_not(magnitude < torch.inf, out=torch.empty_like(magnitude))
+    return found
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
@@ -158,8 +185,10 @@ def check_clipping(**bounds: float | None) -> None:
         raise ConfigError(f"{' and '.join(given)}: cannot be combined; give only one")
 
 
-def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude, 0-d float32."""
+def _measure(
+    half: list[Tensor], wide: list[Tensor], device: torch.device, with_norm: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the largest magnitude and, `with_norm` of wide ones, their 2-norm: 0-d float32."""
     ends: list[Tensor] = []
     for values in filter(None, (half, wide)):
         if values[0].is_cpu:
@@ -168,9 +197,13 @@ def _amax(half: list[Tensor], wide: list[Tensor], device: torch.device) -> Tenso
         else:
             ends += torch._foreach_norm(values, torch.inf, torch.float32)
     if not ends:
-        return torch.zeros((), device=device)
-    largest: Tensor = torch.linalg.vector_norm(torch.stack(ends), torch.inf)
-    return largest.float()
+        return torch.zeros((), device=device), None
+    norms = torch._foreach_norm(wide) if with_norm else ()
+    # One kernel stacks both. The norms are first: where memory begins changes how kernels add.
+    stacked, count = torch.stack([*norms, *ends]), len(norms)
+    amax: Tensor = torch.linalg.vector_norm(stacked[count:], torch.inf)
+    norm: Any = torch.linalg.vector_norm(stacked[:count]).float() if with_norm else None
+    return amax.float(), norm
 
 
 class Accumulator:

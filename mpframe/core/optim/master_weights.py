@@ -27,6 +27,7 @@ from mpframe.core.optim.gradients import (
     Gradients,
     as_count,
     check_clipping,
+    find_inf,
     in_chunks,
     measure_grads,
 )
@@ -74,6 +75,7 @@ class MasterWeights(OptimizerWrapper):
         self._steps = 0  # how many have begun
         self.accumulator = Accumulator()
         self._means: Gradients | None = None
+        self._alone = True  # whether the last step was one micro-batch of one process
         self._consumed = False
         self.stepped_once: set[Tensor] = set()  # masters of which the optimizer has state
         super().__init__(optimizer, keep_masters)
@@ -122,7 +124,8 @@ class MasterWeights(OptimizerWrapper):
         """Pop a micro-batch's gradients from parameters and masters, and measure them."""
         if len(self.optimizer.param_groups) > self._registered:  # Inlined: this runs in every step.
             self._register_groups()
-        gradients = measure_grads(self._pop_grads(), scale, self._device)
+        alone = self._alone and not self.accumulator.filled  # Its norm will be the step's.
+        gradients = measure_grads(self._pop_grads(), scale, self._device, with_norm=alone)
         amax, sharding = gradients.amax, self.comm.sharding
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
@@ -190,21 +193,16 @@ class MasterWeights(OptimizerWrapper):
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
         norm = self.norm_of(gradients)
-        largest = amax
-        if max_norm is not None:
-            gradients.clip(norm, max_norm)
-            # A norm beyond fp32, as one of inf or nan is, would clip every gradient to zero.
-            largest = norm if amax is gradients.measured else torch.maximum(amax, norm)
-        skipped = ~(largest < torch.inf)  # inf or nan
+        found_inf = find_inf(amax) if max_norm is None else gradients.clip(norm, max_norm)
         if skip_mask is not None:
-            skipped = skipped | skip_mask
-        verdict = None if self.skips_on_device else read_verdicts([(skipped, dropped)])[0]
+            found_inf = torch.maximum(found_inf, skip_mask)
+        verdict = None if self.skips_on_device else read_verdicts([(found_inf, dropped)])[0]
         gradients.max_value = max_value
-        self.apply(gradients, skipped, verdict)
+        self.apply(gradients, found_inf, verdict)
         used = torch.ones_like(norm) if scaling is None else scaling.scale
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
-        return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
+        return StepResult(found_inf, amax, norm, used, dropped, loss, verdict)
 
     def norm_of(self, gradients: Gradients) -> Tensor:
         """Return the global 2-norm, 0-d fp32, of gradients of which this rank may have parts."""
@@ -224,9 +222,11 @@ class MasterWeights(OptimizerWrapper):
             if grads:
                 self.accumulator.add(measure_grads(grads, scale, device))
             gradients = self.accumulator.mean(self._stepped.values(), self.comm)
+            # Most steps are as the one before.
+            self._alone = gradients.dropped is None and self.comm.size == 1
             self.accumulator = Accumulator()
         else:
-            gradients = measure_grads(grads, scale, device)
+            gradients = measure_grads(grads, scale, device, with_norm=True)
             gradients.no_new = self._consumed and not grads
             gradients.amax = self.comm.max(gradients.amax)
         self._means = None
@@ -235,15 +235,16 @@ class MasterWeights(OptimizerWrapper):
         return gradients
 
     @torch.no_grad()
-    def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
-        """Update the masters and round them into the weights, bucket by bucket, unless `skipped`.
+    def apply(self, gradients: Gradients, found_inf: Any, verdict: Verdict | None) -> None:
+        """Update the masters and round them into the weights, unless `found_inf`, 0-d fp32, is 1.
 
-        `verdict` is the same on the host, unless `skips_on_device`.
+        It goes bucket by bucket. `verdict` is the same on the host, unless `skips_on_device`.
         """
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        found_inf = skipped.float() if verdict is None and self._has_kernels_that_skip() else None
+        if verdict is not None or not self._has_kernels_that_skip():
+            found_inf = None
         buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
         if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):

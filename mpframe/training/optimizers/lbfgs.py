@@ -40,7 +40,7 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
     device = parameters[0].device
     last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
     masters.zero_grad()
-    never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
+    never, one = torch.zeros((), device=device), torch.ones((), device=device)
     verdict = Verdict(skipped=False, dropped=0)
     return StepResult(never, last.amax, last.norm(), one, loss=loss, verdict=verdict)
 

@@ -143,7 +143,7 @@ class MultiOptimizer:
         for name, part in self.parts.items():
             gradients, norm, skipped = grads[name], norms[name], skips[name]
             gradients.max_value = max_value
-            part.apply(gradients, skipped, verdicts[name])
+            part.apply(gradients, skipped.float(), verdicts[name])
             used = torch.ones_like(norm) * scales[name]
             results[name] = StepResult(
                 skipped, gradients.amax, norm, used, gradients.dropped, None, verdicts[name]
@@ -198,7 +198,7 @@ def merge_results(results: Mapping[str, StepResult]) -> StepResult:
     dropped = [part.dropped for part in parts if part.dropped is not None]
     losses = [part.loss for part in parts if part.loss is not None]
     return StepResult(
-        skipped=torch.stack([part.skipped for part in parts]).all(),
+        found_inf=torch.stack([part.skipped for part in parts]).all(),
         amax=largest([part.amax for part in parts]),
         grad_norm=torch.linalg.vector_norm(torch.stack([part.grad_norm for part in parts])),
         scale=parts[0].scale,
@@ -228,7 +228,7 @@ def with_verdicts(results: list[StepResult]) -> list[StepResult]:
     for result in results:
         if result.verdict is None:
             unread += result.each().values()
-    steps = [(part.skipped, part.dropped) for part in unread]
+    steps = [(part.found_inf, part.dropped) for part in unread]
     verdicts = iter(read_verdicts(steps) if steps else ())
     complete = []
     for result in results:

@@ -67,14 +67,19 @@ def test_sparse_half_duplicates_are_summed_in_fp32() -> None:
     assert optimizer.master_of(weight).flatten().tolist() == [0.0, -62.5]
 
 
-def test_sums_of_finite_gradients_are_no_overflow() -> None:
+@pytest.mark.parametrize("count", [1, torch.tensor(1)])
+def test_sums_of_finite_gradients_are_no_overflow(count) -> None:
     """3e38 + 3e38 is inf; neither gradient is. Only a norm beyond fp32 cannot be clipped to."""
     weight, optimizer = one(torch.zeros(2), lr=1e-38)
-    for clip in (1.0, None):
-        weight.grad = torch.full((2,), 3e38)
+    for value, clip, skipped in (
+        *((3e38, 1.0, True), (INF, 1.0, True), (NAN, 1.0, True)),
+        *((INF, None, True), (3e38, None, False)),
+    ):
+        weight.grad = torch.tensor([3e38, value])
+        optimizer.accumulate(1.0, count)
         result = optimizer.step(max_norm=clip)
-        assert bool(result.skipped) is bool(clip)
-        assert bool(weight.any()) is not bool(clip)
+        assert bool(result.skipped) is skipped
+        assert bool(weight.any()) is not skipped
     assert result.amax.item() == pytest.approx(3e38)
 
 
