@@ -81,7 +81,7 @@ def _a_host_that_knows(monkeypatch) -> None:
 
 @pytest.fixture
 def one_kernel(monkeypatch) -> None:
-    """LogMax's update counts as the one kernel that test_logmax_compiled.py makes of it."""
+    """LogMax's update counts as the one kernel that test_logmax_equations.py makes of it."""
 
     def compile_it(function, **_):
         def compiled(*args):
