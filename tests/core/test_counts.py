@@ -176,9 +176,8 @@ def test_equal_counts_change_no_bit(counts) -> None:
     first, second, third = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
     weights = [nn.Parameter(torch.zeros(5, 2)) for _ in range(2)]
     optimizer = MasterWeights(torch.optim.SGD(weights, lr=1.0))
-    for count, *gradients in zip(
-        counts, (first, second, third), (None, second, third), strict=True
-    ):
+    given = (first, None), (second, second), (third, third)
+    for count, gradients in zip(counts, given, strict=True):
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = None if gradient is None else gradient.clone()
         optimizer.accumulate(count=count)
