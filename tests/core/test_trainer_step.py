@@ -9,14 +9,12 @@ from fixtures import refused
 from prepared import prepared
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
-from torch.utils.data import TensorDataset
 from vocabulary import differing, same_bits
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Algorithm
-from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.data import Loader
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.evaluation import Evaluator
@@ -226,18 +224,6 @@ def test_evaluation_restores_the_mode_of_each_module() -> None:
     trainer.evaluate(SimpleNamespace(epoch=lambda _: [batch]))
     assert [module.training for module in model.modules()] == [True, True, False, True]
     assert not model[0].merged
-
-
-def test_bad_data_leaves_the_weights_of_the_step_before() -> None:
-    inputs, targets = batches(1)[0]
-    inputs[5, 0, 3, 3] = INF
-    loader = Loader(TensorDataset(inputs, targets), 4, shuffle=False)
-    trainer, alone = make_trainer("mixed"), make_trainer("mixed")
-    with pytest.raises(DataError, match=r"sample 5 holds NaN or inf in its inputs \(epoch 0, b"):
-        trainer.fit(loader)
-    alone.train_step((inputs[:4], targets[:4]))
-    alone.progress.batch = 1
-    assert differing(trainer.state_dict(), alone.state_dict()) == []
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True), (False, False)])
