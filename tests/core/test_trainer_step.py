@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures import refused
-from prepared import prepared
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from vocabulary import differing, same_bits
@@ -194,36 +193,20 @@ def test_one_bad_micro_batch_is_dropped_and_the_divisor_corrected(mode, half) ->
     assert differing(with_bad.state_dict(), without.state_dict()) == ["/progress/dropped"]
 
 
-def test_evaluation_uses_the_average_and_leaves_the_state() -> None:
+def test_evaluation_uses_the_average_and_leaves_the_state_and_the_mode_of_each_module() -> None:
+    """A pretrained BatchNorm often stays in eval mode. A layer may act when its mode changes."""
     trainer, loader = make_trainer(), SimpleNamespace(epoch=lambda _: batches(2))
     for batch in batches(5):
         trainer.train_step(batch)
-    before = copy.deepcopy(trainer.state_dict())
+    before, last, seen = copy.deepcopy(trainer.state_dict()), trainer.model[-1], []
+    trainer.model[1].eval()
+    last.train = lambda mode=True: seen.append(mode) or nn.Linear.train(last, mode)
     with_average = trainer.evaluate(loader)
     assert differing(before, trainer.state_dict()) == []
+    modes = [module.training for module in trainer.model.modules()]
+    assert (modes, seen) == ([True, True, False, True, True, True], [False, True])
     trainer.algorithms = {}
     assert trainer.evaluate(loader).loss != with_average.loss
-
-
-class Merges(nn.Linear):
-    """It acts when its mode changes, as layers do that merge an adapter into their weight."""
-
-    merged = False
-
-    def train(self, mode: bool = True) -> "Merges":
-        self.merged = not mode
-        return super().train(mode)
-
-
-def test_evaluation_restores_the_mode_of_each_module() -> None:
-    """A pretrained BatchNorm often stays in eval mode while the rest trains."""
-    model = nn.Sequential(Merges(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    trainer = prepared(model, nn.CrossEntropyLoss(), evaluator=Evaluator())
-    model[1].eval()
-    batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
-    trainer.evaluate(SimpleNamespace(epoch=lambda _: [batch]))
-    assert [module.training for module in model.modules()] == [True, True, False, True]
-    assert not model[0].merged
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True), (False, False)])
