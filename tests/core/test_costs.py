@@ -62,8 +62,33 @@ def trainer_of(model, objective, mode, half, scaler, clip=1.0, comm=None):
     )
 
 
-def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
-    """The count of a second step: the first one makes the optimizer's state."""
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize(
+    ("case", "goal"),
+    [
+        (("fp32", "float16", None, 1.0, 1), 16),
+        (("amp", "bfloat16", None, 1.0, 1), 16),
+        (("amp", "bfloat16", None, None, 1), 12),
+        (("amp", "float16", Backoff, 1.0, 1), 20),
+        (("amp", "float16", Backoff, 0.1, 1), 21),
+        (("amp", "float16", LogMax, 1.0, 1), 109),  # A compiler makes one kernel of 92.
+        (("mixed", "bfloat16", None, 1.0, 1), 23),
+        (("mixed", "float16", Backoff, 1.0, 1), 29),
+        (("mixed", "float16", Backoff, None, 1), 24),
+        (("amp", "float16", Backoff, 1.0, 3), 96),
+        (("mixed", "float16", Backoff, 1.0, 3), 108),
+        (("mixed", "bfloat16", None, None, 3), 95),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layers", [2, 8])
+def test_launches_do_not_grow_with_the_model(case, goal, layers, monkeypatch) -> None:
+    """Of a second step: the first one makes the optimizer's state."""
+    # The first step reads its verdict, which fake tensors cannot tell.
+    good = [Verdict(skipped=False, dropped=0)]
+    monkeypatch.setattr(master_weights, "read_verdicts", lambda steps: good * len(steps))
+    monkeypatch.setattr(logmax, "_ways", lambda: [LogMax._observe])  # without a compiler
 
     def objective(model, batch):
         launches.on = False  # a forward pass, which is not counted
@@ -74,45 +99,17 @@ def launched(layers, mode, half, scaler=None, clip=1.0, window=1):
             parameter.grad = torch.empty_like(parameter)
         launches.on = True
 
+    mode, half, scaler, clip, window = case
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model, batch, comm = normed(layers, 64), torch.zeros(4, 64), Comm()
         scaler = scaler and scaler().to("cuda")
         trainer = trainer_of(model, objective, mode, half, scaler, clip, comm)
+        comm.backward = backward
         for _ in range(2):
-            launches, comm.backward = Launches(), backward
-            with launches:
+            with Launches() as launches:
                 trainer.train_step(*[batch] * window)
-        return len(launches.names)
-
-
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize(
-    ("case", "goal"),
-    [
-        (("fp32", "float16"), 16),
-        (("amp", "bfloat16"), 16),
-        (("amp", "bfloat16", None, None), 12),
-        (("amp", "float16", Backoff), 20),
-        (("amp", "float16", Backoff, 0.1), 21),
-        (("amp", "float16", LogMax), 109),  # A compiler makes one kernel of 92.
-        (("mixed", "bfloat16"), 23),
-        (("mixed", "float16", Backoff), 29),
-        (("mixed", "float16", Backoff, None), 24),
-        (("amp", "float16", Backoff, 1.0, 3), 96),
-        (("mixed", "float16", Backoff, 1.0, 3), 108),
-        (("mixed", "bfloat16", None, None, 3), 95),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("layers", [2, 8])
-def test_launches_do_not_grow_with_the_model(case, goal, layers, monkeypatch) -> None:
-    # The first step reads its verdict, which fake tensors cannot tell.
-    good = [Verdict(skipped=False, dropped=0)]
-    monkeypatch.setattr(master_weights, "read_verdicts", lambda steps: good * len(steps))
-    monkeypatch.setattr(logmax, "_ways", lambda: [LogMax._observe])  # without a compiler
-    assert launched(layers, *case) == goal
+        assert len(launches.names) == goal
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("fp32", 56), ("mixed", 63)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vocabulary import HALVES
+from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, LogMax, Precision
 from mpframe.core.objective import supervised
@@ -73,11 +73,6 @@ def everything(trainer):
     return [tensor.clone() for tensor in tensors]
 
 
-def same(left, right) -> bool:
-    left, right = [*left], [*right]
-    return len(left) == len(right) and all(map(torch.equal, left, right))
-
-
 @needs_cuda
 @pytest.mark.parametrize("half", HALVES)
 def test_amp_steps_are_those_of_autocast_and_grad_scaler(half) -> None:
@@ -101,7 +96,7 @@ def test_amp_steps_are_those_of_autocast_and_grad_scaler(half) -> None:
     scaler = Backoff(first, growth_interval=3, max_scale=2.0**40) if scales else None
     trainer = trainer_of(network(), "amp", half, scaler)
     assert [bool(trainer.train_step(batch).skipped) for batch in data] == skipped
-    assert same(hand.parameters(), trainer.model.parameters())
+    assert same_bits(hand.parameters(), trainer.model.parameters())
     assert not scales or scaler.scale.item() == scaling.get_scale()
     assert any(skipped) == scales
     assert not all(skipped)
@@ -131,8 +126,8 @@ def test_mixed_steps_are_those_of_masters_by_hand(half, scale) -> None:
     trainer = trainer_of(perceptron(), "mixed", half, scaler, compute="native", clip=None)
     for batch in data:
         trainer.train_step(batch)
-    assert same(hand.parameters(), trainer.model.parameters())
-    assert same(masters, map(trainer.optimizer.master_of, trainer.model.parameters()))
+    assert same_bits(hand.parameters(), trainer.model.parameters())
+    assert same_bits(masters, map(trainer.optimizer.master_of, trainer.model.parameters()))
 
 
 @in_modes
@@ -146,10 +141,10 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode, half, scaler, window
     before, scale = everything(trainer), scaling and scaling.scale.clone()
     bad = torch.full_like(data[0][0], torch.inf), data[0][1]
     assert bool(trainer.train_step(*[bad] * window).skipped)
-    assert same(everything(trainer), before)
+    assert same_bits(everything(trainer), before)
     assert scaling is None or scaling.scale < scale
     assert not bool(trainer.train_step(*[data[0]] * window).skipped)
-    assert not same(everything(trainer), before)
+    assert not same_bits(everything(trainer), before)
 
 
 @needs_cuda
@@ -204,5 +199,5 @@ def test_a_step_can_be_captured_and_replayed(mode, half, scaler, window) -> None
         graph.replay()
         losses.append(result.loss.clone())
     expected = [eager.train_step(*[batch] * window).loss for batch in data]
-    assert same(losses, expected[5:])
-    assert same(everything(captured), everything(eager))
+    assert same_bits(losses, expected[5:])
+    assert same_bits(everything(captured), everything(eager))

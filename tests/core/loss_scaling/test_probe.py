@@ -49,7 +49,7 @@ def test_the_limit_itself_fits_both_ends_clamp_and_no_number_leaves_the_default(
 
 
 @adaptive
-def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts(kind) -> None:
+def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts_anew(kind) -> None:
     """Also in a run that is resumed."""
     assert not kind().wants_probe
     for start in (kind.start_from, kind.update):
@@ -60,10 +60,6 @@ def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts(kind) 
             resumed.load_state_dict(scaler.state_dict())
             assert resumed.wants_probe is waits is scaler.wants_probe
             start(scaler, torch.tensor(1.0))
-
-
-@adaptive
-def test_a_probe_starts_anew(kind) -> None:
     used, fresh = kind(), kind()
     used.update(torch.tensor(INF))
     for scaler in (used, fresh):

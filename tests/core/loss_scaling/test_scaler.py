@@ -1,4 +1,4 @@
-"""What holds for every scaler, whatever the gradients, which arguments it refuses; a user's."""
+"""Backoff, what holds for every scaler, a user's too, and which arguments are refused."""
 
 import math
 import random
@@ -21,10 +21,9 @@ from mpframe.core.loss_scaling.scaler import name_of
 from mpframe.run.parts import build_scaler
 from mpframe.training.probe import auto
 
+LARGEST = torch.finfo(torch.float32).max
 KINDS = (Static, Backoff, LogMax)
-ODD_VALUES = torch.tensor(
-    [0.0, math.inf, math.nan, torch.finfo(torch.float32).max, 2.0**-126, 2.0**-149, 1.0, 65504.0]
-)
+ODD_VALUES = torch.tensor([0.0, math.inf, math.nan, LARGEST, 2.0**-126, 2.0**-149, 1.0, 65504.0])
 
 
 def gradients(seed, steps, streams=100):
@@ -166,10 +165,9 @@ def test_what_is_refused_with_what_is_allowed_and_the_way_out() -> None:
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    largest = torch.finfo(torch.float32).max
     for scaler in (
         Static(0.1),
-        Backoff(min_scale=2.0**-126, max_scale=largest, half="float16"),
+        Backoff(min_scale=2.0**-126, max_scale=LARGEST, half="float16"),
         Backoff(init_scale=3, min_scale=3, max_scale=3, growth_interval=1, hysteresis=9),
         Backoff(growth_factor=1.0001, backoff_factor=0.999),
         LogMax(min_scale=2.0**-126, max_scale=2.0**127, half="bfloat16"),
@@ -214,3 +212,78 @@ def test_a_users_module_scales_resumes_bit_for_bit_and_says_what_it_cannot_load(
     assert refused(CheckpointError, own.load_state_dict, other.state_dict()).startswith(
         "loss_scaling: Module cannot continue the saved state: RuntimeError (Error(s) in loading "
     )
+
+
+AMAX = {".": 1.0, "0": 0.0, "x": math.inf, "n": math.nan}
+
+
+def scales(scaler, steps):
+    """The scale after each step, by the signs of `AMAX`."""
+    return [scaler.update(torch.tensor(AMAX[step])) or scaler.scale.item() for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"),
+    [
+        # The interval ends in growth; an overflow halves and starts the count anew.
+        ((16, 3), "........x...xx.", [16, 16, 32, 32, 32, 64, 64, 64, 32, 32, 32, 64, 32, 16, 16]),
+        ((16, 2), "n00", [8, 8, 16]),
+        ((4, 1, 1, 3, 10), "..xxx..", [8, 10, 5, 3, 3, 6, 10]),
+        ((2**126, 1, 1, 1, LARGEST), "...", [2.0**127] * 3),
+        # The first overflow is forgiven, the second is not, nor a third after two clean steps;
+        # after three clean steps the scale grows and the next overflow is forgiven again.
+        ((16, 3, 2), "xx..x...xx", [16, 8, 8, 8, 4, 4, 4, 8, 8, 4]),
+        ((8, 2, 2, 1, 8), "x..xx", [8, 8, 8, 8, 4]),
+    ],
+    ids=["growth", "nan and 0", "clamped", "largest", "hysteresis", "hysteresis at the ceiling"],
+)
+def test_backoff_makes_the_sequence(options, steps, expected) -> None:
+    names = ("init_scale", "growth_interval", "hysteresis", "min_scale", "max_scale")
+    assert scales(Backoff(**dict(zip(names, options, strict=False))), steps) == expected
+
+
+def grad_scaler(overflows, interval, _):
+    """The kernel of `torch.amp.GradScaler`."""
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for overflow in overflows:
+        found_inf = torch.tensor(float(overflow))
+        yield torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, interval).item()
+
+
+def megatron(overflows, interval, hysteresis):
+    """The rule of Megatron's dynamic scaler, from its equations."""
+    scale, growth, left = 2.0**16, 0, hysteresis
+    for overflow in overflows:
+        growth, left = (0, left - 1) if overflow else (growth + 1, left)
+        if overflow and left <= 0:
+            scale = max(scale * 0.5, 1.0)
+        elif growth == interval:
+            scale, growth, left = scale * 2.0, 0, hysteresis
+        yield scale
+
+
+@pytest.mark.parametrize(("rule", "floor", "most"), [(grad_scaler, 2.0**-126, 1), (megatron, 1, 5)])
+def test_backoff_equals_the_rules_of_others(rule, floor, most) -> None:
+    """Over 200 streams, each with its own share of overflows."""
+    chance = random.Random(0)
+    for _ in range(200):
+        share, interval, hysteresis = (
+            chance.random(),
+            chance.randint(1, 10),
+            chance.randint(1, most),
+        )
+        overflows = [chance.random() < share for _ in range(40)]
+        scaler = Backoff(2**16, 2, 0.5, interval, hysteresis, min_scale=floor, max_scale=2.0**127)
+        ours = scales(scaler, ["x" if overflow else "." for overflow in overflows])
+        assert ours == [*rule(overflows, interval, hysteresis)]
+
+
+def test_backoff_continues_wider_counts_and_more_than_a_shorter_interval() -> None:
+    """Counts were saved as int64 once. Those beyond a new interval grow the scale at once."""
+    for interval, steps, expected in ((4, ".x..", [16, 8, 8, 8]), (2, "..x", [32, 32, 32])):
+        saved = Backoff(16, growth_interval=9, hysteresis=2)
+        scales(saved, "x..")
+        wide = {n: v.long() if n.endswith("s") else v for n, v in saved.state_dict().items()}
+        resumed = Backoff(growth_interval=interval, hysteresis=2)
+        resumed.load_state_dict(wide)
+        assert scales(resumed, steps) == expected
