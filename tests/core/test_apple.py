@@ -3,12 +3,9 @@
 Here the CPU, or a fake GPU, counts as one.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import tensors
@@ -29,7 +26,7 @@ from mpframe.training.trainer import Trainer
 class NoFloat64(TorchDispatchMode):
     """Raises as MPS does."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = {t.device.type for t in tensors(out) if t.dtype == torch.float64}
         assert not made & tree.APPLE, func
@@ -37,7 +34,7 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cpu(monkeypatch) -> None:
     monkeypatch.setattr(tree, "APPLE", {"cpu"})
     with NoFloat64():
         yield
@@ -45,7 +42,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-def test_steps_and_a_validation(mode: str) -> None:
+def test_steps_and_a_validation(mode) -> None:
     """A window of two batches, the last shorter, clipped, averaged, with a scaler."""
     model, precision = nn.Linear(4, 3), Precision(mode)
     _, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -74,8 +71,8 @@ def test_metrics_and_counts_of_exponents() -> None:
 
 
 @pytest.mark.usefixtures("waited_for")
-def test_a_fused_optimizer_is_not_asked_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    for apple in (frozenset[str](), {"cpu"}):
+def test_a_fused_optimizer_is_not_asked_to_skip(monkeypatch) -> None:
+    for apple in (frozenset(), {"cpu"}):
         monkeypatch.setattr(tree, "APPLE", apple)
         weight = nn.Parameter(torch.ones(2))
         optimizer = MasterWeights(torch.optim.AdamW([weight], fused=True))
@@ -84,10 +81,10 @@ def test_a_fused_optimizer_is_not_asked_to_skip(monkeypatch: pytest.MonkeyPatch)
         assert optimizer.skips_on_device == (not apple)
 
 
-def test_a_bad_micro_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_micro_batch_is_left_out(monkeypatch) -> None:
     """As elsewhere, in the same numbers: weights and gradients are small whole ones."""
     results = []
-    for apple in (frozenset[str](), {"cpu"}):
+    for apple in (frozenset(), {"cpu"}):
         monkeypatch.setattr(tree, "APPLE", apple)
         weight = nn.Parameter(torch.zeros(3, 2))
         optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
@@ -101,7 +98,7 @@ def test_a_bad_micro_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [Backoff, LogMax])
-def test_scalers(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalers(kind, monkeypatch) -> None:
     monkeypatch.setattr(tree, "APPLE", {"cuda"})
     with FakeTensorMode(allow_non_fake_inputs=True), NoFloat64():
         scaler = kind(init_scale="probe").to("cuda")
@@ -110,8 +107,8 @@ def test_scalers(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {value.dtype for value in scaler.state.values()} <= {torch.float32, torch.int32}
 
 
-def test_the_random_state_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Tensor] = []
+def test_the_random_state_is_saved_and_restored(monkeypatch) -> None:
+    kept = []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.ones(3))
     monkeypatch.setattr(torch.mps, "set_rng_state", kept.append)

@@ -75,7 +75,6 @@ def trainer_of(model, objective, mode, half, scaler, clip=1.0, comm=None):
         (("amp", "float16", LogMax, 1.0, 1), 109),  # A compiler makes one kernel of 92.
         (("mixed", "bfloat16", None, 1.0, 1), 23),
         (("mixed", "float16", Backoff, 1.0, 1), 29),
-        (("mixed", "float16", Backoff, None, 1), 24),
         (("amp", "float16", Backoff, 1.0, 3), 96),
         (("mixed", "float16", Backoff, 1.0, 3), 108),
         (("mixed", "bfloat16", None, None, 3), 95),
@@ -142,7 +141,6 @@ def living() -> dict[int, int]:
         ("amp", "float16", LogMax, 3, 12),
         ("mixed", "bfloat16", None, 3, 14),  # Weights of 2 bytes, masters of 4, two moments.
         ("mixed", "float16", Backoff, 1, 14),
-        ("mixed", "float16", LogMax, 1, 14),
     ],
 )
 def test_nothing_moves_or_is_left_behind(mode, half, scaler, window, bytes_each) -> None:

@@ -7,6 +7,7 @@ import torch
 from fixtures import refused
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.optim import SGD
 from vocabulary import inside
 
 from mpframe import MasterWeights, OpLists, Precision
@@ -18,12 +19,12 @@ from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
 
-FP32, HALF = torch.float32, torch.float16
+HALF = torch.float16
 
 
 def prepared(model, mode, **options):
     precision = Precision(mode, **options)
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = precision.prepare(model, SGD(model.parameters(), lr=0.1))
     return precision, model, optimizer
 
 
@@ -53,17 +54,16 @@ def test_without_lists_inputs_become_half_whichever_weight_comes_first() -> None
 
 def test_a_half_weight_cannot_be_stepped_twice() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=HALF))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    optimizer = MasterWeights(SGD([weight], lr=1.0))
     line = "optimizer: parameter 0 of shape (2,) is in a group already, and would be stepped twice"
     assert refused(ConfigError, optimizer.add_param_group, {"params": [weight]}) == line
 
 
-@pytest.mark.parametrize("first", ["sparse", "dense"])
-def test_micro_batches_may_be_sparse_and_dense(first) -> None:
+@pytest.mark.parametrize("kinds", [("sparse", "dense"), ("dense", "sparse")])
+def test_micro_batches_may_be_sparse_and_dense(kinds) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(embedding.weight)
-    optimizer = MasterWeights(torch.optim.SGD(embedding.parameters(), lr=1.0))
-    kinds = ["sparse", "dense"] if first == "sparse" else ["dense", "sparse"]
+    optimizer = MasterWeights(SGD(embedding.parameters(), lr=1.0))
     for kind in (*kinds, "bad"):
         if kind == "sparse":
             embedding(torch.tensor([1])).sum().backward()
@@ -99,24 +99,17 @@ def test_a_buffer_is_rounded_alike_when_stored_and_when_loaded() -> None:
     assert torch.equal(model.limits, stored)
 
 
-class Elsewhere(Comm):
-    size = 2
-
-    def max_of(self, numbers):
-        return [1 for _ in numbers]
-
-    def sum_(self, tensors) -> None:
-        assert {tensor.dtype for tensor in tensors} == {FP32}
-
-
 def test_ranks_sum_fp32_for_half_weights_that_only_another_one_uses() -> None:
     used, unused = (nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2))
-    optimizer = MasterWeights(torch.optim.SGD([used, unused], lr=1.0), keep_masters=False)
-    optimizer.set_comm(Elsewhere())
+    optimizer, comm = MasterWeights(SGD([used, unused], lr=1.0), keep_masters=False), Comm()
+    comm.size, comm.max_of, summed = 2, lambda numbers: [1 for _ in numbers], []
+    comm.sum_ = summed.extend
+    optimizer.set_comm(comm)
     for _ in range(2):
         used.grad = torch.ones(2, dtype=HALF)
         optimizer.accumulate()
     optimizer.step()
+    assert {tensor.dtype for tensor in summed} == {torch.float32}
     assert used.tolist() == [0.5, 0.5]  # The other rank has as many samples and no gradient.
 
 
@@ -139,7 +132,7 @@ def test_a_model_with_a_sparse_weight_is_traced_and_a_module_that_raised_pins_no
             return model.tail(torch.sparse.mm(model.adjacency, x))
 
     model.forward = forward
-    optimizer = torch.optim.SGD(model.tail.parameters(), lr=0.1)
+    optimizer = SGD(model.tail.parameters(), lr=0.1)
     Precision("mixed", ops=lists).prepare(model, optimizer, (torch.ones(4, 4),))
     assert model.tail.weight.dtype == HALF
 

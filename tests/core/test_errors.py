@@ -1,7 +1,6 @@
 """Which names a misspelt one is answered with, and which line an error in a user's code names."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -38,7 +37,7 @@ def has_a_bug() -> None:
 
 
 @pytest.mark.parametrize("called", [reads_json, has_a_bug])
-def test_the_last_line_that_the_user_wrote_is_named(called: Any) -> None:
+def test_the_last_line_that_the_user_wrote_is_named(called) -> None:
     """A model's, and not the objective's that calls it, nor a library's."""
 
     def objective() -> None:

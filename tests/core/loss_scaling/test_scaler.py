@@ -183,17 +183,14 @@ class Number(Static):
     scale = 8.0
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_a_users_without_update_or_tensor_is_refused() -> None:
+    for name, said in (
         ("torch.nn.Identity", "has no update and no scale"),
         ("test_scaler.Number", "its scale is a float; must be a 0-d float32 tensor"),
-    ],
-)
-def test_a_users_without_update_or_tensor_is_refused(name, said) -> None:
-    config = check_config(composed(option := f"loss_scaling._target_={name}"))
-    said = f"{option}: {said}; see docs/loss_scaling.md"
-    assert refused(ConfigError, build_scaler, config) == said
+    ):
+        config = check_config(composed(option := f"loss_scaling._target_={name}"))
+        said = f"{option}: {said}; see docs/loss_scaling.md"
+        assert refused(ConfigError, build_scaler, config) == said
 
 
 def test_a_users_module_scales_resumes_bit_for_bit_and_says_what_it_cannot_load(tmp_path) -> None:
