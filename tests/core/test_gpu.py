@@ -172,7 +172,7 @@ def test_an_emulated_product_is_that_of_a_tensor_core(half) -> None:
 @in_modes
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_can_be_captured_and_replayed(mode, half, scaler, window) -> None:
-    """In it the host never waits, which a capture refuses, and it ends in the state of one that
+    """The host never waits in it, because a capture refuses that. It ends in the state of one that
     is not captured."""
     model, data = network().insert(1, nn.BatchNorm2d(16)), batches(8)
     kind = partial(adamw, capturable=True)
