@@ -88,7 +88,7 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(StepRecord, "compile", lambda record, inputs: None)
     logged, silent, scalers, parts, calls = overhead.tiny_tables(1, tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
-    assert 0 < int(counts["fp32"]) < int(counts["mixed"])  # test_calls.py has limits.
+    assert 0 < int(counts["fp32"]) < int(counts["mixed"])  # test_costs.py has limits.
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(silent.times) == names
     compiled = ["by hand, compiled", "mpframe, compiled", "mpframe, the step compiled"]

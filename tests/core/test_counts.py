@@ -170,30 +170,19 @@ def test_the_scaler_is_told_the_gradients_as_they_were_computed() -> None:
     assert trainer.scaler.amax == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        (torch.float32, (7, 7, 7)),
-        (torch.float64, tuple(torch.tensor([0.3] * 3))),
-        ("sparse", (7, 7, 7)),
-    ],
-)
-def test_equal_counts_change_no_bit(kind, counts) -> None:
+@pytest.mark.parametrize("counts", [(7, 7, 7), tuple(torch.tensor([0.3] * 3))])
+def test_equal_counts_change_no_bit(counts) -> None:
     """Also of a parameter that only some micro-batches use."""
-    dtype = torch.float32 if kind == "sparse" else kind
-    gradients = torch.randn(3, 5, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    first, second, third = gradients
-    by_hand = -((first + second) + third) / 3, -(second + third) / 3
-    for given in (counts, (1, 1, 1)):
-        weights = [nn.Parameter(torch.zeros(5, 2, dtype=dtype)) for _ in range(2)]
-        optimizer = MasterWeights(torch.optim.SGD(weights, lr=1.0))
-        for number, (count, gradient) in enumerate(zip(given, gradients, strict=True)):
-            for weight in weights[: number + 1]:
-                own = gradient.clone()
-                weight.grad = own.to_sparse(1) if kind == "sparse" else own
-            optimizer.accumulate(count=count)
-        optimizer.step()
-        assert same_bits((w.detach() for w in weights), by_hand)
+    first, second, third = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
+    weights = [nn.Parameter(torch.zeros(5, 2)) for _ in range(2)]
+    optimizer = MasterWeights(torch.optim.SGD(weights, lr=1.0))
+    given = (first, None), (second, second), (third, third)
+    for count, gradients in zip(counts, given, strict=True):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = None if gradient is None else gradient.clone()
+        optimizer.accumulate(count=count)
+    optimizer.step()
+    assert same_bits(weights, (-((first + second) + third) / 3, -(second + third) / 3))
 
 
 @pytest.mark.parametrize("skip", ["each", "all"])
@@ -205,20 +194,19 @@ def test_each_of_several_losses_has_its_own_counts(skip) -> None:
         hidden = model.words(batch["input_ids"]).sum(2)
         return StepOutput(hidden.square().mean(1).mean())
 
-    found = []
-    for given in ((texts(1, 2, 3), texts(32)), (joint(texts(1, 2, 3), texts(32)),)):
+    def step_on(*batches):
         torch.manual_seed(0)
-        model = Tagger()
-        losses = {"head": model_loss, "words": by_text}
+        model, losses = Tagger(), {"head": model_loss, "words": by_text}
         sgd = {n: torch.optim.SGD(getattr(model, n).parameters(), lr=1.0) for n in losses}
         parts = {name: MasterWeights(own) for name, own in sgd.items()}
         optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
         trainer = MultiObjectiveTrainer(model, optimizer, losses)
-        found.append((float(trainer.train_step(*given).loss), trainer.weights().values()))
-    (loss, weights), (whole_loss, whole) = found
-    assert loss == pytest.approx(whole_loss, abs=2**-10)
-    for mine, theirs in zip(weights, whole, strict=True):
-        assert torch.allclose(mine, theirs, rtol=0, atol=2**-11)
+        return trainer.train_step(*batches).loss, *trainer.weights().values()
+
+    few, many = texts(1, 2, 3), texts(32)
+    found, (loss, *weights) = step_on(few, many), step_on(joint(few, many))
+    torch.testing.assert_close(found[0], loss, rtol=0, atol=2**-10)
+    torch.testing.assert_close([*found[1:]], weights, rtol=0, atol=2**-11)
 
 
 # As GPT-2's, of which transformers does not know the loss by its name.
@@ -231,7 +219,6 @@ SHIFTED = {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}
     ("model", "extra", "count"),
     [
         (Tagger("ForTokenClassification"), {}, 5),
-        (Tagger("ForMaskedLM"), {}, 5),
         (Tagger(None), {}, 5),
         (Tagger("ForCausalLM"), {}, 3),
         (Tagger("ForConditionalGeneration"), {}, 3),

@@ -7,25 +7,24 @@ import torch
 from fixtures import refused
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.optim import SGD
 from vocabulary import inside
 
 from mpframe import MasterWeights, OpLists, Precision
-from mpframe.core.buffers import Buffers
 from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.comm import Comm
-from mpframe.core.errors import ConfigError, UserCodeError
-from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.step_result import read_verdicts
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import StepOutput
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
 
-FP32, HALF = torch.float32, torch.float16
+HALF = torch.float16
 
 
 def prepared(model, mode, **options):
     precision = Precision(mode, **options)
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = precision.prepare(model, SGD(model.parameters(), lr=0.1))
     return precision, model, optimizer
 
 
@@ -45,33 +44,26 @@ def test_a_recipe_on_a_module_acts_in_fp32() -> None:
     assert not torch.equal(inside(precision, model)(x), model(x))
 
 
-class HeadFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
 def test_without_lists_inputs_become_half_whichever_weight_comes_first() -> None:
-    precision, model, _ = prepared(HeadFirst(), "mixed", ops=OpLists(modules={"head": "fp32"}))
+    model = nn.Module()
+    model.head, model.body = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.forward = lambda x: model.head(model.body(x))
+    precision, model, _ = prepared(model, "mixed", ops=OpLists(modules={"head": "fp32"}))
     assert inside(precision, model)(torch.randn(2, 4)).dtype == HALF
 
 
 def test_a_half_weight_cannot_be_stepped_twice() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=HALF))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    optimizer = MasterWeights(SGD([weight], lr=1.0))
     line = "optimizer: parameter 0 of shape (2,) is in a group already, and would be stepped twice"
     assert refused(ConfigError, optimizer.add_param_group, {"params": [weight]}) == line
 
 
-@pytest.mark.parametrize("first", ["sparse", "dense"])
-def test_micro_batches_may_be_sparse_and_dense(first) -> None:
+@pytest.mark.parametrize("kinds", [("sparse", "dense"), ("dense", "sparse")])
+def test_micro_batches_may_be_sparse_and_dense(kinds) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(embedding.weight)
-    optimizer = MasterWeights(torch.optim.SGD(embedding.parameters(), lr=1.0))
-    kinds = ["sparse", "dense"] if first == "sparse" else ["dense", "sparse"]
+    optimizer = MasterWeights(SGD(embedding.parameters(), lr=1.0))
     for kind in (*kinds, "bad"):
         if kind == "sparse":
             embedding(torch.tensor([1])).sum().backward()
@@ -83,37 +75,15 @@ def test_micro_batches_may_be_sparse_and_dense(first) -> None:
     assert embedding.weight[:, 0].tolist() == [-1.5, -2.0, -1.5, -1.5]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
-def test_an_optimizer_that_takes_no_sparse_gradient_says_so(mode) -> None:
-    precision = Precision(mode)
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-    _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
-    trainer = StepTrainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision)
-    with pytest.raises(UserCodeError) as error:
-        trainer.train_step((torch.tensor([1, 2]), torch.tensor([0, 1])))
-    assert str(error.value) == (
-        "optimizer: AdamW raised RuntimeError (Adam does not support sparse gradients, please "
-        "consider SparseAdam instead); HYDRA_FULL_ERROR=1 shows the traceback"
-    )
-
-
-class Running(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(), 0.5)
-        return self.layer(x)
-
-
 def test_an_empty_micro_batch_leaves_no_trace_in_buffers() -> None:
-    precision, model, optimizer = prepared(Running(), "fp32")
-    trainer = StepTrainer(
-        model, optimizer, lambda model, x: StepOutput(model(x).sum(), len(x)), precision
-    )
+    precision, model, optimizer = prepared(nn.Linear(4, 1), "fp32")
+    model.register_buffer("mean", torch.zeros(()))
+
+    def objective(model, x):
+        model.mean.lerp_(x.mean(), 0.5)
+        return StepOutput(model(x).sum(), len(x))
+
+    trainer = StepTrainer(model, optimizer, objective, precision)
     result = trainer.train_step(torch.ones(4, 4), torch.ones(0, 4))
     assert (bool(result.skipped), model.mean.item()) == (False, 0.5)
 
@@ -129,24 +99,17 @@ def test_a_buffer_is_rounded_alike_when_stored_and_when_loaded() -> None:
     assert torch.equal(model.limits, stored)
 
 
-class Elsewhere(Comm):
-    size = 2
-
-    def max_of(self, numbers):
-        return [1 for _ in numbers]
-
-    def sum_(self, tensors) -> None:
-        assert {tensor.dtype for tensor in tensors} == {FP32}
-
-
 def test_ranks_sum_fp32_for_half_weights_that_only_another_one_uses() -> None:
     used, unused = (nn.Parameter(torch.ones(2, dtype=HALF)) for _ in range(2))
-    optimizer = MasterWeights(torch.optim.SGD([used, unused], lr=1.0), keep_masters=False)
-    optimizer.set_comm(Elsewhere())
+    optimizer, comm = MasterWeights(SGD([used, unused], lr=1.0), keep_masters=False), Comm()
+    comm.size, comm.max_of, summed = 2, lambda numbers: [1 for _ in numbers], []
+    comm.sum_ = summed.extend
+    optimizer.set_comm(comm)
     for _ in range(2):
         used.grad = torch.ones(2, dtype=HALF)
         optimizer.accumulate()
     optimizer.step()
+    assert {tensor.dtype for tensor in summed} == {torch.float32}
     assert used.tolist() == [0.5, 0.5]  # The other rank has as many samples and no gradient.
 
 
@@ -157,52 +120,20 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
-def test_a_verdict_reaches_buffers_and_optimizers_of_other_devices() -> None:
-    model = Running()
-    buffers = Buffers(model)
-    buffers.save()
-    model(torch.ones(1, 4))
-    buffers.restore_where(torch.tensor(True))
-    assert model.mean == 0.0
-    verdicts = read_verdicts([(torch.tensor(True), None), (torch.tensor(False), torch.tensor(2))])
-    assert [tuple(verdict) for verdict in verdicts] == [(True, 0), (False, 2)]
+def test_a_model_with_a_sparse_weight_is_traced_and_a_module_that_raised_pins_nothing() -> None:
+    model, lists = nn.Module(), replace(OpLists.named(), modules={"fails": "fp32"})
+    model.adjacency = nn.Parameter(torch.eye(4).to_sparse())
+    model.fails, model.tail = nn.Linear(3, 4), nn.Linear(4, 4)
 
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.layer = nn.Parameter(torch.eye(4).to_sparse()), nn.Linear(4, 4)
-
-    def forward(self, x):
-        if x.sum() > 1e6:
-            raise ValueError
-        return self.layer(torch.sparse.mm(self.weight, x))
-
-
-def test_a_model_with_a_sparse_weight_is_traced() -> None:
-    model, precision = Sparse(), Precision("mixed")
-    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-    precision.prepare(model, optimizer, (torch.randn(4, 4),))
-    assert model.layer.weight.dtype == HALF
-
-
-class Catches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails, self.tail = Sparse(), nn.Linear(4, 4)
-
-    def forward(self, x):
+    def forward(x):
         try:
-            return self.fails(x * 1e9)
-        except ValueError:
-            return self.tail(x)
+            return model.fails(x)
+        except RuntimeError:
+            return model.tail(torch.sparse.mm(model.adjacency, x))
 
-
-def test_a_module_that_raised_pins_nothing_after_it() -> None:
-    model, ops = Catches(), replace(OpLists.named(), modules={"fails": "fp32"})
-    precision = Precision("mixed", ops=ops)
-    optimizer = torch.optim.SGD(model.tail.parameters(), lr=0.1)
-    precision.prepare(model, optimizer, (torch.ones(4, 4),))
+    model.forward = forward
+    optimizer = SGD(model.tail.parameters(), lr=0.1)
+    Precision("mixed", ops=lists).prepare(model, optimizer, (torch.ones(4, 4),))
     assert model.tail.weight.dtype == HALF
 
 

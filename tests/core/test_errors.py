@@ -1,7 +1,6 @@
 """Which names a misspelt one is answered with, and which line an error in a user's code names."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -15,13 +14,10 @@ def test_only_near_names_are_offered_the_nearest_first_and_at_most_so_many() -> 
     for name, known, offered in (
         ("trainer.max_stepz", TRAINER, "trainer.max_steps"),
         ("trainr.epochs", TRAINER, "trainer.epochs"),
-        ("epochs", TRAINER, "trainer.epochs"),
         ("trainer.lr", TRAINER, ""),
         ("loss_scaling.scale", ["loss_scaling", "loss_scaling.half", "loss_scaling.mode"], ""),
-        ("float8", ["fp32", "float16", "bfloat16"], "float16, bfloat16"),
         ("SKPI", ["warn", "Skip", "stop"], "Skip"),
         ("softmax_", ["_softmax_backward_data", "softmax", "log_softmax"], "softmax"),
-        ("cosine", ["none", "warmup_cosine"], "warmup_cosine"),
         ("hed.*", ["body.weight", "head.weight", "head.bias"], "head.bias, head.weight"),
         ("fp16", ["fp32", "float16", "bfloat16"], "float16, fp32, bfloat16"),
         ("", ["amp", "fp32"], ""),
@@ -41,7 +37,7 @@ def has_a_bug() -> None:
 
 
 @pytest.mark.parametrize("called", [reads_json, has_a_bug])
-def test_the_last_line_that_the_user_wrote_is_named(called: Any) -> None:
+def test_the_last_line_that_the_user_wrote_is_named(called) -> None:
     """A model's, and not the objective's that calls it, nor a library's."""
 
     def objective() -> None:

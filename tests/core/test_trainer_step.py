@@ -1,4 +1,4 @@
-"""The trainer's step against a loop by hand, and its promise to be all or nothing."""
+"""The trainer's step against loops by hand, and its promise to be all or nothing."""
 
 import copy
 from types import SimpleNamespace
@@ -6,16 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures import refused
-from prepared import prepared
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.optim import LBFGS, SGD, AdamW
 from vocabulary import differing, same_bits
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Algorithm
-from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.data import Loader
 from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.evaluation import Evaluator
@@ -37,11 +35,13 @@ def batches(count):
     return [(x, torch.randint(0, 10, (8,), generator=generator)) for x in inputs]
 
 
-def make_trainer(
-    mode="fp32", half="float16", optimizer=torch.optim.AdamW, plan=None, scaler=None, **arguments
-):
+def overflowing(batch):
+    return batch[0] * INF, batch[1]
+
+
+def make_trainer(mode="fp32", half="float16", optimizer=AdamW, plan=None, scaler=None, **hyper):
     model, precision = small_net(), Precision(mode, half)
-    plain = optimizer(model.parameters(), **{"lr": 1e-2, **arguments})
+    plain = optimizer(model.parameters(), **{"lr": 1e-2, **hyper})
     schedule = Schedules(warmup_cosine(plain, total_steps=200))
     _, masters = precision.prepare(model, plain)
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
@@ -52,13 +52,12 @@ def make_trainer(
     return kind(model, masters, objective, precision, scaler, **options)
 
 
-LBFGS = {"optimizer": torch.optim.LBFGS, "lr": 0.1, "max_iter": 5}
 OPTIONS = {
     "plain": {},
     "clip_norm": {"plan": Plan(clip_norm=0.5)},
     "clip_value": {"scaler": Static(2.0**10), "plan": Plan(clip_value=2.0**-6)},
     "scaled": {"scaler": Static(2.0**-7), "plan": Plan(clip_norm=0.5)},
-    "lbfgs": LBFGS,
+    "lbfgs": {"optimizer": LBFGS, "lr": 0.1, "max_iter": 5},
 }
 
 
@@ -67,7 +66,7 @@ def test_fp32_equals_a_loop_by_hand(options) -> None:
     """BatchNorm's statistics and the schedule included: an evaluation of LBFGS moves the former."""
     trainer, model = make_trainer(**options), small_net()
     hyper = {"lr": 1e-2} | {key: options[key] for key in ("lr", "max_iter") if key in options}
-    optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), **hyper)
+    optimizer = options.get("optimizer", AdamW)(model.parameters(), **hyper)
     schedule = warmup_cosine(optimizer, total_steps=200)
     for inputs, targets in batches(15):
 
@@ -89,6 +88,33 @@ def test_fp32_equals_a_loop_by_hand(options) -> None:
     assert trainer.progress.steps == 15
 
 
+@pytest.mark.parametrize(
+    ("mode", "half", "scaler"),
+    [
+        ("fp32", "float16", LogMax),
+        ("mixed", "float16", Backoff),
+        ("mixed", "bfloat16", lambda: Static(2.0**10)),
+        ("amp", "float16", LogMax),
+    ],
+)
+def test_a_loop_of_ones_own_makes_the_same_steps_of_the_same_parts(mode, half, scaler) -> None:
+    by_hand, trainer = (
+        make_trainer(mode, half, scaler=scaler(), plan=Plan(clip_norm=1.0)) for _ in range(2)
+    )
+    trainer.algorithms, data, skipped = {}, batches(10), []
+    data[3] = overflowing(data[3])
+    for inputs, targets in data:  # as it is documented
+        with by_hand.precision.cast():
+            loss = nn.functional.cross_entropy(by_hand.model(inputs), targets)
+        (loss * by_hand.scaler.scale).backward()
+        result = by_hand.optimizer.step(by_hand.scaler, max_norm=1.0)
+        by_hand.optimizer.zero_grad()
+        skipped.append(bool(result.skipped))
+        trainer.train_step((inputs, targets))
+    assert [step for step, own in enumerate(skipped) if own] == [3]
+    assert same_bits(by_hand.model.parameters(), trainer.model.parameters())
+
+
 def test_what_does_not_go_with_a_closure_and_a_step_without_a_batch_are_refused() -> None:
     clipping = "clipping; use trainer.clip_norm=null trainer.clip_value=null"
     for options, text in (
@@ -99,7 +125,7 @@ def test_what_does_not_go_with_a_closure_and_a_step_without_a_batch_are_refused(
         ({"plan": Plan(clip_value=1.0)}, clipping),
         ({"plan": Plan(accumulate=2)}, "accumulation; use trainer.accumulate=1"),
     ):
-        said = refused(ConfigError, make_trainer, optimizer=torch.optim.LBFGS, **options)
+        said = refused(ConfigError, make_trainer, optimizer=LBFGS, **options)
         assert said.startswith(f"optimizer=LBFGS: a closure goes without {text} or")
     said = refused(ConfigError, make_trainer().train_step)
     assert said.startswith("train_step: there is no batch; give it one")
@@ -127,23 +153,19 @@ def test_amax_and_norm_are_unscaled(mode, scale) -> None:
     assert float(scaled.scale) == scale
 
 
-def overflowing(batch):
-    return batch[0] * INF, batch[1]
-
-
-FUSED, SGD = {"fused": True}, {"optimizer": torch.optim.SGD, "momentum": 0.9}
+FUSED, MOMENTUM = {"fused": True}, {"optimizer": SGD, "momentum": 0.9}
 
 
 @pytest.mark.parametrize(
     ("mode", "half", "scaler", "window", "options"),
     [
         ("fp32", "float16", None, 1, {}),
-        ("fp32", "float16", LogMax, 3, SGD | FUSED),
+        ("fp32", "float16", LogMax, 3, MOMENTUM | FUSED),
         ("mixed", "float16", Backoff, 1, FUSED),
         ("mixed", "float16", LogMax, 3, {"foreach": False}),
-        ("mixed", "bfloat16", Static, 3, SGD),
+        ("mixed", "bfloat16", Static, 3, MOMENTUM),
         ("amp", "float16", Backoff, 3, FUSED),
-        ("amp", "bfloat16", None, 1, SGD | FUSED),
+        ("amp", "bfloat16", None, 1, MOMENTUM | FUSED),
     ],
 )
 def test_a_skipped_step_changes_nothing_but_the_scale(mode, half, scaler, window, options) -> None:
@@ -171,51 +193,20 @@ def test_one_bad_micro_batch_is_dropped_and_the_divisor_corrected(mode, half) ->
     assert differing(with_bad.state_dict(), without.state_dict()) == ["/progress/dropped"]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_evaluation_uses_the_average_and_leaves_the_model_and_its_mode(training) -> None:
+def test_evaluation_uses_the_average_and_leaves_the_state_and_the_mode_of_each_module() -> None:
+    """A pretrained BatchNorm often stays in eval mode. A layer may act when its mode changes."""
     trainer, loader = make_trainer(), SimpleNamespace(epoch=lambda _: batches(2))
     for batch in batches(5):
         trainer.train_step(batch)
-    trainer.model.train(training)
-    before = copy.deepcopy(trainer.state_dict())
+    before, last, seen = copy.deepcopy(trainer.state_dict()), trainer.model[-1], []
+    trainer.model[1].eval()
+    last.train = lambda mode=True: seen.append(mode) or nn.Linear.train(last, mode)
     with_average = trainer.evaluate(loader)
     assert differing(before, trainer.state_dict()) == []
-    assert trainer.model.training is training
+    modes = [module.training for module in trainer.model.modules()]
+    assert (modes, seen) == ([True, True, False, True, True, True], [False, True])
     trainer.algorithms = {}
     assert trainer.evaluate(loader).loss != with_average.loss
-
-
-class Merges(nn.Linear):
-    """It acts when its mode changes, as layers do that merge an adapter into their weight."""
-
-    merged = False
-
-    def train(self, mode: bool = True) -> "Merges":
-        self.merged = not mode
-        return super().train(mode)
-
-
-def test_evaluation_restores_the_mode_of_each_module() -> None:
-    """A pretrained BatchNorm often stays in eval mode while the rest trains."""
-    model = nn.Sequential(Merges(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    trainer = prepared(model, nn.CrossEntropyLoss(), evaluator=Evaluator())
-    model[1].eval()
-    batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
-    trainer.evaluate(SimpleNamespace(epoch=lambda _: [batch]))
-    assert [module.training for module in model.modules()] == [True, True, False, True]
-    assert not model[0].merged
-
-
-def test_bad_data_leaves_the_weights_of_the_step_before() -> None:
-    inputs, targets = batches(1)[0]
-    inputs[5, 0, 3, 3] = INF
-    loader = Loader(TensorDataset(inputs, targets), 4, shuffle=False)
-    trainer, alone = make_trainer("mixed"), make_trainer("mixed")
-    with pytest.raises(DataError, match=r"sample 5 holds NaN or inf in its inputs \(epoch 0, b"):
-        trainer.fit(loader)
-    alone.train_step((inputs[:4], targets[:4]))
-    alone.progress.batch = 1
-    assert differing(trainer.state_dict(), alone.state_dict()) == []
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True), (False, False)])

@@ -15,13 +15,11 @@ from mpframe.data.fetching import named_tensors
 class Output:
     logits: Tensor
     hidden: tuple[Tensor, ...] = ()
-    name: str = "head"
     made: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    logits: Tensor
     inner: Output
 
 
@@ -32,31 +30,22 @@ def half(value):
     return torch.full((2,), value, dtype=torch.float16)
 
 
-def found(node):
-    return [(t[0].item(), t.dtype) for t in tensors_in(node)]
-
-
-def test_dataclasses_frozen_ones_and_one_inside() -> None:
-    output = Output(half(1), (half(2), half(3)))
-    output.made = 7
-    wide = to_fp32([output, Frozen(half(4), Output(half(5)))])
-    assert [type(own) for own in (*wide, wide[1].inner)] == [Output, Frozen, Output]
-    assert found(wide) == [(n, torch.float32) for n in range(1, 6)]
-    assert (wide[0].name, wide[0].made) == ("head", 7)
-    assert output.logits.dtype == torch.float16  # as it was
-    with pytest.raises(FrozenInstanceError):
-        wide[1].logits = half(0)
-    assert map_tensors(Tensor.float, Output) is Output  # A type is no container.
-    assert list(tensors_in(Output)) == []
-
-
-def test_containers_keep_their_kind() -> None:
+def test_containers_and_dataclasses_keep_their_kind() -> None:
     one, two = half(1), half(2)
     in_dicts = {"a": one, "b": {"c": two}}, OrderedDict(a=one, b=two), UserDict(a=one, b=two)
-    for node in ((one, [two]), Pair(one, two), *in_dicts):
+    output = Output(one, (two,))
+    output.made = 7
+    for node in ((one, [two]), Pair(one, two), *in_dicts, output, Frozen(output)):
         wide = to_fp32(node)
         assert type(wide) is type(node)
-        assert found(wide) == [(1, torch.float32), (2, torch.float32)]
+        found = [(tensor[0].item(), tensor.dtype) for tensor in tensors_in(wide)]
+        assert found == [(1, torch.float32), (2, torch.float32)]
+    assert (type(wide.inner), wide.inner.made) == (Output, 7)
+    assert output.logits.dtype == torch.float16  # as it was
+    with pytest.raises(FrozenInstanceError):
+        wide.inner = output
+    assert map_tensors(Tensor.float, Output) is Output  # A type is no container.
+    assert list(tensors_in(Output)) == []
 
 
 def test_tensors_by_their_path() -> None:

@@ -15,6 +15,7 @@ from mpframe.training.objectives import model_loss
 PAIRS = [(torch.ones(3, 4), torch.tensor(1))] * 2
 SEARCHED = "hydra.searchpath=[file:///more]"
 TEXTS = [{"input_ids": torch.ones(5).long(), "labels": torch.tensor(0)}] * 2
+CLASSES = Task(PAIRS, PAIRS[:1], loss=nn.CrossEntropyLoss())
 
 
 class Words(nn.Linear):
@@ -22,12 +23,9 @@ class Words(nn.Linear):
         raise AssertionError("the model itself is not run")
 
 
-def layer():
-    return nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
-
-
-def trainer(model, task, precision=None):
-    return prepared(model, task.objective, precision or Precision())
+def trainer(precision=None):
+    layers = nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
+    return prepared(layers, noisy, precision or Precision())
 
 
 def unread(model, batch):
@@ -42,30 +40,27 @@ def numbers(*shape, name="input", dtype="float32"):
     return {"name": name, "shape": [None, *shape], "dtype": dtype}
 
 
-def test_the_inputs_are_what_the_objective_calls_the_model_with() -> None:
+def test_the_inputs_are_what_the_objective_calls_the_model_with_null_if_unknown() -> None:
     """And no random number is taken from the run."""
     words = [numbers(5, name="input_ids", dtype="int64"), numbers(name="labels", dtype="int64")]
-    for model, task, expected in (
-        (layer(), Task(PAIRS, PAIRS, loss=nn.CrossEntropyLoss()), [numbers(3, 4)]),
-        (Words(4, 2), Task(TEXTS, TEXTS, model_loss), words),
-        (layer(), Task(PAIRS, PAIRS, noisy), [numbers(4)]),
+    two, odd = {"a": noisy, "b": noisy}, [("no", "tensor")]
+    for task, expected in (
+        (CLASSES, [numbers(3, 4)]),
+        (Task(TEXTS, TEXTS, model_loss), words),
+        (Task(PAIRS, PAIRS, noisy), [numbers(4)]),
+        (Task(PAIRS, PAIRS, unread), None),
+        (Task(odd, odd, unread), None),
+        (Task(PAIRS, PAIRS, two), None),
     ):
-        run, before = trainer(model, task), torch.get_rng_state()
+        run = prepared(Words(4, 2), model_loss) if expected == words else trainer()
+        before = torch.get_rng_state()
         assert usage_of(task, run)["inputs"] == expected
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_inputs_that_cannot_be_known_are_null() -> None:
-    known, odd = trainer(layer(), Task(PAIRS, PAIRS, noisy)), [("no", "tensor")]
-    two = {"a": noisy, "b": noisy}
-    for task in (Task(PAIRS, PAIRS, unread), Task(odd, odd, unread), Task(PAIRS, PAIRS, two)):
-        assert usage_of(task, known)["inputs"] is None
 
 
 def test_the_command_line_and_the_samples_of_each_part_are_noted(monkeypatch) -> None:
     """All that composed the run, also Hydra's flags, and of a sweep's job only its own options."""
     monkeypatch.setenv("SOME_TOKEN", "data/hidden")
-    task = Task(PAIRS, PAIRS[:1], loss=nn.CrossEntropyLoss())
     words = ["model=mlp", "dataset.root=data/hidden"]
     hydra = OmegaConf.create({
         "overrides": {"task": words, "hydra": [SEARCHED, "hydra.run.dir=out", "hydra.mode=RUN"]},
@@ -76,25 +71,22 @@ def test_the_command_line_and_the_samples_of_each_part_are_noted(monkeypatch) ->
             {"path": "/work/own", "schema": "file", "provider": "command-line"},
         ]},
     })  # fmt: skip
-    usage = usage_of(task, trainer(layer(), task), hydra)
+    noted = usage_of(CLASSES, trainer(), hydra)
     flags = "--config-path=pkg://my_pkg.conf --config-dir=own --config-name=mine"
     first, options = f"mpframe train {flags} '{SEARCHED}'", "model=mlp 'dataset.root=***'"
-    assert usage["command"] == f"{first} hydra.run.dir=out {options}"
-    assert usage["samples"] == {"train": 2, "val": 1}
+    assert noted["command"] == f"{first} hydra.run.dir=out {options}"
+    assert noted["samples"] == {"train": 2, "val": 1}
     hydra.mode = RunMode.MULTIRUN
-    assert usage_of(task, trainer(layer(), task), hydra)["command"] == f"{first} {options}"
+    assert usage_of(CLASSES, trainer(), hydra)["command"] == f"{first} {options}"
 
 
 def test_the_precision_names_the_half_weights_and_the_lists() -> None:
-    def precision(own):
-        task = Task(PAIRS, PAIRS, loss=nn.CrossEntropyLoss())
-        return usage_of(task, trainer(layer(), task, own))["precision"]
-
-    mixed = {"mode": "mixed", "half": "bfloat16", "ops": "default"}
+    mixed = {"mode": "mixed", "half": "bfloat16", "ops": "default", "loss_scaling": "none"}
     mixed |= {"evaluated_in": "mixed(bfloat16)", "half_weights": ["0.weight", "0.bias"]}
-    mixed |= {"loss_scaling": "none"}
-    assert precision(Precision("mixed", "bfloat16")) == mixed
-    fp32 = {"mode": "fp32", "half": None, "ops": None, "half_weights": []}
-    assert precision(Precision()).items() >= fp32.items()
     moved = OpLists.named().moved({"linear": "deny"})
-    assert precision(Precision("amp", ops=moved))["ops"] == "default, moved linear to deny"
+    for precision, expected in (
+        (Precision("mixed", "bfloat16"), mixed),
+        (Precision(), {"mode": "fp32", "half": None, "ops": None, "half_weights": []}),
+        (Precision("amp", ops=moved), {"ops": "default, moved linear to deny"}),
+    ):
+        assert usage_of(CLASSES, trainer(precision))["precision"].items() >= expected.items()

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from mpframe import Trainer
 from mpframe.core.callback import Callback
-from mpframe.core.loss_scaling import Scaler
 from mpframe.core.objective import StepOutput
 from mpframe.data import RMSE, Accuracy, Task
 from mpframe.data.images import digits
@@ -105,20 +104,6 @@ def with_objects() -> Task:
     return replace(digits(), metric={"hits": LikeTorchmetrics()})
 
 
-class Drifting(Scaler):
-    """Doubles every so many steps, halves on overflow: all that a subclass needs to say."""
-
-    def __init__(self, every: int = 3) -> None:
-        super().__init__({"scale": torch.tensor(1024.0), "clean": torch.zeros(())})
-        self._every = every
-
-    def update(self, amax: Tensor) -> None:
-        overflow = ~(amax < torch.inf)
-        clean = (self.state["clean"] + 1).masked_fill(overflow, 0)
-        grown = torch.where(clean % self._every == 0, self.scale * 2, self.scale)
-        self.state = {"scale": torch.where(overflow, self.scale / 2, grown), "clean": clean}
-
-
 class Module(nn.Module):
     """Nothing of mpframe in it: a module has all of a scaler but `update`."""
 
@@ -128,12 +113,6 @@ class Module(nn.Module):
 
     def update(self, amax: Tensor) -> None:
         self.scale = torch.where(amax < torch.inf, self.scale * 1.5, self.scale / 2)
-
-
-class Number(Drifting):
-    """Its scale is a number, which cannot change without the host."""
-
-    scale = 8.0
 
 
 class NoisyNet(nn.Module):
