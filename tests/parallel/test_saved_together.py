@@ -1,5 +1,6 @@
 """Checkpoints that ranks write and read together: in the background, on bad disks, in parts."""
 
+import os
 import shutil
 import time
 from functools import partial
@@ -13,20 +14,21 @@ from fixtures import Patch
 from in_process import differing
 from ranked import CPU, NET, SHARDED, assert_same_results
 from ranks import Ranks
-from slow_disk import disk
 from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import saving
 from mpframe.checkpoint.parts import Pieces
+from mpframe.core.callback import Callback
 from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.parallel.launch import init_comm
 from mpframe.tracking.summary import Status
+from mpframe.training.trainer import Trainer
 
 FSDP = [*NET, f"dtype={SHARDED}", "trainer.ema_decay=0.9", "trainer.keep_last=3",
         "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
-BEHIND = [*FSDP, "trainer.async_save=true"]
+
 FIVE = torch.arange(10.0).view(5, 2)
 
 
@@ -46,12 +48,17 @@ def five() -> Pieces:
     return Pieces((5, 2), pieces, FIVE.dtype)
 
 
-def test_pieces_are_the_tensor_and_a_slice_reads_only_itself(monkeypatch: Patch) -> None:
+def test_pieces_are_the_tensor_take_no_writes_and_a_slice_reads_only_itself(
+    monkeypatch: Patch,
+) -> None:
     made: list[int] = []
     whole = Pieces.whole
     monkeypatch.setattr(Pieces, "whole", lambda own: made.append(own.numel()) or whole(own))
     assert torch.equal(five() * 2, FIVE * 2)
     assert made == [10]
+    with pytest.raises(RuntimeError, match=r"mul_\S*: a checkpoint's tensor is read-only; copy it"):
+        five().mul_(2)
+    assert torch.equal(torch.zeros(5, 2).copy_(five()), FIVE)
     rows = [slice(*ends) for ends in ((2, 4), (-4,), (4, 9), (5, 9), (4, 2))]
     for index in (*rows, (slice(None), slice(1, 2))):
         made.clear()
@@ -64,11 +71,30 @@ def test_pieces_are_the_tensor_and_a_slice_reads_only_itself(monkeypatch: Patch)
     assert torch.equal(five()[1:, :1][2:], FIVE[1:, :1][2:])
 
 
-def test_pieces_take_no_writes() -> None:
-    own = five()
-    with pytest.raises(RuntimeError, match=r"mul_\S*: a checkpoint's tensor is read-only; copy it"):
-        own.mul_(2)
-    assert torch.equal(torch.zeros(5, 2).copy_(own), FIVE)
+class SlowDisk(Callback):
+    """Rank 1 waits a second for each file, and tells how many steps were taken meanwhile."""
+
+    def __init__(self, file: str) -> None:
+        self._file, self._step, self._meanwhile = Path(file), 0, 0
+        self._sync = saving.sync_file
+
+    def setup(self, trainer: Trainer, context: Any) -> None:
+        if trainer.comm.rank == 1:
+            saving.sync_file = self._written  # type: ignore[attr-defined]
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        if trainer.comm.rank == 1:
+            saving.sync_file = self._sync  # type: ignore[attr-defined]
+            self._file.write_text(str(self._meanwhile))
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._step = trainer.progress.global_step
+
+    def _written(self, file: Any) -> None:
+        began = self._step
+        time.sleep(1.0)
+        self._sync(file)
+        self._meanwhile += self._step - began
 
 
 @pytest.mark.slow
@@ -77,39 +103,13 @@ def test_ranks_save_in_the_background_what_they_save_while_they_wait(
 ) -> None:
     """Slowly, while the weights move on."""
     meanwhile = tmp_path / "meanwhile"
-    slow = disk(1, "slow", 1.0, file=meanwhile)
-    ends = two(ranked.run, tmp_path / "run", *BEHIND, *slow)
+    slow = ["trainer.async_save=true", f"+callbacks.disk._target_={__name__}.SlowDisk"]
+    ends = two(ranked.run, tmp_path / "run", *FSDP, *slow, f"+callbacks.disk.file={meanwhile}")
     assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
     assert int(meanwhile.read_text()) > 0
     for ours, theirs in zip(*map(checkpoint.all_in, (whole, tmp_path / "run")), strict=True):
         found = differing(checkpoint.load(ours), checkpoint.load(theirs))
         assert [path for path in found if not path.startswith("/usage")] == []
-
-
-@pytest.mark.slow
-def test_a_full_disk_of_one_rank_ends_all_at_the_next_save(two: Ranks, tmp_path: Path) -> None:
-    """The checkpoint before is whole, and nothing of the other is left."""
-    options = [*BEHIND, "trainer.checkpoint_every=2", *disk(1, "full", after=2)]
-    (kind, text), other = two(ranked.run, tmp_path / "run", *options)
-    assert (kind, text) == other == ("CheckpointError", text)
-    made = tmp_path / "run" / "checkpoints"
-    assert text.startswith(f"checkpoint {made}/step_00000004 could not be written (No space left")
-    assert [path.name for path in made.iterdir()] == ["step_00000002"]
-    assert checkpoint.read(tmp_path / "run").global_step == 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_it_writes_leaves_the_older_ones(
-    two: Ranks, whole: Path, tmp_path: Path
-) -> None:
-    """And the run goes on from there, to the same."""
-    with Ranks(2) as own:
-        own.begin(ranked.run, tmp_path / "run", *BEHIND, *disk(1, "kill", 0.5, after=4))
-        kind, said = own.results_of(0)
-    assert (kind, said[:21]) == ("LostRankError", "rank 1: was killed, o")
-    assert [path.name for path in checkpoint.all_in(tmp_path / "run")] == ["step_00000004"]
-    two(ranked.run, tmp_path / "run", *BEHIND, "resume=auto")
-    assert_same_results(whole, tmp_path / "run")
 
 
 def agreed(late: float) -> tuple[list[Any], list[str]]:
@@ -197,12 +197,27 @@ def test_damage_that_one_rank_finds_is_said_on_all(two: Ranks, whole: Path, tmp_
     assert_same_results(whole, tmp_path / "run")
 
 
+class Unfit(Callback):
+    """Rank 1 cannot take the state of step 8."""
+
+    _step = 0
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._step = trainer.progress.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if os.environ["RANK"] == "1" and state["step"] == 8:
+            raise CheckpointError("it does not fit")
+
+
 @pytest.mark.slow
 def test_a_state_that_one_rank_cannot_take_is_passed_over_by_all(
     two: Ranks, tmp_path: Path
 ) -> None:
-    unfit = "_target_=slow_disk.Unfit rank=1 step=8"
-    options = [*FSDP, *(f"+callbacks.unfit.{word}" for word in unfit.split())]
+    options = [*FSDP, f"+callbacks.unfit._target_={__name__}.Unfit"]
     two(ranked.run, tmp_path / "run", *options)
     options, newest = [*options, "trainer.max_steps=9"], checkpoint.newest(tmp_path / "run")
     ends = two(ranked.run, tmp_path / "other", *options, f"resume={newest}")
