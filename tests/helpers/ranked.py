@@ -8,8 +8,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import HELPERS, ROOT
 from fixtures import has_torch, needs_torch, refused
 from in_process import differing, results, train
 from torch import Tensor, nn
@@ -101,35 +98,23 @@ class Net(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Blocks that a rank's samples may pass by, the first and the last among them; experts.
+    """Blocks that a rank's samples may pass by, the first and the last among them.
 
-    The fourth block is never used, nor is the last expert of the fifth one.
+    The fourth block is never used.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Experts() for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.last = nn.Linear(8, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.inner(inputs)
         for turn, block in enumerate(self.blocks):
             if turn != 3 and (not self.training or inputs[0, turn] > 0):
-                hidden = hidden + block(hidden)
+                hidden = hidden + block(hidden).relu()
         return self.last(hidden)
-
-
-class Experts(nn.Module):
-    """Its first or second expert computes, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        chosen = int(inputs[0, 0] > 0) + 2 * int(inputs[0, 1] > 0.3)
-        return inputs + 0 if chosen > 1 else self.experts[chosen](inputs).relu()
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -168,13 +153,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `double`, `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
     `optimizers` of `matrices` and `rest`.
     """
-    options = {
-        "name": "net",
-        "optimizer": torch.optim.AdamW,
-        "steps": 4,
-        "half": "float16",
-        **options,
-    }
+    optimizer = torch.optim.AdamW
+    options = {"name": "net", "optimizer": optimizer, "steps": 4, "half": "float16", **options}
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
@@ -324,16 +304,6 @@ def summary_in(folder: Path) -> dict[str, Any]:
 def assert_same_results(undisturbed: Path, other: Path) -> None:
     found = differing(results(undisturbed), results(other))
     assert [path for path in found if not path.startswith("/state/usage")] == []
-
-
-def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
-    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    start += [word for word in words if word.startswith("--")]
-    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    own: Any = {"capture_output": True, "text": True, "timeout": within, "cwd": HELPERS}
-    return subprocess.run(start, env=env, check=False, **own)
 
 
 def run(folder: Path, *options: str) -> Any:

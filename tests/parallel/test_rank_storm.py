@@ -7,6 +7,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import Any
 
 import pytest
 import ranked
+from checkout import HELPERS, ROOT
 from processes import saving, wait_until
-from ranked import NOISY, OWN, SHARDED, assert_same_results, summary_in, torchrun, trouble
+from ranked import NOISY, OWN, SHARDED, assert_same_results, summary_in, trouble
 from ranks import Ranks
 
 from mpframe import checkpoint
@@ -125,6 +128,16 @@ def test_ranks_come_through_a_storm(whole: Path, tmp_path: Path, kinds: Any) -> 
         if len(kinds) == 1:
             assert_same_results(whole, folder)
     assert storm.hits > 6  # of 12 strikes
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += [word for word in words if word.startswith("--")]
+    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    own: Any = {"capture_output": True, "text": True, "timeout": 240, "cwd": HELPERS}
+    return subprocess.run(start, env=env, check=False, **own)
 
 
 @pytest.mark.parametrize(

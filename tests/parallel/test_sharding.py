@@ -8,6 +8,7 @@ import copy
 import gc
 import weakref
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from fixtures import Patch, refused
 from ranked import (
     CPU,
     SHARDED,
+    adds_zeros,
     assert_same_but,
     bad_input,
     in_group,
@@ -29,6 +31,7 @@ from ranked import (
 )
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon
 
 from mpframe import Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
@@ -36,19 +39,17 @@ from mpframe.config.schema import Config
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
+from mpframe.core.tree import map_tensors
+from mpframe.lowbit.handler import watch_products
 from mpframe.parallel import sharding
 from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
+from mpframe.run.sharding import WHOLE, refuse_beside_sharding, shard
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
-from mpframe.run.sharding import refuse_beside_sharding, shard
+from mpframe.training.callbacks.freeze import set_requires_grad
+from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
-
-
-def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What the same training leaves on each rank, with whole weights and with divided ones."""
-    given = {"name": "mlp", "steps": 3, "clip_norm": None, **options}
-    return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
 
 
 def test_a_torch_with_the_public_timeout_needs_no_private_one(monkeypatch: Patch) -> None:
@@ -61,22 +62,119 @@ def test_a_torch_with_the_public_timeout_needs_no_private_one(monkeypatch: Patch
     assert given == [(7, "rows"), (7, "columns")]
 
 
-MIXED = pytest.param("gpt", "mixed", marks=two_formats)
-SLOW = pytest.param("resnet18", SHARDED, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "mode"), [("mlp", "amp"), MIXED, ("tied", "fp32"), SLOW])
-def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
-    """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
-    clip = 2.0**-8 if name == "mlp" else None
-    options = {"name": name, "sync": True, "steps": 2, "clip_value": clip}
-    (whole, _), (first, second) = ddp_and_fsdp(two, mode, options)
+def assert_as_ddp(ranks: Ranks, mode: str, options: dict[str, Any]) -> Any:
+    """Divided weights take the steps of whole ones, bit for bit; what the first rank found."""
+    given = {"clip_norm": None, **options}
+    (whole, _), (first, second) = (ranks(on_ranks, mode, {**given, "fsdp": f}) for f in (0, 1))
     norms = [[step.pop("grad_norm") for step in own["results"]] for own in (whole, first, second)]
     assert_same_but([whole], [first], "weights")  # Those of ddp are stored in half.
     assert first["results"] == second["results"]
     assert norms[1] == norms[2]
     # Of n values: sums of n squares in fp32 in two orders, halved by the root.
     assert norms[0] == pytest.approx(norms[1], rel=2**-13)
+    return first
+
+
+def reload(trainer: Trainer, step: int) -> None:
+    """Go on from the whole state, as one process would have saved it."""
+    if step == 2:
+        state = map_tensors(whole_of, trainer.optimizer.state_dict())
+        trainer.optimizer.load_state_dict(copy.deepcopy(state))
+
+
+def penalise(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        Penalty(lambda weight: weight.amax(0).sum(), 0.5, ["*bias"]).setup(trainer, Any)
+
+
+LOW_BITS = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {"w": {"per": "block", "block": 4, "scale": "e8m0"}},
+    "dx": {"dy": {"rounding": "stochastic"}},
+}
+
+
+def require_names(trainer: Trainer, _: int) -> None:
+    """A watch is told the name of every weight, also of a gathered one."""
+
+    def watch(weight: str, product: str, operand: str, row: Tensor) -> None:
+        assert weight.endswith("weight"), (product, operand)
+
+    watch_products(trainer.precision, watch)
+
+
+MUON = {"matrices": Muon, "rest": AdamW}
+STEPS = [
+    pytest.param("mlp", "amp", {"sync": True, "clip_value": 2.0**-8}, id="mlp"),
+    pytest.param("gpt", "mixed", {}, marks=two_formats, id="gpt"),
+    pytest.param("tied", "fp32", {}, id="tied"),
+    pytest.param("resnet18", SHARDED, {"sync": True}, marks=pytest.mark.slow, id="resnet18"),
+    # Also a matrix of a single row, of which the second rank has none, and one of five rows.
+    pytest.param("mlp", "amp", {"optimizers": {"": Adafactor}, "before": reload}, id="matrix"),
+    pytest.param("mlp", "amp", {"optimizers": MUON, "before": reload}, id="matrix of some"),
+    pytest.param("mlp", SHARDED, {"before": penalise}, id="penalty"),
+    # Blocks of the whole weight have their scales, and it has its name.
+    pytest.param("gpt", SHARDED, {"recipe": LOW_BITS, "before": require_names}, id="products"),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "options"), STEPS)
+def test_divided_weights_take_the_steps_of_whole_ones(
+    two: Ranks, name: str, mode: str, options: Any
+) -> None:
+    """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
+    assert_as_ddp(two, mode, {"name": name, "steps": 4, **options})
+
+
+@adds_zeros
+@pytest.mark.parametrize(("name", "mode"), [("skipping", "amp"), ("net", "mixed")])
+def test_a_layer_that_some_ranks_do_not_use_counts_as_zero_there(
+    two: Ranks, name: str, mode: str
+) -> None:
+    found = assert_as_ddp(two, mode, {"name": name, "steps": 6})
+    before, after = found["states"][0]["weights"], found["states"][-1]["weights"]
+    kept = {key for key, value in before.items() if torch.equal(value, after[key])}
+    never = "never" if name == "net" else "blocks.3"
+    assert kept >= {key for key in before if never in key}
+    assert 0 < len(kept) < len(before)
+
+
+def freeze_for_a_step(trainer: Trainer, step: int) -> None:
+    frozen = [own for name, own in trainer.model.named_parameters() if name.startswith(("1.", "4"))]
+    if step < 4:
+        set_requires_grad(trainer.optimizer, frozen, requires_grad=step not in (0, 2))
+
+
+@two_formats
+def test_layers_are_frozen_and_trained_again(two: Ranks) -> None:
+    """From the start, and later, when they have a state: a block, and one with others after it."""
+    options = {"name": "tied", "steps": 5, "before": freeze_for_a_step}
+    found = assert_as_ddp(two, "mixed", options)
+    for name in ("1.weight", "4.bias"):
+        values = [state["weights"][name] for state in found["states"]]
+        moved = [not torch.equal(own, other) for own, other in pairwise(values)]
+        assert moved[:5] == [False, True, False, True, True], name
+
+
+def scale_gradients(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        LARC(eta=0.01, mode="scale", without=["4.*"]).setup(trainer, Any)
+
+
+def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
+    """Norms of n values, in fp32 in two orders, differ by less than n 2^-24 of themselves.
+
+    So a step of plain SGD, eta * lr * |w| long, does as well: n <= 128, |w| < 8, 3 steps.
+    """
+    given = {"name": "mlp", "steps": 3, "before": scale_gradients, "optimizer": SGD}
+    given |= {"clip_norm": None}
+    whole, divided = (two(on_ranks, "amp", {**given, "fsdp": fsdp})[0] for fsdp in (0, 1))
+    first = whole["states"][0]["weights"]
+    last, other = whole["states"][-1]["weights"], divided["states"][-1]["weights"]
+    for name, weight in last.items():
+        assert torch.allclose(weight, other[name], rtol=0, atol=3 * 1e-4 * 8 * 2**-17), name
+    moved = (last["0.weight"] - first["0.weight"]).norm() / first["0.weight"].norm()
+    assert moved == pytest.approx(3e-4, rel=0.5)
 
 
 def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ranks) -> None:
@@ -86,8 +184,9 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
     largest addend. That is one of 2^-20 of the gradients' norm while no addend is 5 times as large;
     plain SGD moves a weight by less than lr times this.
     """
-    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.5, "optimizer": torch.optim.SGD}
-    (whole, _), (first, second) = ddp_and_fsdp(two, "amp", {**options, "faults": {1: bad_input}})
+    options = {"name": "mlp", "steps": 3, "accumulate": 2, "clip_norm": 0.5, "optimizer": SGD}
+    options["faults"] = {1: bad_input}
+    (whole, _), (first, second) = (two(on_ranks, "amp", {**options, "fsdp": f}) for f in (0, 1))
     assert [own["dropped"] for own in first["results"]] == [0, 1, 0]
     assert first["results"] == second["results"]
     for own, other in zip(first["results"], whole["results"], strict=True):
@@ -143,7 +242,7 @@ def _clear(trainer: Any, batch: Any, set_to_none: bool) -> None:
 def _divide_alone(comm: Comm) -> None:
     """When a layer was divided, its whole weight is gone."""
     model, comm = nn.Linear(4, 4), copy.copy(comm)  # It knows one model.
-    optimizer, whole_weight = torch.optim.SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
+    optimizer, whole_weight = SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
     shard(model, {"": optimizer}, Precision("amp"), comm, CPU)
     gc.collect()
     assert whole_weight() is None
@@ -216,7 +315,7 @@ if SHARDED == "amp":
 
 def step(comm: Comm, make: Any, loss: Any) -> None:
     model, precision = make(), Precision(SHARDED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)
     Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
@@ -234,7 +333,7 @@ def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
 
 
 def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
-    own: Any = type("Own", (torch.optim.SGD,), {})
+    own: Any = type("Own", (SGD,), {})
     reasons = {
         torch.optim.LBFGS: "(torch: Cannot flatten unevenly sharded tensor)",
         torch.optim.SparseAdam: "(torch: SparseAdam does not support dense gradients)",
@@ -261,25 +360,16 @@ def test_what_needs_whole_weights_is_refused() -> None:
     refuse_beside_sharding(composed())
     refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"))
     refuse_beside_sharding(composed("trainer.compile=true"))
-    masters = "(the parts, in fp32, are the masters)"
-    for option, instead in (
-        (
-            "trainer.channels_last=true",
-            "(torch: FSDP does not support non-contiguous parameters "
-            "yet); use trainer.channels_last=false",
-        ),
-        (
-            "trainer.reduce=after_backward",
-            "(a block's gradients are summed in its backward pass); use trainer.reduce=in_backward",
-        ),
-        ("dtype.master_weights=false", f"{masters}; use dtype.master_weights=true"),
-    ):
-        line = refused(ConfigError, refuse_beside_sharding, composed(option))
-        said = f"{option}: does not go with trainer.parallel=fsdp {instead}"
-        assert line == f"{said}, or trainer.parallel=ddp"
-    layout = Layout(tensor=2, plan={"head": "colwise"})
-    ranges = composed("callbacks.ranges.every=10")
-    said = "callbacks.ranges.every=10: does not go with distributed.tensor=2 (torch: aten.bincount."
-    said += "default has no sharding strategy); use callbacks.ranges.every=null, or "
-    said += "distributed.tensor=1"
-    assert refused(ConfigError, refuse_beside_sharding, ranges, layout) == said
+    fsdp, layers = WHOLE, Layout(tensor=2, plan={"head": "colwise"})
+    for layout, option, said in (
+        (fsdp, "trainer.channels_last=true", "trainer.parallel=fsdp (torch: FSDP does not support "
+         "non-contiguous parameters yet); use trainer.channels_last=false, or trainer.parallel=dd"),
+        (fsdp, "trainer.reduce=after_backward", "trainer.parallel=fsdp (a block's gradients are "
+         "summed in its backward pass); use trainer.reduce=in_backward, or trainer.parallel=ddp"),
+        (fsdp, "dtype.master_weights=false", "trainer.parallel=fsdp (the parts, in fp32, are the "
+         "masters); use dtype.master_weights=true, or trainer.parallel=ddp"),
+        (layers, "callbacks.ranges.every=10", "distributed.tensor=2 (torch: aten.bincount.default "
+         "has no sharding strategy); use callbacks.ranges.every=null, or distributed.tensor=1"),
+    ):  # fmt: skip
+        line = refused(ConfigError, refuse_beside_sharding, composed(option), layout)
+        assert line.startswith(f"{option}: does not go with {said}")
