@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fixtures import Patch, full
+from fixtures import Patch, full, refused
 
 from mpframe.core.errors import MpframeError
 from mpframe.files import file_lock
@@ -82,12 +82,6 @@ def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
     assert path.read_text() == 20 * "x\n"
 
 
-def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(KeyError), turn_in(tmp_path):
-            raise KeyError
-
-
 def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
     """The one that waits is heard by the other, who then ends its turn."""
     taken, heard = CONTEXT.Event(), CONTEXT.Event()
@@ -108,12 +102,16 @@ def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
     run_beside_each_other(hold, wait)
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_turn_ends_with_an_error_and_follows_no_link(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError), turn_in(tmp_path):
+            raise KeyError
+    (tmp_path / ".turn").unlink()
     (tmp_path / ".turn").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(MpframeError) as error, turn_in(tmp_path):
-        pass
-    said = f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
-    assert str(error.value) == f"{said}delete what is there or choose another folder"
+    assert refused(MpframeError, turn_in(tmp_path).__enter__) == (
+        f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
+        "delete what is there or choose another folder"
+    )
     assert not (tmp_path / "elsewhere").exists()
 
 
