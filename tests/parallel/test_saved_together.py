@@ -19,12 +19,12 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import saving
 from mpframe.checkpoint.parts import Pieces
-from mpframe.core.callback import Callback
 from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import CheckpointError
+from mpframe.core.tree import tensors_in
 from mpframe.parallel.launch import init_comm
+from mpframe.run import resume
 from mpframe.tracking.summary import Status
-from mpframe.training.trainer import Trainer
 
 FSDP = [*NET, f"dtype={SHARDED}", "trainer.ema_decay=0.9", "trainer.keep_last=3",
         "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
@@ -71,42 +71,19 @@ def test_pieces_are_the_tensor_take_no_writes_and_a_slice_reads_only_itself(
     assert torch.equal(five()[1:, :1][2:], FIVE[1:, :1][2:])
 
 
-class SlowDisk(Callback):
-    """Rank 1 waits a second for each file, and tells how many steps were taken meanwhile."""
-
-    def __init__(self, file: str) -> None:
-        self._file, self._step, self._meanwhile = Path(file), 0, 0
-        self._sync = saving.sync_file
-
-    def setup(self, trainer: Trainer, context: Any) -> None:
-        if trainer.comm.rank == 1:
-            saving.sync_file = self._written  # type: ignore[attr-defined]
-
-    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        if trainer.comm.rank == 1:
-            saving.sync_file = self._sync  # type: ignore[attr-defined]
-            self._file.write_text(str(self._meanwhile))
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self._step = trainer.progress.global_step
-
-    def _written(self, file: Any) -> None:
-        began = self._step
-        time.sleep(1.0)
-        self._sync(file)
-        self._meanwhile += self._step - began
+def run_on_a_slow_disk(folder: Path, *options: str) -> Any:
+    sync = saving.sync_file
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "sync_file", lambda file: (time.sleep(0.3), sync(file)))
+        return ranked.run(folder, *options)
 
 
-@pytest.mark.slow
 def test_ranks_save_in_the_background_what_they_save_while_they_wait(
     two: Ranks, whole: Path, tmp_path: Path
 ) -> None:
     """Slowly, while the weights move on."""
-    meanwhile = tmp_path / "meanwhile"
-    slow = ["trainer.async_save=true", f"+callbacks.disk._target_={__name__}.SlowDisk"]
-    ends = two(ranked.run, tmp_path / "run", *FSDP, *slow, f"+callbacks.disk.file={meanwhile}")
+    ends = two(run_on_a_slow_disk, tmp_path / "run", *FSDP, "trainer.async_save=true")
     assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
-    assert int(meanwhile.read_text()) > 0
     for ours, theirs in zip(*map(checkpoint.all_in, (whole, tmp_path / "run")), strict=True):
         found = differing(checkpoint.load(ours), checkpoint.load(theirs))
         assert [path for path in found if not path.startswith("/usage")] == []
@@ -145,19 +122,13 @@ def read_again(folder: Path, options: list[str]) -> dict[str, Any]:
     made: list[int] = []
     whole, restored = Pieces.whole, dict[str, Any]()
 
-    def counted(own: Pieces) -> Tensor:
-        made.append(own.numel())
-        return whole(own)
-
     def kept(trainer: Any, *_: Any) -> None:
-        state = trainer.state_dict()
-        named = [*state["optimizer"]["state"].values(), state["weights"], state["ema"]]
-        values = [value for one in named for value in one.values() if is_sharded(value)]
+        values = [value for value in tensors_in(trainer.state_dict()) if is_sharded(value)]
         held = sum(part_of(value).untyped_storage().nbytes() for value in values) / 4
         restored.update(read=sum(made), held=held, whole=sum(v.numel() for v in values))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Pieces, "whole", counted)
+        patched.setattr(Pieces, "whole", lambda own: made.append(own.numel()) or whole(own))
         patched.setattr("mpframe.training.trainer.Trainer.fit", kept)
         end = ranked.run(folder, *options, f"resume={folder.parent / 'run'}")
     return {"end": end, "largest": max(made), **restored}
@@ -197,30 +168,27 @@ def test_damage_that_one_rank_finds_is_said_on_all(two: Ranks, whole: Path, tmp_
     assert_same_results(whole, tmp_path / "run")
 
 
-class Unfit(Callback):
-    """Rank 1 cannot take the state of step 8."""
+def resumed(folder: Path, *options: str) -> Any:
+    """On rank 1 the state that is read first does not fit."""
+    failed, restore = list[int](), resume.restore
 
-    _step = 0
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self._step = trainer.progress.global_step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if os.environ["RANK"] == "1" and state["step"] == 8:
+    def take(*given: Any) -> None:
+        if os.environ["RANK"] == "1" and not failed:
+            failed.append(1)
             raise CheckpointError("it does not fit")
+        restore(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(resume, "restore", take)
+        return ranked.run(folder, *options)
 
 
-@pytest.mark.slow
 def test_a_state_that_one_rank_cannot_take_is_passed_over_by_all(
-    two: Ranks, tmp_path: Path
+    two: Ranks, whole: Path, tmp_path: Path
 ) -> None:
-    options = [*FSDP, f"+callbacks.unfit._target_={__name__}.Unfit"]
-    two(ranked.run, tmp_path / "run", *options)
-    options, newest = [*options, "trainer.max_steps=9"], checkpoint.newest(tmp_path / "run")
-    ends = two(ranked.run, tmp_path / "other", *options, f"resume={newest}")
+    newest = checkpoint.newest(whole)
+    ends = two(resumed, tmp_path / "other", *FSDP, f"resume={newest}")
     assert ends == [("CheckpointError", f"{newest}: it does not fit")] * 2
-    ends = two(ranked.run, tmp_path / "run", *options, "resume=auto")
+    shutil.copytree(whole, tmp_path / "run")
+    ends = two(resumed, tmp_path / "run", *FSDP, "resume=auto", "trainer.max_steps=9")
     assert [getattr(end, "steps", end) for end in ends] == [9, 9]
