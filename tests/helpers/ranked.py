@@ -4,7 +4,6 @@ The training is for a single process and for ranks, whose results are compared b
 """
 
 import copy
-import errno
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from mpframe import LogMax, Precision
-from mpframe.checkpoint import saving
 from mpframe.core.callback import Callback
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import MpframeError, UserCodeError
@@ -342,18 +340,6 @@ class Overflow(Callback):
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
             batches[0][0].fill_(6e4)
-
-
-class FullDisk(Callback):
-    """Rank 1 cannot write its part of a checkpoint."""
-
-    def on_save(self, trainer: Trainer) -> None:
-        def write(path: Path, content: object) -> None:
-            saving._write_file = written  # type: ignore[attr-defined]
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        if trainer.comm.rank == 1:
-            written, saving._write_file = saving._write_file, write  # type: ignore[assignment]
 
 
 def rows(count: int, bad: int | None = None) -> Any:

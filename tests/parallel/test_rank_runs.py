@@ -226,16 +226,6 @@ def test_each_rank_writes_half_and_other_commands_read_it_in_one_process(run_of:
     assert measured.loss == pytest.approx(summary["test_loss"], rel=64 * 2**-24)
 
 
-def test_a_rank_that_cannot_write_its_part_stops_all(two: Ranks, tmp_path: Path) -> None:
-    """Nothing of the checkpoint is left."""
-    full = "+callbacks.full._target_=ranked.FullDisk"
-    (kind, text), other = two(ranked.run, tmp_path / "run", *DIVIDED, full)
-    assert (kind, text) == other == ("CheckpointError", text)
-    assert text.startswith(f"checkpoint {tmp_path}/run/checkpoints/step_00000004 could not be")
-    assert "No space left on device" in text
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
 def order_of(batch: int) -> list[int]:
     """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
     order: list[int] = Loader(rows(32), 8, shuffle=True).batch_ids(0, batch).tolist()

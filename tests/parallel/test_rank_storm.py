@@ -87,6 +87,18 @@ def test_ranks_come_through_a_short_storm(whole: Path, tmp_path: Path) -> None:
     Storm(whole, seed=1).pass_over(tmp_path / "run", runs)
 
 
+@pytest.mark.storm
+@pytest.mark.parametrize("kinds", [KINDS, [(2, "ddp")]], ids=["one, two and four", "two"])
+def test_ranks_come_through_a_storm(whole: Path, tmp_path: Path, kinds: Any) -> None:
+    """As many ranks as before come to the same."""
+    storm = Storm(whole, seed=2)
+    for number in range(6):
+        storm.pass_over(folder := tmp_path / str(number), storm.random.choices(kinds, k=3))
+        if len(kinds) == 1:
+            assert_same_results(whole, folder)
+    assert storm.hits > 6  # of 12 strikes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "limit"), [("SIGKILL", 300), ("SIGSTOP", 5)])
 @pytest.mark.parametrize("gone", [[2, 3], [1]], ids=["a machine", "a rank"])
@@ -118,46 +130,16 @@ def test_ranks_that_disappear_at_once_are_named(
         assert rest == f"{limit} s (trainer.timeout){waits}; continue with resume=auto"
 
 
-@pytest.mark.storm
-@pytest.mark.parametrize("kinds", [KINDS, [(2, "ddp")]], ids=["one, two and four", "two"])
-def test_ranks_come_through_a_storm(whole: Path, tmp_path: Path, kinds: Any) -> None:
-    """As many ranks as before come to the same."""
-    storm = Storm(whole, seed=2)
-    for number in range(6):
-        storm.pass_over(folder := tmp_path / str(number), storm.random.choices(kinds, k=3))
-        if len(kinds) == 1:
-            assert_same_results(whole, folder)
-    assert storm.hits > 6  # of 12 strikes
-
-
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    start += [word for word in words if word.startswith("--")]
-    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    own: Any = {"capture_output": True, "text": True, "timeout": 240, "cwd": HELPERS}
-    return subprocess.run(start, env=env, check=False, **own)
-
-
-@pytest.mark.parametrize(
-    "runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.storm)]
-)
-def test_runs_in_a_row_end_with_exit_code_0(tmp_path: Path, runs: int) -> None:
-    for number in range(runs):
-        done = torchrun(*OWN, f"hydra.run.dir={tmp_path}/{number}")
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize("last", [NOISY[-1], "trainer.parallel=fsdp"])
-def test_torchrun_starts_killed_ranks_again(two: Ranks, tmp_path: Path, last: str) -> None:
-    """The run comes to the same."""
-    options = [*NOISY[:-1], f"dtype={SHARDED}", last]
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again(two: Ranks, tmp_path: Path) -> None:
+    """As the page tells to type it. The run comes to the same, and its ranks end with code 0."""
+    options = [*NOISY[:-1], f"dtype={SHARDED}", "trainer.parallel=fsdp"]
     two(ranked.run, tmp_path / "undisturbed", *options)
-    for rank in (0, 1):
-        kill = [*trouble(rank, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={tmp_path}/{rank}"]
-        done = torchrun("--max-restarts=1", *options, *kill)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
-        assert_same_results(tmp_path / "undisturbed", tmp_path / str(rank))
+    kill = [*trouble(1, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += ["--max-restarts=1", f"{ROOT}/scripts/train.py", *options, *kill]
+    own: Any = {"capture_output": True, "text": True, "timeout": 240, "cwd": HELPERS}
+    done = subprocess.run(start, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, **own)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
+    assert_same_results(tmp_path / "undisturbed", tmp_path / "run")
