@@ -5,8 +5,6 @@ equal bit for bit.
 """
 
 import copy
-import gc
-import weakref
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -36,7 +34,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 from mpframe import Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
-from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
+from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
@@ -198,11 +196,13 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
 
 
 def kept() -> dict[str, Any]:
-    """Two steps and a validation: whether parts stay where they are, and what is gathered."""
+    """Two steps and a validation: parts stay where they are; what is gathered, and held.
+
+    Their gradients can be cleared.
+    """
     gathered_in: dict[str, torch.dtype] = {}
     with init_comm(None, lambda: CPU, 120) as comm:
         trainer, train, _ = setup("mixed", comm, {"name": "gpt", "fsdp": True, "steps": 2})
-        _divide_alone(comm)
         block: Any = trainer.model.get_submodule("blocks.0")
         for name in ("norm1.weight", "attention.qkv.weight"):
             owner = block.get_submodule(name.rpartition(".")[0])
@@ -221,32 +221,17 @@ def kept() -> dict[str, Any]:
         trainer.evaluate(train)
         assert places() == before
         assert not torch.equal(part_of(next(trainer.model.parameters())), first)
-        for set_to_none in (True, False):
-            _clear(trainer, next(train.epoch(0)), set_to_none)
+        for set_to_none in (True, False):  # Where no step has come between.
+            with trainer.precision.cast():
+                trainer.model(next(train.epoch(0))[0]).float().square().sum().backward()
+            gradients = [own.grad for own in trainer.model.parameters()]
+            assert all(whole_of(own).any() for own in gradients)
+            trainer.optimizer.zero_grad(set_to_none)
+            gradients = [own.grad for own in trainer.model.parameters()]
+            assert not any(own is not None and whole_of(own).any() for own in gradients)
         stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
     held = sum(own.numel() for own in stepped)
     return {"gathered": gathered_in, "held": held, "formats": {own.dtype for own in stepped}}
-
-
-def _clear(trainer: Any, batch: Any, set_to_none: bool) -> None:
-    """Gradients of parts are cleared where no step has come between."""
-    with trainer.precision.cast():
-        trainer.model(batch[0]).float().square().sum().backward()
-    gradients = [own.grad for own in trainer.model.parameters()]
-    assert all(whole_of(own).any() for own in gradients)
-    trainer.optimizer.zero_grad(set_to_none)
-    gradients = [own.grad for own in trainer.model.parameters()]
-    assert not any(own is not None and whole_of(own).any() for own in gradients)
-
-
-def _divide_alone(comm: Comm) -> None:
-    """When a layer was divided, its whole weight is gone."""
-    model, comm = nn.Linear(4, 4), copy.copy(comm)  # It knows one model.
-    optimizer, whole_weight = SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
-    shard(model, {"": optimizer}, Precision("amp"), comm, CPU)
-    gc.collect()
-    assert whole_weight() is None
-    assert all(map(is_sharded, model.parameters()))
 
 
 @two_formats
@@ -275,17 +260,6 @@ def test_a_probe_finds_the_largest_gradient_of_any_rank(two: Ranks) -> None:
     assert [left for _, left in expected] == [True, True]
 
 
-class Parts(nn.Module):
-    """Of its two weights the forward pass uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.used
-
-
 def whole(model: Any, batch: Any) -> Any:
     return StepOutput(model(batch).sum())
 
@@ -296,7 +270,7 @@ def huge() -> nn.Module:
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    (Parts, lambda model, batch: StepOutput((batch @ model.used).sum()),
+    (lambda: nn.Linear(8, 4), lambda model, batch: StepOutput((batch @ model.weight.t()).sum()),
      "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
     (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
      lambda model, batch: StepOutput(model[0](batch).sum() + model(batch).sum()),
@@ -334,21 +308,21 @@ def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
 
 def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
     own: Any = type("Own", (SGD,), {})
-    reasons = {
-        torch.optim.LBFGS: "(torch: Cannot flatten unevenly sharded tensor)",
-        torch.optim.SparseAdam: "(torch: SparseAdam does not support dense gradients)",
+    said = {
+        torch.optim.LBFGS: "does not go with trainer.parallel=fsdp (torch: Cannot flatten unevenly "
+        "sharded tensor); use AdamW, or trainer.parallel=ddp",
+        torch.optim.SparseAdam: "does not go with trainer.parallel=fsdp (torch: SparseAdam does "
+        "not support dense gradients); use AdamW, or trainer.parallel=ddp",
+        own: "may look at several weights or at a whole one, of which a rank has a part with "
+        "trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in its "
+        "class, else use trainer.parallel=ddp",
     }
-    said = {kind: f"does not go with trainer.parallel=fsdp {why}" for kind, why in reasons.items()}
-    said = {kind: f"{text}; use AdamW, or trainer.parallel=ddp" for kind, text in said.items()}
-    said[own] = "may look at several weights or at a whole one, of which a rank has a part with "
-    said[own] += "trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in "
-    said[own] += "its class, else use trainer.parallel=ddp"
+    weights = nn.Linear(2, 2).parameters
     for kind, text in said.items():
-        model = nn.Linear(2, 2)
-        given = model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU
-        assert refused(ConfigError, shard, *given) == f"optimizer={kind.__name__}: {text}"
+        line = refused(ConfigError, refuse_whole_weights, kind(weights(), lr=0.1))
+        assert line == f"optimizer={kind.__name__}: {text}"
     own.by_value = True
-    refuse_whole_weights(own(nn.Linear(2, 2).parameters(), lr=0.1))
+    refuse_whole_weights(own(weights(), lr=0.1))
 
 
 def composed(*words: str) -> Config:
