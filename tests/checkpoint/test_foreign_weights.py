@@ -11,16 +11,13 @@ import pytest
 import torch
 from fixtures import Log, refused
 from hostile_checkpoints import ATTACKS, saved
-from in_process import train
 from prepared import prepared
 from safetensors.torch import save_file
 from torch import Tensor, nn, ones, zeros
 from torchvision.models import resnet18
 from vocabulary import differing
 
-from mpframe import checkpoint
 from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
-from mpframe.checkpoint.state import weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.resume import take_first_weights
@@ -246,15 +243,16 @@ def test_torchvisions_resnet18_is_taken_bit_for_bit_but_for_a_new_head(
     other = resnet18(num_classes=7)
     other(torch.rand(2, 3, 32, 32))  # It moves the statistics of BatchNorm.
     saved = other.state_dict()
-    torch.save(saved, file := tmp_path / "resnet18.pth")
+    named = {f"net.{name}": tensor for name, tensor in saved.items()}
+    torch.save(named, file := tmp_path / "resnet18.pth")
+    how: Any = {"init_from": str(file), "init_from_names": {"net.*": "*"}}
     caplog.set_level("INFO")
     trainer = prepared(resnet18(num_classes=3), nn.CrossEntropyLoss(), mode)
     before = {name: weight.clone() for name, weight in trainer.weights().items()}
     with pytest.raises(CheckpointError, match=r"shape: fc\.weight \(7, 512\) for \(3, 512\), fc\."):
-        take_first_weights(trainer, RunOptions(init_from=str(file)))
+        take_first_weights(trainer, RunOptions(**how))
     assert differing(trainer.weights(), before) == []
-    options = RunOptions(init_from=str(file), init_from_except=["fc.*"])
-    take_first_weights(trainer, options)
+    take_first_weights(trainer, RunOptions(**how, init_from_except=["fc.*"]))
     head = {name: before[name] for name in ("fc.weight", "fc.bias")}
     assert differing(trainer.weights(), {**saved, **head}) == []
     for parameter in trainer.model.parameters():
@@ -268,20 +266,3 @@ def test_torchvisions_resnet18_is_taken_bit_for_bit_but_for_a_new_head(
         "init_from: with their first values: fc.weight, fc.bias",
         "init_from: not used: fc.weight, fc.bias",
     ]
-
-
-def test_a_run_starts_from_a_run_or_a_file_and_its_average_too(tmp_path: Path) -> None:
-    small = ["experiment=digits_mlp", "trainer.max_steps=2"]
-    train(tmp_path / "run", *small)
-    saved = weights_of(checkpoint.load(tmp_path / "run"), "trained", tmp_path)
-    file = tmp_path / "own.safetensors"
-    save_file({f"net.{name}": tensor for name, tensor in saved.items()}, file)
-    still = [*small, "optimizer=sgd", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
-    words = {tmp_path / "run": "dtype=mixed_bf16", file: "init_from_names={net.*:'*'}"}
-    for source, more in words.items():
-        folder = tmp_path / f"from {source.name}"
-        train(folder, *still, "trainer.ema_decay=0.5", f"init_from={source}", more)
-        state = checkpoint.load(folder)
-        for kind in ("trained", "ema"):
-            for name, tensor in weights_of(state, kind, tmp_path).items():
-                assert torch.equal(tensor, saved[name])

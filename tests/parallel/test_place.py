@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,17 +83,15 @@ def test_ranks_find_the_first_one(monkeypatch: Patch) -> None:
 
 def test_ranks_below_a_script_find_the_port_of_those_beside_it(monkeypatch: Patch) -> None:
     pretend(monkeypatch, HYDRA)
-    tell = "import mpframe.parallel.place as p; print(p.address())"
-    direct = [sys.executable, "-c", tell]
-    env = {"capture_output": True, "text": True, "check": True}
+    tell = [sys.executable, "-c", "import mpframe.parallel.place as p; print(p.address())"]
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PMI_RANK")  # This process started the ranks.
-    ranks = [
-        subprocess.run(words, env={**os.environ, "PMI_RANK": rank}, **env).stdout  # type: ignore[call-overload]
-        for rank, words in (("0", direct), ("1", ["sh", "-c", '"$@"; :', "sh", *direct]))
-    ]
-    assert ranks[0] == ranks[1]
-    assert ranks[0].startswith("('127.0.0.1', ")
+    first, second = (
+        subprocess.check_output(words, env={**os.environ, "PMI_RANK": rank}, text=True)
+        for rank, words in (("0", tell), ("1", ["sh", "-c", '"$@"; :', "sh", *tell]))
+    )
+    assert first == second
+    assert first.startswith("('127.0.0.1', ")
 
 
 def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> None:
@@ -208,24 +207,16 @@ def test_two_processes_train_as_srun_starts_them(monkeypatch: Patch, tmp_path: P
     pretend(monkeypatch, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(os.getpid())})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
 
-    def run(*words: str) -> list[tuple[int, str]]:
-        start = [sys.executable, f"{ROOT}/scripts/train.py", *NET, *words]
-        ranks = [
-            subprocess.Popen(
-                start,
-                env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+    def run(*words: str) -> tuple[list[int], list[str]]:
+        start, ranks = [sys.executable, f"{ROOT}/scripts/train.py", *NET, *words], []
+        for rank in "01":
+            own: Any = {"env": os.environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}}
+            own |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            ranks.append(subprocess.Popen(start, **own))
         said = [rank.communicate(timeout=200)[1] for rank in ranks]
-        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+        return [r.returncode for r in ranks], re.findall("^mpframe: .*", "".join(said), re.M)
 
-    assert [code for code, _ in run(f"hydra.run.dir={tmp_path}/run")] == [0, 0]
+    assert run(f"hydra.run.dir={tmp_path}/run")[0] == [0, 0]
     assert summary_in(tmp_path / "run")["steps"] == 8
-    ends = run("trainer.max_stepz=1")
-    assert [code for code, _ in ends] == [1, 1]
-    lines = [text for _, text in ends if text]
-    assert lines == ["mpframe: trainer.max_stepz: no such option; nearest: trainer.max_steps\n"]
+    line = "mpframe: trainer.max_stepz: no such option; nearest: trainer.max_steps"
+    assert run("trainer.max_stepz=1") == ([1, 1], [line])
