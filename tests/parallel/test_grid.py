@@ -1,29 +1,27 @@
-"""Ranks in a grid, and how they gather weights: the group `distributed`, without a plan."""
+"""Ranks in a grid, how they gather weights, and blocks that some of them do not use."""
 # ruff: noqa: E501 - a table, one case a line
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ranked
 import torch
-from fixtures import refused
-from in_process import differing, train
-from ranked import NET, OWN, SHARDED, assert_same_but, on_ranks, two_formats
+from fixtures import Patch, refused
+from in_process import differing
+from ranked import SHARDED, adds_zeros, assert_same_but, on_ranks, two_formats
 from ranks import Ranks
+from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from mpframe import checkpoint
-from mpframe.core.comm import cut, is_sharded
+from mpframe.core.comm import Comm, cut, is_sharded
 from mpframe.core.errors import ConfigError
-from mpframe.parallel import sharding
+from mpframe.parallel import sharding, unused
 from mpframe.parallel.layout import Layout
+from mpframe.parallel.unused import Usage
 from mpframe.run.resume import compare
-from mpframe.tracking.summary import Status
 from mpframe.training.trainer import Trainer
 
 REPLICAS: dict[str, Any] = {"layout": {"replicas": 2}}
@@ -122,34 +120,6 @@ def test_a_block_is_compiled_whole_and_alike_ones_once(two: Ranks, name: str) ->
     assert differing(plain, compiled) == []
 
 
-RUN = [*NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9",
-       "trainer.keep_last=3", "callbacks.autopsy=null", "trainer.clip_norm=null"]  # fmt: skip
-GRID = ["trainer.parallel=fsdp", "distributed.replicas=2"]
-
-
-@pytest.mark.slow
-def test_a_run_of_replicas_continues_on_any_ranks_and_may_not_drift(
-    four: Ranks, two: Ranks, tmp_path: Path
-) -> None:
-    """Two by two ranks write each part once; what others read and write is what was there."""
-    first, *_ = four(ranked.run, tmp_path / "grid", *RUN, *GRID)
-    assert first.status is Status.FINISHED, first
-    middle = tmp_path / "grid" / "checkpoints" / "step_00000004"
-    parts = sorted(path.name for path in middle.glob("parts_*"))
-    assert parts == ["parts_00000.pt", "parts_00001.pt"]
-    stop = ["trainer.max_steps=4", f"resume={middle}"]
-    two(ranked.run, tmp_path / "two", *RUN, GRID[0], *stop)
-    train(tmp_path / "one", *RUN, *stop)
-    for name in ("two", "one"):
-        then, now = (checkpoint.load(path)["trainer"] for path in (middle, tmp_path / name))
-        found = [path for path in differing(then, now) if not path.startswith("/schedule")]
-        assert {path for path in found if path[-3:] != "/lr"} == {"/progress/validated"}, name
-    drift = ["+callbacks.drift._target_=ranked.Drift", "+model.bias=false"]
-    ends = four(ranked.run, tmp_path / "drift", *OWN, f"dtype={SHARDED}", *GRID, *drift)
-    said = "trainer.parallel=fsdp: after step 4 weight is not the same on rank 3 as on rank 1"
-    assert all(text.startswith(said) for _, text in ends), ends
-
-
 def test_a_resumed_run_may_gather_otherwise() -> None:
     then = {"distributed.replicas": 1, "distributed.cpu_offload": False}
     then |= {"distributed.reshard_after_forward": True, "distributed.blocks_together": 1}
@@ -182,3 +152,87 @@ def test_a_part_is_cut_along_each_axis_and_the_last_may_be_empty() -> None:
     assert torch.equal(cut(whole, [(0, 2, 0), (0, 2, 1)]), whole[2:3])  # A part of a part.
     assert cut(whole, [(0, 4, 3)]).shape == (0, 8)
     assert cut(whole, [(0, 2, 0)]).data_ptr() == whole.data_ptr()
+
+
+# Ranks that do not all use the same blocks.
+
+
+class Chain(nn.Module):
+    """Runs some of its three blocks, in any order, the first perhaps on inputs without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in "012")
+
+    def forward(self, inputs: Tensor, turns: list[int], graph: bool) -> Tensor:
+        hidden = self.first(inputs) if graph else inputs
+        for turn in turns:
+            hidden = self.blocks[turn](hidden)
+        return hidden
+
+
+class Other(Comm):
+    """Knows what another rank has sent."""
+
+    sent: Any = ()
+
+    def max_of(self, numbers: Any) -> list[int]:
+        pairs = list(zip(numbers, self.sent or numbers, strict=True))
+        self.sent = numbers
+        return [max(pair) for pair in pairs]
+
+
+def used_by(turns: list[int], graph: bool = True) -> tuple[Usage, list[str]]:
+    """A rank that runs these blocks, and in which order they are gathered, forth and back."""
+    model, order = Chain(), list[str]()
+    usage = Usage(model, [*model.blocks])
+    for turn, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda _, __, t=turn: order.append(f"{t}"))
+        block.register_forward_hook(
+            lambda _, __, output, t=turn: (
+                output.register_hook(lambda _: order.append(f"back {t}")) and None
+            )
+        )
+    model(torch.ones(1, 2), turns, graph).sum().backward()
+    return usage, order
+
+
+@adds_zeros
+@pytest.mark.parametrize("turns", [[0, 1, 2], [1], [0, 2], [2], []])
+def test_a_block_that_is_passed_by_takes_its_turn(turns: list[int]) -> None:
+    usage, order = used_by(turns)
+    assert order == ["0", "1", "2", "back 2", "back 1", "back 0"]
+    usage.agree(comm := Other())
+    used_by([0, 1, 2])[0].agree(comm)
+    assert usage._used == {"first.weight", "first.bias"} | {
+        f"blocks.{turn}.{name}" for turn in turns for name in ("weight", "bias")
+    }
+
+
+@adds_zeros
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [(([0, 1, 2],), ([1, 0, 2],), "the ranks run the model's blocks in different orders; run them "
+      "in the order in which the model lists them"),
+     (([0, 1], False), ([0, 1], True), "one rank passes blocks.0 by, whose inputs have no "
+      "gradients on another; call it on all ranks")],
+)  # fmt: skip
+def test_ranks_whose_backward_passes_would_not_fit_are_refused(
+    one: Any, other: Any, line: str
+) -> None:
+    comm = Other()
+    used_by(*one)[0].agree(comm)
+    said = f"trainer.parallel=fsdp: {line}, or use trainer.parallel=ddp"
+    assert refused(ConfigError, used_by(*other)[0].agree, comm) == said
+
+
+def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(unused, "ADDS_ZEROS", False)
+    comm = Other()
+    usage, order = used_by([0, 2])
+    assert order == ["0", "2", "back 2", "back 0"]
+    used_by([2, 1])[0].drop_unused(comm)
+    assert refused(ConfigError, usage.drop_unused, comm) == (
+        "trainer.parallel=fsdp: blocks.1.weight was not used on this rank: needs torch 2.15, which "
+        f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
+    )
