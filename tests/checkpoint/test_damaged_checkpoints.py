@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, Shown, refused, time_limit
-from hostile_checkpoints import CASES, STATES, seal
+from fixtures import Log, refused, time_limit
+from hostile_checkpoints import CASES, seal
 from in_process import differing, train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, prune
-from mpframe.cli.commands.evaluate import evaluate
-from mpframe.cli.commands.export import main as export
 from mpframe.core.errors import CheckpointError
 from mpframe.run.resume import Resume
 from mpframe.training.trainer import Trainer
@@ -35,11 +33,6 @@ OTHERS = {
     "optimizer": (["optimizer=sgd"], r"made with optimizer\._target_=\S+AdamW, and this run has"),
     "no schedule": (["scheduler=none"], r"made with scheduler\._target_=\S+, and this run has \S+"),
     "scaler": (["loss_scaling=LogMax"], "loss_scaling"),
-}
-READERS: dict[str, Callable[[Path], Any]] = {
-    "evaluate": lambda run: evaluate(run, []),
-    "init_from": lambda run: train(run.parent / "next", *OPTIONS, f"init_from={run}"),
-    "export": lambda run: export([f"checkpoint={run}", "out=x.safetensors"]),
 }
 
 
@@ -172,13 +165,3 @@ def test_a_checkpoint_of_something_else_is_refused(whole: Path, tmp_path: Path, 
     options, said = OTHERS[case]
     line = refusal_of(*built(tmp_path / "other", *options), whole / NEWEST)
     assert re.search(rf"^{re.escape(str(whole / NEWEST))}: .*{said}", line), line
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_code(reader: str, folder: Path, capsys: Shown) -> None:
-    STATES["code"][0](folder / NEWEST)
-    with pytest.raises((CheckpointError, SystemExit)) as caught:
-        READERS[reader](folder)
-    line = str(caught.value) if reader != "export" else capsys.readouterr().err.rstrip()
-    assert re.search(rf"^.*{STATES['code'][1]}.*$\Z", line)
-    assert not Path("x.safetensors").exists()

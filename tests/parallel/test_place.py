@@ -122,23 +122,24 @@ def test_separate_runs_are_asked_for_or_started_in_a_shell_of_srun(monkeypatch: 
     assert place() == Place(1, 2, 1)  # torchrun's ranks are never separate: that is refused.
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: # RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must"),
-     ({"RANK": "0"}, "RANK=0: # WORLD_SIZE, LOCAL_RANK, "),
-     ({**TORCHRUN, "LOCAL_RANK": ""}, "RANK=1, WORLD_SIZE=2: # LOCAL_RANK must")],
-)  # fmt: skip
-def test_a_second_process_by_hand_is_told_what_lacks(
-    monkeypatch: Patch, variables: dict[str, str], said: str
-) -> None:
-    pretend(monkeypatch, {name: value for name, value in variables.items() if value})
-    text = refused(ConfigError, refuse_misfit, None)
-    assert text.startswith(said.replace("#", "says that there are other processes, and"))
-    assert text.endswith(
-        " be set as well; start them as torchrun --nproc-per-node 2 scripts/train.py ...; or, for "
-        "a run of this process only, set trainer.parallel=none"
-    )
-    refuse_misfit("none")
+BY_HAND = [
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: # RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must"),
+    ({"RANK": "0"}, "RANK=0: # WORLD_SIZE, LOCAL_RANK, "),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2: # LOCAL_RANK, "),
+]
+
+
+def test_a_second_process_by_hand_is_told_what_lacks(monkeypatch: Patch) -> None:
+    for variables, said in BY_HAND:
+        with monkeypatch.context() as patched:
+            pretend(patched, variables)
+            text = refused(ConfigError, refuse_misfit, None)
+            refuse_misfit("none")
+        assert text.startswith(said.replace("#", "says that there are other processes, and"))
+        assert text.endswith(
+            " be set as well; start them as torchrun --nproc-per-node 2 scripts/train.py ...; or, "
+            "for a run of this process only, set trainer.parallel=none"
+        )
 
 
 def test_a_start_that_does_not_fit_the_option_is_refused(monkeypatch: Patch) -> None:
