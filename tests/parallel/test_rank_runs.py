@@ -10,17 +10,7 @@ import pytest
 import ranked
 from fixtures import Log
 from in_process import assert_same_run, csv_rows, cut, differing, events, scalars, train
-from ranked import (
-    NET,
-    NOISY,
-    OWN,
-    SHARDED,
-    assert_same_results,
-    rows,
-    summary_in,
-    trouble,
-    two_formats,
-)
+from ranked import NET, NOISY, OWN, SHARDED, assert_same_results, summary_in, trouble, two_formats
 from ranks import Ranks
 
 from mpframe import checkpoint
@@ -37,15 +27,11 @@ DIVIDED = [*NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9
 TOO_HIGH = ["loss_scaling=Backoff", "loss_scaling.init_scale=1048576"]  # for one of two parts
 REFUSED = {
     "dataset.batch_size=1": "2 ranks share each batch, and each needs a sample; use 2 or more",
-    "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
-    "trainer.parallel=ddp, or start one process",
     "device=cuda:1": "each rank takes its own device; choose auto, cpu or cuda",
 }
 OTHERWISE = {
     "dtype=amp": "dtype.mode=amp: rank 1 has it, and rank 0 has mixed",
     "trainer.parallel=fsdp": "trainer.parallel=fsdp: rank 1 has it, and rank 0 has null",
-    "callbacks=[default,early_stopping]": "callbacks.early_stopping._target_=mpframe.training."
-    "callbacks.guards.EarlyStopping: rank 1 has it, and rank 0 has null",
 }
 
 
@@ -221,7 +207,7 @@ def test_each_rank_writes_half_and_other_commands_read_it_in_one_process(run_of:
 
 def order_of(batch: int) -> list[int]:
     """The samples of a batch of the first epoch: rank 0's part, and then rank 1's."""
-    order: list[int] = Loader(rows(32), 8, shuffle=True).batch_ids(0, batch).tolist()
+    order: list[int] = Loader(ranked.rows(32), 8, shuffle=True).batch_ids(0, batch).tolist()
     return order
 
 

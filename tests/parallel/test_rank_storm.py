@@ -30,12 +30,8 @@ OPTIONS = [
     "trainer.max_steps=14", "trainer.log_every=1", "resume=auto",
 ]  # fmt: skip
 SLOW = 300  # seconds, on a machine that is busy
-KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")]
-HOW = {"hsdp": ["trainer.parallel=fsdp", "distributed.replicas=2"]}  # others by their name
-
-
-def how(parallel: str) -> list[str]:
-    return HOW.get(parallel, [f"trainer.parallel={parallel}"])
+HSDP = "fsdp distributed.replicas=2"
+KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, HSDP)]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +53,7 @@ class Storm:
         with Ranks(size) as own:
             victim = self.random.choice(own.processes)
             behind = f"trainer.async_save={self.random.random() < 0.5}"
-            own.begin(ranked.run, folder, *OPTIONS, *how(parallel), behind)
+            own.begin(ranked.run, folder, *OPTIONS, *f"trainer.parallel={parallel}".split(), behind)
             wait_until(lambda: curves.exists() and curves.stat().st_mtime_ns > began, victim, SLOW)
             time.sleep(self.random.uniform(0, 0.7 * self._seconds))
             if self.random.random() < 0.4:
@@ -76,14 +72,14 @@ class Storm:
         for each in struck:
             self.strike(folder, *each)
         with Ranks(size) as own:
-            ends = own(ranked.run, folder, *OPTIONS, *how(parallel))
+            ends = own(ranked.run, folder, *OPTIONS, *f"trainer.parallel={parallel}".split())
         assert {getattr(end, "status", end) for end in ends} == {Status.FINISHED}
         assert checkpoint.read(folder).global_step == 14
 
 
 @pytest.mark.slow
 def test_ranks_come_through_a_short_storm(whole: Path, tmp_path: Path) -> None:
-    runs = [(4, "hsdp"), (4, "fsdp"), (2, "ddp"), (1, "none")]
+    runs = [(4, HSDP), (4, "fsdp"), (2, "ddp"), (1, "none")]
     Storm(whole, seed=1).pass_over(tmp_path / "run", runs)
 
 
@@ -111,7 +107,7 @@ def test_ranks_that_disappear_at_once_are_named(
     this rank in a group of its own, and is silent as well.
     """
     options = [*OWN[:-1], "trainer.max_steps=400", "trainer.log_every=1", f"dtype={SHARDED}",
-               *HOW["hsdp"]]  # fmt: skip
+               *f"trainer.parallel={HSDP}".split()]  # fmt: skip
     curves = tmp_path / "run" / "metrics.csv"
     with Ranks(4) as own:
         own.begin(ranked.run, tmp_path / "run", *options, f"trainer.timeout={limit}")

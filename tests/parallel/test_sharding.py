@@ -10,22 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranked
 import torch
 from fixtures import Patch, refused
-from ranked import (
-    CPU,
-    SHARDED,
-    adds_zeros,
-    assert_same_but,
-    bad_input,
-    in_group,
-    on_ranks,
-    parts,
-    refusal_of,
-    setup,
-    two_formats,
-    whole_of,
-)
+from ranked import CPU, SHARDED, assert_same_but, in_group, on_ranks, setup, two_formats, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
@@ -39,7 +27,6 @@ from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit.handler import watch_products
 from mpframe.parallel import sharding
-from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import WHOLE, refuse_beside_sharding, shard
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
@@ -108,8 +95,8 @@ STEPS = [
         "tied", "mixed", {"steps": 5, "before": freeze_for_a_step}, marks=two_formats, id="frozen"
     ),
     # On some ranks a layer counts as zero.
-    pytest.param("skipping", "amp", {"steps": 6}, marks=adds_zeros, id="skipping"),
-    pytest.param("net", "mixed", {"steps": 6}, marks=adds_zeros, id="unused"),
+    pytest.param("skipping", "amp", {"steps": 6}, marks=ranked.adds_zeros, id="skipping"),
+    pytest.param("net", "mixed", {"steps": 6}, marks=ranked.adds_zeros, id="unused"),
     # Blocks of the whole weight have their scales, and it has its name.
     pytest.param("gpt", SHARDED, {"recipe": LOW_BITS, "before": require_names}, id="products"),
 ]
@@ -159,7 +146,7 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
     plain SGD moves a weight by less than lr times this.
     """
     options = {"name": "mlp", "steps": 3, "accumulate": 2, "clip_norm": 0.5, "optimizer": SGD}
-    options["faults"] = {1: bad_input}
+    options["faults"] = {1: ranked.bad_input}
     (whole, _), (first, second) = (two(on_ranks, "amp", {**options, "fsdp": f}) for f in (0, 1))
     assert [own["dropped"] for own in first["results"]] == [0, 1, 0]
     assert first["results"] == second["results"]
@@ -171,41 +158,40 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
     assert not torch.equal(whole["states"][0]["weights"]["4.weight"], last["4.weight"])
 
 
-def kept() -> dict[str, Any]:
+def kept(comm: Comm) -> dict[str, Any]:
     """Two steps and a validation: parts stay where they are; what is gathered, and held.
 
     Their gradients can be cleared.
     """
     gathered_in: dict[str, torch.dtype] = {}
-    with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, train, _ = setup("mixed", comm, {"name": "gpt", "fsdp": True, "steps": 2})
-        block: Any = trainer.model.get_submodule("blocks.0")
-        for name in ("norm1.weight", "attention.qkv.weight"):
-            owner = block.get_submodule(name.rpartition(".")[0])
-            owner.register_forward_hook(
-                lambda own, *_, name=name: gathered_in.update({name: own.weight.dtype})
-            )
+    trainer, train, _ = setup("mixed", comm, {"name": "gpt", "fsdp": True, "steps": 2})
+    block: Any = trainer.model.get_submodule("blocks.0")
+    for name in ("norm1.weight", "attention.qkv.weight"):
+        owner = block.get_submodule(name.rpartition(".")[0])
+        owner.register_forward_hook(
+            lambda own, *_, name=name: gathered_in.update({name: own.weight.dtype})
+        )
 
-        def places() -> list[tuple[int, int]]:
-            assert all(map(is_sharded, trainer.model.parameters()))
-            parts = [(own, trainer.optimizer.master_of(own)) for own in trainer.model.parameters()]
-            assert all(part_of(own).data_ptr() == master.data_ptr() for own, master in parts)
-            return [(master.data_ptr(), len(master)) for _, master in parts]
+    def places() -> list[tuple[int, int]]:
+        assert all(map(is_sharded, trainer.model.parameters()))
+        parts = [(own, trainer.optimizer.master_of(own)) for own in trainer.model.parameters()]
+        assert all(part_of(own).data_ptr() == master.data_ptr() for own, master in parts)
+        return [(master.data_ptr(), len(master)) for _, master in parts]
 
-        before, first = places(), part_of(next(trainer.model.parameters())).clone()
-        trainer.fit(train)
-        trainer.evaluate(train)
-        assert places() == before
-        assert not torch.equal(part_of(next(trainer.model.parameters())), first)
-        for set_to_none in (True, False):  # Where no step has come between.
-            with trainer.precision.cast():
-                trainer.model(next(train.epoch(0))[0]).float().square().sum().backward()
-            gradients = [own.grad for own in trainer.model.parameters()]
-            assert all(whole_of(own).any() for own in gradients)
-            trainer.optimizer.zero_grad(set_to_none)
-            gradients = [own.grad for own in trainer.model.parameters()]
-            assert not any(own is not None and whole_of(own).any() for own in gradients)
-        stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
+    before, first = places(), part_of(next(trainer.model.parameters())).clone()
+    trainer.fit(train)
+    trainer.evaluate(train)
+    assert places() == before
+    assert not torch.equal(part_of(next(trainer.model.parameters())), first)
+    for set_to_none in (True, False):  # Where no step has come between.
+        with trainer.precision.cast():
+            trainer.model(next(train.epoch(0))[0]).float().square().sum().backward()
+        gradients = [own.grad for own in trainer.model.parameters()]
+        assert all(whole_of(own).any() for own in gradients)
+        trainer.optimizer.zero_grad(set_to_none)
+        gradients = [own.grad for own in trainer.model.parameters()]
+        assert not any(own is not None and whole_of(own).any() for own in gradients)
+    stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
     held = sum(own.numel() for own in stepped)
     return {"gathered": gathered_in, "held": held, "formats": {own.dtype for own in stepped}}
 
@@ -213,9 +199,12 @@ def kept() -> dict[str, Any]:
 @two_formats
 def test_a_rank_holds_half_of_the_weights_in_fp32(two: Ranks) -> None:
     """In the same memory all the time. Blocks are gathered as one process stores them."""
-    gathered = {"norm1.weight": torch.float32, "attention.qkv.weight": torch.float16}
-    held = sum(own.numel() for own in parts("gpt")[0].parameters()) / 2
-    assert two(kept) == [{"gathered": gathered, "held": held, "formats": {torch.float32}}] * 2
+    expected = {
+        "gathered": {"norm1.weight": torch.float32, "attention.qkv.weight": torch.float16},
+        "held": sum(own.numel() for own in ranked.parts("gpt")[0].parameters()) / 2,
+        "formats": {torch.float32},
+    }
+    assert two(in_group, kept) == [expected, expected]
 
 
 def probed(comm: Comm, fsdp: bool) -> tuple[float, bool]:
@@ -271,15 +260,14 @@ def step(comm: Comm, make: Any, loss: Any) -> None:
     Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
 
 
-def refusals() -> list[str]:
+def refusals(comm: Comm) -> list[str]:
     """What this rank says to trainings that it does not take."""
-    with init_comm(None, lambda: CPU, 120) as comm:
-        return [refusal_of(comm, partial(step, comm, make, loss)) for make, loss, _ in REFUSED]
+    return [ranked.refusal_of(comm, partial(step, comm, make, loss)) for make, loss, _ in REFUSED]
 
 
 def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
     said = [f"trainer.parallel=fsdp: {text}" for *_, text in REFUSED]
-    assert two(refusals) == [said, said]
+    assert two(in_group, refusals) == [said, said]
 
 
 def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:

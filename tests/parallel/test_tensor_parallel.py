@@ -30,7 +30,6 @@ from mpframe.core.objective import supervised
 from mpframe.data.loading import share_of
 from mpframe.data.streaming import StreamLoader
 from mpframe.lowbit.recipe import Recipe
-from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import shard
 from mpframe.tracking.summary import Status
@@ -90,27 +89,26 @@ def test_ranks_divide_layers(request: Any, number: str, name: str, mode: str) ->
     assert (last - first).norm() > 2 * STEPS * LR * CLIP * OFF["mixed"]
 
 
-def held() -> list[Any]:
+def held(comm: Comm) -> list[Any]:
     """What this rank says of its weights, its share of the data, and what ranks add up."""
-    with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, *_ = setup(SHARDED, comm, divided("gpt", SHARDED, batch=8))
-        model: Any = trainer.model
-        places: dict[str, Any] = dict(model.named_parameters())
-        copies = [
-            copies_of(places[f"blocks.0.{name}"])
-            for name in ("mlp.up.weight", "mlp.down.bias", "norm1.weight")
-        ]
-        sums, rank = torch.ones(3), comm.rank
-        comm.sum_([sums])
-        heads = places["blocks.0.attention.qkv.weight"].to_local()
-        shares = [comm.data_rank, comm.data_size, *share_of(torch.arange(4), comm).tolist()]
-        batches = DataLoader([1, 2], batch_size=8)
-        shared = refused(ConfigError, StreamLoader, batches, 8, comm=comm)
-        assert model.head.weight is model.token_embed.weight
-        if rank == 1:  # As by a callback, or a kernel that adds in any order.
-            part_of(places["norm.weight"]).add_(1)
-        drifted = refused(MpframeError, refuse_drift, trainer)
-        return [copies, sums.tolist(), list(heads.shape), shares, shared, drifted]
+    trainer, *_ = setup(SHARDED, comm, divided("gpt", SHARDED, batch=8))
+    model: Any = trainer.model
+    places: dict[str, Any] = dict(model.named_parameters())
+    copies = [
+        copies_of(places[f"blocks.0.{name}"])
+        for name in ("mlp.up.weight", "mlp.down.bias", "norm1.weight")
+    ]
+    sums, rank = torch.ones(3), comm.rank
+    comm.sum_([sums])
+    heads = places["blocks.0.attention.qkv.weight"].to_local()
+    shares = [comm.data_rank, comm.data_size, *share_of(torch.arange(4), comm).tolist()]
+    batches = DataLoader([1, 2], batch_size=8)
+    shared = refused(ConfigError, StreamLoader, batches, 8, comm=comm)
+    assert model.head.weight is model.token_embed.weight
+    if rank == 1:  # As by a callback, or a kernel that adds in any order.
+        part_of(places["norm.weight"]).add_(1)
+    drifted = refused(MpframeError, refuse_drift, trainer)
+    return [copies, sums.tolist(), list(heads.shape), shares, shared, drifted]
 
 
 def test_two_ranks_hold_parts_and_are_one_share_of_the_data(two: Ranks) -> None:
@@ -124,7 +122,7 @@ def test_two_ranks_hold_parts_and_are_one_share_of_the_data(two: Ranks) -> None:
         "what writes the weights, a callback as well, must do the same on all ranks"
     )
     own = [[1, 2, 2], [1, 1, 1], [48, 32], [0, 1, 0, 1, 2, 3]]
-    assert two(held) == [[*own, said, drift]] * 2
+    assert two(ranked.in_group, held) == [[*own, said, drift]] * 2
 
 
 def bent(comm: Comm, plan: dict[str, Any]) -> list[Any]:
