@@ -276,21 +276,17 @@ def test_what_ranks_cannot_do_and_other_options_are_refused(two: Ranks, tmp_path
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        (1, "SIGKILL", 300, "trainer.reduce=in_backward"),
-        pytest.param((1, "SIGKILL", 300, "trainer.parallel=fsdp"), marks=pytest.mark.slow),
-        # It keeps the store itself: questions to that have no end then.
-        pytest.param((0, "SIGSTOP", 3, "trainer.reduce=in_backward"), marks=pytest.mark.slow),
-    ],
+    ("rank", "name", "timeout"),
+    # Rank 0 keeps the store itself: questions to that have no end then.
+    [(1, "SIGKILL", 300), pytest.param(0, "SIGSTOP", 3, marks=pytest.mark.slow)],
 )
-def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path: Path, case: Any) -> None:
-    """Also where torch's own collectives are met first, whose errors come out of the model."""
-    rank, name, timeout, how = case
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(
+    tmp_path: Path, rank: int, name: str, timeout: int
+) -> None:
     with Ranks(2) as own:
         began = time.monotonic()
-        options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", how, f"dtype={SHARDED}"]
-        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
+        options = [*trouble(rank, 2, name), f"trainer.timeout={timeout}", f"dtype={SHARDED}"]
+        own.begin(ranked.run, tmp_path / "run", *OWN, "trainer.reduce=in_backward", *options)
         if name == "SIGKILL":
             own.processes[rank].join(60)
             began = time.monotonic()

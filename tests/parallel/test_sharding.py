@@ -6,13 +6,12 @@ equal bit for bit.
 
 import copy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ranked
 import torch
-from fixtures import Patch, refused
+from fixtures import refused
 from ranked import CPU, SHARDED, assert_same_but, in_group, on_ranks, setup, two_formats, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit.handler import watch_products
-from mpframe.parallel import sharding
 from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import WHOLE, refuse_beside_sharding, shard
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
@@ -34,16 +32,6 @@ from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
-
-
-def test_a_torch_with_the_public_timeout_needs_no_private_one(monkeypatch: Patch) -> None:
-    options, given = SimpleNamespace(_timeout=7), []
-    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-    dist = SimpleNamespace(group=SimpleNamespace(WORLD=world))
-    dist.set_timeout = lambda limit, group: given.append((limit, group))
-    monkeypatch.setattr(sharding, "dist", dist)
-    sharding._limit_waits(SimpleNamespace(get_all_groups=lambda: ["rows", "columns"]), CPU)
-    assert given == [(7, "rows"), (7, "columns")]
 
 
 def reload(trainer: Trainer, step: int) -> None:
