@@ -61,35 +61,23 @@ def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
     assert [take(third, own) for own in ("third", None)] == ["third", "first"]
 
 
-def normalized(comm: Comm, shares: list[int]) -> Any:
-    """A rank's normalised samples, their gradient, the running statistics, or an error's text."""
-    norm: Any = nn.BatchNorm1d(3).double()
+def normalized(comm: Comm, shares: list[int]) -> str | None:
+    """The error's text, if samples that the ranks share so are not normalised."""
+    norm = nn.BatchNorm1d(3)
     synchronize(norm)
-    samples = torch.arange(3.0 * sum(shares), dtype=torch.float64).sin().view(-1, 3)
-    own = samples.split(shares)[comm.rank].clone().requires_grad_()
     try:
-        outputs = norm(own)
+        norm(torch.randn(shares[comm.rank], 3))
     except ValueError as error:
         return str(error)
-    outputs.pow(3).sum().backward()
-    return [outputs.detach(), own.grad, norm.running_mean, norm.running_var]
+    return None
 
 
-def test_batchnorm_over_ranks_of_which_one_has_no_samples_and_over_one_value(two: Ranks) -> None:
-    """To 2^-40: in float64, 8 samples in another order."""
-    first, second = two(in_group, normalized, [8, 0])
-    samples = torch.arange(24.0, dtype=torch.float64).sin().view(8, 3).requires_grad_()
-    norm: Any = nn.BatchNorm1d(3).double()
-    (outputs := norm(samples)).pow(3).sum().backward()
-    for own, theirs in zip(first, (outputs, samples.grad, *norm.buffers()), strict=False):
-        assert torch.allclose(own, theirs, rtol=2**-40, atol=2**-40)
-    assert [own.shape for own in second[:2]] == [(0, 3)] * 2
-    assert_same(first[2:], second[2:])
+def test_batchnorm_over_ranks_that_have_one_value_is_refused(two: Ranks) -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value") as torchs:
-        norm(samples[:1])
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
     for shares in ([1, 0], [0, 1]):
         assert two(in_group, normalized, shares) == [str(torchs.value)] * 2
-    assert not isinstance(two(in_group, normalized, [1, 1])[0], str)
+    assert two(in_group, normalized, [1, 1]) == [None, None]
 
 
 def step_behind_batchnorm(comm: Comm, shares: list[int], reduce: str) -> Any:
