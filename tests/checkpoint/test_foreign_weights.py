@@ -11,19 +11,15 @@ import pytest
 import torch
 from fixtures import Log, refused
 from hostile_checkpoints import ATTACKS, saved
-from in_process import train
 from prepared import prepared
 from safetensors.torch import save_file
 from torch import Tensor, nn, ones, zeros
 from torchvision.models import resnet18
 from vocabulary import differing
 
-from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
-from mpframe.checkpoint.state import weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.tree import HALF
 from mpframe.run.resume import take_first_weights
 
 STATE = {
@@ -165,19 +161,21 @@ def test_patterns_give_new_names() -> None:
         assert list(map(float, result.values())) == list(range(len(given)))
 
 
+UNMEANT = [
+    ({"bakbone.*": "*"}, "init_from_names=bakbone.*: matches no weight of file that an earlier "
+     "pattern leaves; nearest: backbone.a"),
+    ({"backbone.a": "*"}, "init_from_names={backbone.a: *}: each * on the right stands for one on "
+     "the left, which has fewer"),
+    ({"backbone.a": "head.b"}, "init_from=file: two of its weights would be head.b by "
+     "init_from_names; let each pattern give different names"),
+]  # fmt: skip
+
+
 def test_patterns_that_cannot_be_meant_are_refused() -> None:
-    cases: list[tuple[dict[str, str], str]] = [
-        ({"bakbone.*": "*"}, "init_from_names=bakbone.*: matches no weight of file that an earlier "
-         "pattern leaves; nearest: backbone.a"),
-        ({"backbone.a": "*"}, "init_from_names={backbone.a: *}: each * on the right stands for one "
-         "on the left, which has fewer"),
-        ({"backbone.a": "head.b"}, "init_from=file: two of its weights would be head.b by "
-         "init_from_names; let each pattern give different names"),
-    ]  # fmt: skip
     weights = numbered("backbone.a", "head.b")
-    for names, text in cases:
-        arguments = weights, names, {"head.weight"}, "file"
-        assert refused(WRONG, rename_weights, *arguments) == text
+    for names, text in UNMEANT:
+        given = weights, names, {"head.weight"}, "file"
+        assert refused(WRONG, rename_weights, *given) == text
 
 
 OWN = {"body.w": zeros(2), "head.w": zeros(3), "head.b": zeros(3)}
@@ -237,69 +235,34 @@ def test_fewer_bits_are_widened_exactly_and_what_is_not_fp32_is_told() -> None:
     ]
 
 
-def assert_taken(trainer: Trainer, saved: dict[str, Tensor], but: str = "nothing") -> None:
-    """Masters and buffers are the file's bit for bit, half weights the masters' rounding."""
-    weights = trainer.weights()
-    for name, tensor in saved.items():
-        if not name.startswith(but):
-            expected = tensor.float() if tensor.is_floating_point() else tensor
-            assert torch.equal(weights[name], expected), name
-    for parameter in trainer.model.parameters():
-        master = trainer.optimizer.master_of(parameter)
-        assert master.dtype == torch.float32
-        assert torch.equal(parameter, master.to(parameter.dtype))
-
-
-@pytest.fixture(scope="module")
-def resnet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights as torchvision's users save them, the statistics of BatchNorm moved."""
-    model = resnet18(num_classes=7)
-    model(torch.rand(2, 3, 32, 32))
-    path = tmp_path_factory.mktemp("resnet") / "resnet18.pth"
-    torch.save(model.state_dict(), path)
-    return path
-
-
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
-def test_torchvisions_resnet18_is_taken_bit_for_bit(mode: str, resnet_file: Path) -> None:
-    saved = torch.load(resnet_file, weights_only=True)
-    assert saved["bn1.num_batches_tracked"] == 1
-    trainer = prepared(resnet18(num_classes=7), nn.CrossEntropyLoss(), mode)
-    take_first_weights(trainer, RunOptions(init_from=str(resnet_file)))
-    assert_taken(trainer, saved)
-    assert any(p.dtype in HALF for p in trainer.model.parameters()) == (mode == "mixed")
-
-
-def test_a_new_head_is_refused_or_keeps_its_first_values(resnet_file: Path, caplog: Log) -> None:
+def test_torchvisions_resnet18_is_taken_bit_for_bit_but_for_a_new_head(
+    mode: str, tmp_path: Path, caplog: Log
+) -> None:
+    """Masters and buffers are the file's, half weights the masters' rounding."""
+    other = resnet18(num_classes=7)
+    other(torch.rand(2, 3, 32, 32))  # It moves the statistics of BatchNorm.
+    saved = other.state_dict()
+    named = {f"net.{name}": tensor for name, tensor in saved.items()}
+    torch.save(named, file := tmp_path / "resnet18.pth")
+    how: Any = {"init_from": str(file), "init_from_names": {"net.*": "*"}}
     caplog.set_level("INFO")
-    trainer = prepared(resnet18(num_classes=3), nn.CrossEntropyLoss(), "mixed")
+    trainer = prepared(resnet18(num_classes=3), nn.CrossEntropyLoss(), mode)
     before = {name: weight.clone() for name, weight in trainer.weights().items()}
     with pytest.raises(CheckpointError, match=r"shape: fc\.weight \(7, 512\) for \(3, 512\), fc\."):
-        take_first_weights(trainer, RunOptions(init_from=str(resnet_file)))
-    assert all(torch.equal(before[name], weight) for name, weight in trainer.weights().items())
-    options = RunOptions(init_from=str(resnet_file), init_from_except=["fc.*"])
-    take_first_weights(trainer, options)
-    assert_taken(trainer, torch.load(resnet_file, weights_only=True), but="fc.")
-    assert torch.equal(trainer.weights()["fc.weight"], before["fc.weight"])
-    assert caplog.messages == [
-        f"weights taken from {resnet_file}, except fc.*: 22 parameters are rounded to float16",
+        take_first_weights(trainer, RunOptions(**how))
+    assert differing(trainer.weights(), before) == []
+    take_first_weights(trainer, RunOptions(**how, init_from_except=["fc.*"]))
+    head = {name: before[name] for name in ("fc.weight", "fc.bias")}
+    assert differing(trainer.weights(), {**saved, **head}) == []
+    for parameter in trainer.model.parameters():
+        master = trainer.optimizer.master_of(parameter)
+        assert torch.equal(parameter, master.to(parameter.dtype))
+    rounded = "no parameter is" if mode == "fp32" else "22 parameters are"
+    assert caplog.messages[0].startswith(
+        f"weights taken from {file}, except fc.*: {rounded} rounded"
+    )
+    assert caplog.messages[1:] == [
         "init_from: with their first values: fc.weight, fc.bias",
         "init_from: not used: fc.weight, fc.bias",
     ]
-
-
-def test_a_run_starts_from_a_run_or_a_file_and_its_average_too(tmp_path: Path) -> None:
-    small = ["experiment=digits_mlp", "trainer.max_steps=2"]
-    train(tmp_path / "run", *small)
-    saved = weights_of(checkpoint.load(tmp_path / "run"), "trained", tmp_path)
-    file = tmp_path / "own.safetensors"
-    save_file({f"net.{name}": tensor for name, tensor in saved.items()}, file)
-    still = [*small, "optimizer=sgd", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
-    words = {tmp_path / "run": "dtype=mixed_bf16", file: "init_from_names={net.*:'*'}"}
-    for source, more in words.items():
-        folder = tmp_path / f"from {source.name}"
-        train(folder, *still, "trainer.ema_decay=0.5", f"init_from={source}", more)
-        state = checkpoint.load(folder)
-        for kind in ("trained", "ema"):
-            for name, tensor in weights_of(state, kind, tmp_path).items():
-                assert torch.equal(tensor, saved[name])

@@ -143,7 +143,7 @@ def test_the_card_has_the_numbers_that_were_measured(exported: Exported) -> None
     assert rows == {key: f"{summary[key]} | {count}" for key, count in keys.items()}
 
 
-def test_no_number_is_of_other_weights(exported: Exported) -> None:
+def test_no_number_is_of_other_weights_and_nothing_unknown_on_the_card(exported: Exported) -> None:
     numbers = {"val_loss": 0.125, "test_loss": 0.5, "best_step": 7, "steps": 8, "skipped_steps": 2}
     both = {"val_loss": "0.25", "test_loss": "0.5"}
     for tested, step, kind, shown in (
@@ -157,11 +157,8 @@ def test_no_number_is_of_other_weights(exported: Exported) -> None:
         card = format_card("mine", "torch", nn.Linear(1, 1), facts)
         assert dict(re.findall(r"^\| (\w+_loss) \| (.*) \| unknown \|$", card, re.M)) == shown
         assert ("The run has measured nothing with these weights." in card) == (not shown)
-
-
-def test_what_is_not_known_is_not_on_the_card(exported: Exported) -> None:
-    facts = exported.facts | {"class_names": None, "preprocessing": None}
-    facts["weights"] = facts["weights"] | {"saturated": []}
+    facts |= {"class_names": None, "preprocessing": None}
+    facts["weights"]["saturated"] = []
     card = format_card("mine", "torch", nn.Linear(1, 1), facts)
     assert re.findall("^## (.*)$", card, re.M) == ["Metrics", "Precision", "Training"]
     assert not re.search(r"^\| \w+ \|  \|$", card, re.M)
@@ -173,11 +170,8 @@ def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(exported.out)
-    for taken, flag in (
-        (exported.out, False),
-        (tmp_path / "mine", True),
-        (tmp_path / "link", True),
-    ):
+    places = {exported.out: False, tmp_path / "mine": True, tmp_path / "link": True}
+    for taken, flag in places.items():
         assert refused(ConfigError, huggingface.refuse_taken, taken, flag) == (
             f"out={taken}: {taken} exists; choose another folder, or replace an exported one with "
             "overwrite=true"

@@ -5,12 +5,11 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fixtures import Patch, full
+from fixtures import Patch, full, refused
 
 from mpframe.core.errors import MpframeError
 from mpframe.files import file_lock
@@ -58,15 +57,6 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Pat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
-def run_beside_each_other(*functions: Callable[[], None]) -> None:
-    processes = [CONTEXT.Process(target=own) for own in functions]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-
-
 def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
     path = tmp_path / "lines"
 
@@ -78,42 +68,43 @@ def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
                 time.sleep(0.002)
                 path.write_text(f"{before}x\n")
 
-    run_beside_each_other(*[append_slowly] * 4)
+    processes = [CONTEXT.Process(target=append_slowly) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
     assert path.read_text() == 20 * "x\n"
 
 
-def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
+def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
+    """And has its turn when the other's has ended."""
+    heard = CONTEXT.Event()
+    log = SimpleNamespace(info=lambda message: message == "the other is there" and heard.set())
+    monkeypatch.setattr(file_lock, "log", log)
+
+    def wait() -> None:
+        with turn_in(tmp_path, "the other is there"):
+            pass
+
+    waiting = CONTEXT.Process(target=wait)
+    with turn_in(tmp_path):
+        waiting.start()
+        assert heard.wait(60)
+    waiting.join(60)
+    assert waiting.exitcode == 0
+
+
+def test_a_turn_ends_with_an_error_and_follows_no_link(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), turn_in(tmp_path):
             raise KeyError
-
-
-def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The one that waits is heard by the other, who then ends its turn."""
-    taken, heard = CONTEXT.Event(), CONTEXT.Event()
-
-    def hold() -> None:
-        with turn_in(tmp_path):
-            taken.set()
-            assert heard.wait(60)
-
-    def wait() -> None:
-        assert taken.wait(60)
-        said: list[str] = []
-        log = SimpleNamespace(info=lambda message: (said.append(message), heard.set()))
-        monkeypatch.setattr(file_lock, "log", log)
-        with turn_in(tmp_path, "the other is there"):
-            assert said == ["the other is there"]
-
-    run_beside_each_other(hold, wait)
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".turn").unlink()
     (tmp_path / ".turn").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(MpframeError) as error, turn_in(tmp_path):
-        pass
-    said = f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
-    assert str(error.value) == f"{said}delete what is there or choose another folder"
+    assert refused(MpframeError, turn_in(tmp_path).__enter__) == (
+        f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, "
+        "delete what is there or choose another folder"
+    )
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -88,16 +88,13 @@ ATTACKS = {
     "code in an old file": saved({"trainer": Attack()}, _use_new_zipfile_serialization=False),
     "a bare pickle": pickle.dumps(Attack()),
 }
-STATES: dict[str, tuple[Change, str]] = {
+CASES: dict[str, tuple[Change, str]] = {
     "code": (stated(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
     "a bare pickle": (stated(ATTACKS["a bare pickle"]), r"state\.pt: damaged, not a saved state"),
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),
     "state a folder": (instead("state.pt", Path.mkdir), NOT_A_FILE),
     "pickle too deep": (pickled(DEEP), "of something else"),
-}  # fmt: skip
-CASES: dict[str, tuple[Change, str]] = {
-    **STATES,
     "state a fifo": (instead("state.pt", os.mkfifo), NOT_A_FILE),
     "manifest a fifo": (instead("manifest.json", os.mkfifo), r"manifest\.json: Not a regular file"),
     "state a device": (instead("state.pt", DEVICE), r"state\.pt: cannot be read \(A link"),

@@ -4,12 +4,9 @@ The training is for a single process and for ranks, whose results are compared b
 """
 
 import copy
-import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import HELPERS, ROOT
 from fixtures import has_torch, needs_torch, refused
 from in_process import differing, results, train
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from mpframe import LogMax, Precision
-from mpframe.checkpoint import saving
 from mpframe.core.callback import Callback
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import MpframeError, UserCodeError
@@ -101,35 +96,23 @@ class Net(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Blocks that a rank's samples may pass by, the first and the last among them; experts.
+    """Blocks that a rank's samples may pass by, the first and the last among them.
 
-    The fourth block is never used, nor is the last expert of the fifth one.
+    The fourth block is never used.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Experts() for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.last = nn.Linear(8, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.inner(inputs)
         for turn, block in enumerate(self.blocks):
             if turn != 3 and (not self.training or inputs[0, turn] > 0):
-                hidden = hidden + block(hidden)
+                hidden = hidden + block(hidden).relu()
         return self.last(hidden)
-
-
-class Experts(nn.Module):
-    """Its first or second expert computes, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        chosen = int(inputs[0, 0] > 0) + 2 * int(inputs[0, 1] > 0.3)
-        return inputs + 0 if chosen > 1 else self.experts[chosen](inputs).relu()
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -168,13 +151,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     `double`, `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
     `optimizers` of `matrices` and `rest`.
     """
-    options = {
-        "name": "net",
-        "optimizer": torch.optim.AdamW,
-        "steps": 4,
-        "half": "float16",
-        **options,
-    }
+    optimizer = torch.optim.AdamW
+    options = {"name": "net", "optimizer": optimizer, "steps": 4, "half": "float16", **options}
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
     if options.get("double"):
@@ -326,16 +304,6 @@ def assert_same_results(undisturbed: Path, other: Path) -> None:
     assert [path for path in found if not path.startswith("/state/usage")] == []
 
 
-def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
-    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    start += [word for word in words if word.startswith("--")]
-    start += [f"{ROOT}/scripts/train.py", *(word for word in words if not word.startswith("--"))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    own: Any = {"capture_output": True, "text": True, "timeout": within, "cwd": HELPERS}
-    return subprocess.run(start, env=env, check=False, **own)
-
-
 def run(folder: Path, *options: str) -> Any:
     """This rank's summary, or the kind and text of the error that ended its run."""
     try:
@@ -372,18 +340,6 @@ class Overflow(Callback):
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.comm.rank == 1:
             batches[0][0].fill_(6e4)
-
-
-class FullDisk(Callback):
-    """Rank 1 cannot write its part of a checkpoint."""
-
-    def on_save(self, trainer: Trainer) -> None:
-        def write(path: Path, content: object) -> None:
-            saving._write_file = written  # type: ignore[attr-defined]
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        if trainer.comm.rank == 1:
-            written, saving._write_file = saving._write_file, write  # type: ignore[assignment]
 
 
 def rows(count: int, bad: int | None = None) -> Any:

@@ -16,10 +16,8 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpframe import MasterWeights
 from mpframe.core.comm import SINGLE_PROCESS, part_of
 from mpframe.core.errors import ConfigError
-from mpframe.core.objective import supervised
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import init_comm
@@ -124,11 +122,9 @@ def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, opt
         assert_same_but(before, after, "progress", "scaler")
 
 
-@pytest.mark.parametrize(("mode", "options"), [("mixed", {"batch": 8}), ("amp", FSDP)])
-def test_what_overflows_of_a_window_is_dropped_on_all(two: Ranks, mode: str, options: Any) -> None:
-    fault = bad_divided_sum if options is FSDP else bad_input
-    own = {"faults": {1: fault}, "norm": True, "accumulate": 2, "steps": 3, **options}
-    first, second = two(on_ranks, mode, own)
+def test_a_sum_of_a_window_that_overflows_is_dropped_on_all(two: Ranks) -> None:
+    options = {"faults": {1: bad_divided_sum}, "norm": True, "accumulate": 2, "steps": 3, **FSDP}
+    first, second = two(on_ranks, "amp", options)
     assert_same(first, second)
     told = [(own["skipped"], own["dropped"]) for own in first["results"]]
     assert told == [(False, 0), (False, 1), (False, 0)]
@@ -154,30 +150,6 @@ def test_averaged_in_the_backward_it_is_the_same_step(two: Ranks, mode: str, cha
     assert_same(first["states"], second["states"])
     assert_same(first["states"], after["states"])
     assert_same(first["weights"], after["weights"])
-
-
-def sent_before_the_first_layer(large: int) -> int:
-    """How many pieces were under way when the backward pass came to the first of three layers."""
-    with init_comm(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-        trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), comm=comm)
-        started, start, counts = [], comm.start, list[int]()
-        patched.setattr(comm, "start", lambda *a, **k: (started.append(1), start(*a, **k))[1])
-
-        def look(_: Any, __: Any, output: Tensor) -> None:
-            output.register_hook(lambda gradient: counts.append(len(started)))
-
-        model[0].register_forward_hook(look)
-        trainer.train_step((torch.ones(4, 4), torch.zeros(4, 4)))
-        return counts[0]
-
-
-@pytest.mark.parametrize(("large", "sent"), [(1, 5), (2**22, 1)])
-def test_gradients_are_sent_while_the_backward_pass_runs(two: Ranks, large: int, sent: int) -> None:
-    """Weight and bias of the two later layers alone, or all at the end; before them the count."""
-    assert two(sent_before_the_first_layer, large) == [sent, sent]
 
 
 # The averages in a hand-written loop, parameter by parameter.
@@ -226,16 +198,6 @@ def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
     return [*found, model.averaged(ranks, 1), model.averaged(ranks, 0, 1, 2)]
 
 
-def used_on_one_rank(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
-    """A rank may use none; hooks of a parameter are called where it is used."""
-    unrelated, hooked = torch.ones((), requires_grad=True), list[Tensor]()
-    found = [model.averaged(ranks, 0, loss=unrelated * 1 if rank == 0 else None)]
-    model.each[2].weight.register_hook(hooked.append)  # type: ignore[no-untyped-call]
-    found.append(model.averaged(ranks, *((0,) if rank else (0, 2))))
-    assert len(hooked) == 1 - rank
-    return found
-
-
 def frozen_and_back(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
     """Or converted, even on one rank only: buckets are laid out alike at any time."""
     found, weight = [], model.each[1].weight
@@ -265,14 +227,39 @@ def refused(model: Layers, ranks: DataParallel, rank: int) -> None:
         ranks.backward(table(torch.arange(4)).sum(), 1.0, TWO, [table.weight])
 
 
+def recomputed(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
+    """A layer once or twice, in passes of their own: the layers averaged, or what is said."""
+    said = []
+    for alone in (False, True):  # All that DDP waits for is there after its first gradient.
+        for layer in model.each[1:] if alone else ():
+            layer.requires_grad_(False)
+        for times in (1, 2, 1):
+            hidden = torch.ones(2, requires_grad=True)
+            for _ in range(times):
+                hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
+            try:
+                loss = hidden.sum() + (0 if alone else model(1))
+                said.append(str(model.averaged(ranks, loss=loss)))
+            except ConfigError as error:
+                said.append(str(error))
+            model.zero_grad()
+    return said
+
+
+TWICE = (
+    "trainer.reduce=in_backward: a weight got a second gradient in one backward pass, as by "
+    "checkpoint(use_reentrant=True); use use_reentrant=False, or trainer.reduce=after_backward"
+)
+
+
 @pytest.mark.parametrize(
     ("do", "averaged"),
     [
         (beside, [[0, 1], [0, 1], [1], ALL]),
-        (used_on_one_rank, [[0], [0, 2]]),
         (frozen_and_back, [ALL, [0, 2], ALL, ALL, [0, 1]]),
         (after_a_failure, [ALL, [0, 1]]),
         (refused, None),
+        (recomputed, ["[0, 1]", TWICE, "[0, 1]", "[0]", TWICE, "[0]"]),
     ],
 )
 def test_the_layers_of_a_step_are_averaged(two: Ranks, do: Any, averaged: Any) -> None:
@@ -323,30 +310,3 @@ def test_gradients_lie_where_they_belong(two: Ranks) -> None:
         for n, (ours, theirs) in enumerate(zip(strided(0), strided(1), strict=True)):
             assert torch.equal(of_all[n], (ours.detach() + theirs.detach()) / 2)
             assert torch.equal(of_one[n], (ours.detach() * (n == 4) + theirs.detach()) / 2)
-
-
-def recomputed(model: Layers, ranks: DataParallel, rank: int) -> list[str]:
-    """What is said of one, and of two recomputations of a layer in passes of their own."""
-    said = []
-    for alone in (False, True):  # All that DDP waits for is there after its first gradient.
-        for layer in model.each[1:] if alone else ():
-            layer.requires_grad_(False)
-        for times in (1, 2, 1):
-            hidden = torch.ones(2, requires_grad=True)
-            for _ in range(times):
-                hidden = checkpoint(model.each[0], hidden, use_reentrant=True)
-            try:
-                loss = hidden.sum() + (0 if alone else model(1))
-                said.append(str(model.averaged(ranks, loss=loss)))
-            except ConfigError as error:
-                said.append(str(error))
-            model.zero_grad()
-    return said
-
-
-def test_a_layer_may_be_recomputed_once_in_a_pass_of_its_own(two: Ranks) -> None:
-    twice = (
-        "trainer.reduce=in_backward: a weight got a second gradient in one backward pass, as by "
-        "checkpoint(use_reentrant=True); use use_reentrant=False, or trainer.reduce=after_backward"
-    )
-    assert two(with_layers, recomputed) == [["[0, 1]", twice, "[0, 1]", "[0]", twice, "[0]"]] * 2

@@ -1,28 +1,28 @@
-"""Ranks in a grid, and how they gather weights: the group `distributed`, without a plan."""
+"""Ranks in a grid, how they gather weights, and blocks that some of them do not use."""
+# ruff: noqa: E501 - a table, one case a line
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ranked
 import torch
-from in_process import differing, train
-from ranked import NET, OWN, SHARDED, assert_same_but, bad_input, on_ranks, two_formats
+from fixtures import Patch, refused
+from in_process import differing
+from ranked import SHARDED, adds_zeros, assert_same_but, on_ranks, two_formats
 from ranks import Ranks
+from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from mpframe import checkpoint
-from mpframe.core.comm import is_sharded
-from mpframe.parallel import sharding
+from mpframe.core.comm import Comm, cut
+from mpframe.core.errors import ConfigError
+from mpframe.parallel import sharding, unused
+from mpframe.parallel.layout import Layout
+from mpframe.parallel.unused import Usage
 from mpframe.run.resume import compare
-from mpframe.tracking.summary import Status
 from mpframe.training.trainer import Trainer
-
-REPLICAS: dict[str, Any] = {"layout": {"replicas": 2}}
 
 
 def of(ranks: Ranks, mode: str, name: str, **options: Any) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def of(ranks: Ranks, mode: str, name: str, **options: Any) -> list[dict[str, Any
 def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same on this rank, and how often weights were gathered, or a graph compiled.
 
-    The compiler leaves the ops as they are. No weight is whole after the steps and a validation.
+    The compiler leaves the ops as they are.
     """
     calls: Counter[str] = Counter()
     gather, compiled, evaluate = DefaultAllGather.__call__, torch.compile, Trainer.evaluate
@@ -50,9 +50,7 @@ def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
     def watched(trainer: Trainer, *arguments: Any) -> Any:
         calls["gathered in steps"] = calls["gathered"]
-        evaluation = evaluate(trainer, *arguments)
-        assert all(map(is_sharded, trainer.model.parameters()))
-        return evaluation
+        return evaluate(trainer, *arguments)
 
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patched:
@@ -63,16 +61,13 @@ def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [("gpt", SHARDED), ("tied", "fp32")])
-def test_two_by_two_ranks_are_two_that_accumulate(
-    four: Ranks, two: Ranks, name: str, mode: str
-) -> None:
+def test_two_by_two_ranks_are_two_that_accumulate(four: Ranks, two: Ranks) -> None:
     """A replica sums its half as two ranks sum a micro-batch: equal bit for bit, but for the norm.
 
     Its squares are summed over the ranks in two orders.
     """
-    grid = of(four, mode, name, batch=16, **REPLICAS)
-    (window, _) = of(two, mode, name, batch=8, accumulate=2)
+    grid = of(four, SHARDED, "gpt", batch=16, layout={"replicas": 2})
+    (window, _) = of(two, SHARDED, "gpt", batch=8, accumulate=2)
     for own in grid:
         assert own["results"] == grid[0]["results"]
         assert_same_but(own["states"], window["states"], "progress")
@@ -80,28 +75,9 @@ def test_two_by_two_ranks_are_two_that_accumulate(
         assert step == pytest.approx(other, rel=2**-22)
 
 
-@pytest.mark.slow
-def test_two_by_two_ranks_take_the_steps_of_four(four: Ranks) -> None:
-    """Also in a window that drops a micro-batch.
-
-    Sums of 4 fp32 numbers in two orders differ by less than 3 units of 2^-24 of the largest addend.
-    That is one of 2^-20 of the gradients' norm, below 1, while no addend is 5 times as large. Plain
-    SGD moves a weight by lr times this in each of 3 steps.
-    """
-    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "steps": 3, "accumulate": 2}
-    options |= {"clip_norm": 0.5, "faults": {1: bad_input}}
-    (grid, *_), (plain, *_) = (of(four, "amp", "mlp", **options, **o) for o in (REPLICAS, {}))
-    assert [step["dropped"] for step in grid["results"]] == [0, 1, 0]
-    for step, other in zip(grid["results"], plain["results"], strict=True):
-        assert step == pytest.approx(other, rel=2**-20)
-    for weight, other in zip(grid["weights"], plain["weights"], strict=True):
-        assert torch.allclose(weight, other, rtol=0, atol=3e-2 * 2**-20)
-
-
-GATHERED = {  # how often in a step: two blocks and the rest of the model, forward and backward
-    "kept": ({"reshard_after_forward": False}, 3), "together": ({"blocks_together": 2}, 4),
-    "host": ({"cpu_offload": True}, 6),
-}  # fmt: skip
+GATHERED = [  # How often in a step: two blocks and the rest of the model, forward and backward.
+    ({"reshard_after_forward": False}, 3), ({"blocks_together": 2}, 4), ({"cpu_offload": True}, 6),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -111,7 +87,7 @@ def test_gathering_otherwise_changes_no_number(two: Ranks, mode: str) -> None:
     plain = of(two, mode, "gpt")
     calls = [own.pop("calls") for own in plain]
     assert [own["gathered in steps"] for own in calls] == [2 * 6] * 2
-    for layout, often in GATHERED.values():
+    for layout, often in GATHERED:
         other = of(two, mode, "gpt", layout=layout)
         assert [own.pop("calls")["gathered in steps"] for own in other] == [2 * often] * 2
         assert differing(plain, other) == [], layout
@@ -127,59 +103,13 @@ def test_outputs_of_a_model_whose_parts_are_on_the_host_come_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "graphs"), [("gpt", 3), ("net", 3)])
-def test_a_block_is_compiled_whole_and_alike_ones_once(two: Ranks, name: str, graphs: int) -> None:
+def test_a_block_is_compiled_whole_and_alike_ones_once(two: Ranks) -> None:
     """For training, for validation, and for its last batch of another size."""
     options = {"whole": True, "layout": {"reshard_after_forward": False}}
-    plain, compiled = (of(two, "amp", name, compile=c, **options) for c in (False, True))
-    assert [own.pop("calls")["graphs"] for own in compiled] == [graphs, graphs]
+    plain, compiled = (of(two, "amp", "gpt", compile=c, **options) for c in (False, True))
+    assert [own.pop("calls")["graphs"] for own in compiled] == [3, 3]
     assert [own.pop("calls")["graphs"] for own in plain] == [0, 0]
     assert differing(plain, compiled) == []
-
-
-def compiled_run(folder: Path, *options: str) -> Any:
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return ranked.run(folder, *options)
-
-
-RUN = [*NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9",
-       "trainer.keep_last=3", "callbacks.autopsy=null", "trainer.clip_norm=null"]  # fmt: skip
-GRID = ["trainer.parallel=fsdp", "distributed.replicas=2"]
-
-
-@pytest.mark.slow
-def test_a_run_of_replicas_continues_on_any_ranks(four: Ranks, two: Ranks, tmp_path: Path) -> None:
-    """Two by two ranks write each part once; what others read and write is what was there."""
-    first, *_ = four(ranked.run, tmp_path / "grid", *RUN, *GRID)
-    assert first.status is Status.FINISHED, first
-    middle = tmp_path / "grid" / "checkpoints" / "step_00000004"
-    parts = sorted(path.name for path in middle.glob("parts_*"))
-    assert parts == ["parts_00000.pt", "parts_00001.pt"]
-    stop = ["trainer.max_steps=4", f"resume={middle}"]
-    two(ranked.run, tmp_path / "two", *RUN, GRID[0], *stop)
-    two(ranked.run, tmp_path / "ddp", *RUN, *stop)
-    train(tmp_path / "one", *RUN, *stop)
-    for name in ("two", "ddp", "one"):
-        then, now = (checkpoint.load(path)["trainer"] for path in (middle, tmp_path / name))
-        found = [path for path in differing(then, now) if not path.startswith("/schedule")]
-        assert {path for path in found if path[-3:] != "/lr"} == {"/progress/validated"}, name
-    four(ranked.run, tmp_path / "again", *RUN, *GRID, f"resume={middle}")
-    ends = [checkpoint.load(tmp_path / name)["trainer"] for name in ("grid", "again")]
-    assert not differing(*ends)
-    compiled = [*RUN, GRID[0], stop[1], "trainer.compile=true"]
-    for end in two(compiled_run, tmp_path / "compiled", *compiled):
-        assert (getattr(end, "status", end), end.steps) == (Status.FINISHED, 8)
-
-
-@pytest.mark.slow
-def test_replicas_that_drift_apart_are_refused(four: Ranks, tmp_path: Path) -> None:
-    drift = ["+callbacks.drift._target_=ranked.Drift", "+model.bias=false"]
-    ends = four(ranked.run, tmp_path / "run", *OWN, f"dtype={SHARDED}", *GRID, *drift)
-    said = "trainer.parallel=fsdp: after step 4 weight is not the same on rank 3 as on rank 1"
-    assert all(text.startswith(said) for _, text in ends), ends
-    assert not checkpoint.all_in(tmp_path / "run")
 
 
 def test_a_resumed_run_may_gather_otherwise() -> None:
@@ -188,3 +118,113 @@ def test_a_resumed_run_may_gather_otherwise() -> None:
     now = {"distributed.replicas": 2, "distributed.cpu_offload": True}
     now |= {"distributed.reshard_after_forward": False, "distributed.blocks_together": 3}
     assert compare(then, now) == (["distributed.replicas=2 (was 1)"], [])
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"replicas": 0}, "distributed.replicas=0: must be an integer >= 1"),
+    ({"blocks_together": True}, "distributed.blocks_together=True: must be an integer >= 1"),
+    ({"tensor": 2}, "distributed.tensor=2: ranks divide the layers that distributed.plan names, and it names 0; give both or none"),
+    ({"plan": {"*": "rowwise"}}, "distributed.tensor=1: ranks divide the layers that distributed.plan names, and it names 1; give both or none"),
+    ({"replicas": 4}, "distributed.replicas=4: must divide the 6 ranks; choose 1, 2, 3, 6"),
+    ({"replicas": 2, "tensor": 6, "plan": {"*": "colwise"}}, "distributed.replicas=2: 6 ranks are no multiple of replicas x tensor (6); choose smaller ones"),
+    ({"replicas": 6}, "distributed.replicas=6: of 6 ranks each replica would have 1, and none to share its weights with; choose fewer replicas, or trainer.parallel=ddp"),
+]  # fmt: skip
+
+
+def test_ranks_fill_a_grid_with_tensor_innermost_and_one_that_cannot_be_is_refused() -> None:
+    assert Layout().shape(6) == (1, 6, 1)
+    assert Layout(replicas=2, tensor=3, plan={"*": "colwise"}).shape(12) == (2, 2, 3)
+    for options, line in REFUSED:
+        assert refused(ConfigError, lambda given=options: Layout(**given).shape(6)) == line
+
+
+def test_a_part_is_cut_along_each_axis_and_the_last_may_be_empty() -> None:
+    whole = torch.arange(40).view(5, 8)
+    assert torch.equal(cut(whole, [(1, 2, 1), (0, 2, 1)]), whole[3:, 4:])
+    assert torch.equal(cut(whole, [(0, 2, 0), (0, 2, 1)]), whole[2:3])  # A part of a part.
+    assert cut(whole, [(0, 4, 3)]).shape == (0, 8)
+    assert cut(whole, [(0, 2, 0)]).data_ptr() == whole.data_ptr()
+
+
+# Ranks that do not all use the same blocks.
+
+
+class Chain(nn.Module):
+    """Runs some of its three blocks, in any order, the first perhaps on inputs without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in "012")
+
+    def forward(self, inputs: Tensor, turns: list[int], graph: bool) -> Tensor:
+        hidden = self.first(inputs) if graph else inputs
+        for turn in turns:
+            hidden = self.blocks[turn](hidden)
+        return hidden
+
+
+class Other(Comm):
+    """Knows what another rank has sent."""
+
+    sent: Any = ()
+
+    def max_of(self, numbers: Any) -> list[int]:
+        pairs = list(zip(numbers, self.sent or numbers, strict=True))
+        self.sent = numbers
+        return [max(pair) for pair in pairs]
+
+
+def used_by(turns: list[int], graph: bool = True) -> tuple[Usage, list[str]]:
+    """A rank that runs these blocks, and in which order they are gathered, forth and back."""
+    model, order = Chain(), list[str]()
+    usage = Usage(model, [*model.blocks])
+    for turn, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda _, __, t=turn: order.append(f"{t}"))
+        block.register_forward_hook(
+            lambda _, __, output, t=turn: (
+                output.register_hook(lambda _: order.append(f"back {t}")) and None
+            )
+        )
+    model(torch.ones(1, 2), turns, graph).sum().backward()
+    return usage, order
+
+
+@adds_zeros
+@pytest.mark.parametrize("turns", [[0, 1, 2], [1], [0, 2], [2], []])
+def test_a_block_that_is_passed_by_takes_its_turn(turns: list[int]) -> None:
+    usage, order = used_by(turns)
+    assert order == ["0", "1", "2", "back 2", "back 1", "back 0"]
+    usage.agree(comm := Other())
+    used_by([0, 1, 2])[0].agree(comm)
+    assert usage._used == {"first.weight", "first.bias"} | {
+        f"blocks.{turn}.{name}" for turn in turns for name in ("weight", "bias")
+    }
+
+
+@adds_zeros
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [(([0, 1, 2],), ([1, 0, 2],), "the ranks run the model's blocks in different orders; run them "
+      "in the order in which the model lists them"),
+     (([0, 1], False), ([0, 1], True), "one rank passes blocks.0 by, whose inputs have no "
+      "gradients on another; call it on all ranks")],
+)  # fmt: skip
+def test_ranks_whose_backward_passes_would_not_fit_are_refused(
+    one: Any, other: Any, line: str
+) -> None:
+    comm = Other()
+    used_by(*one)[0].agree(comm)
+    said = f"trainer.parallel=fsdp: {line}, or use trainer.parallel=ddp"
+    assert refused(ConfigError, used_by(*other)[0].agree, comm) == said
+
+
+def test_an_older_torch_that_adds_no_zeros_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(unused, "ADDS_ZEROS", False)
+    comm = Other()
+    usage, order = used_by([0, 2])
+    assert order == ["0", "2", "back 2", "back 0"]
+    used_by([2, 1])[0].drop_unused(comm)
+    assert refused(ConfigError, usage.drop_unused, comm) == (
+        "trainer.parallel=fsdp: blocks.1.weight was not used on this rank: needs torch 2.15, which "
+        f"adds zeros for it, and this is {torch.__version__}; use trainer.parallel=ddp"
+    )

@@ -7,19 +7,24 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checkout import ROOT
 from fixtures import Patch, refused
 from ranked import NET, summary_in
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.cli.commands.train import of_this_rank
 from mpframe.core.errors import ConfigError
 from mpframe.parallel import launch
 from mpframe.parallel.launch import init_comm, line_of, refuse_misfit
 from mpframe.parallel.place import Place, address, missing, place, separate
+from mpframe.run.parts import resolve_device
 
 _KNOWN = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|TORCHELASTIC|SLURM|OMPI|PMI|MPI_|SUBMITIT")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -63,12 +68,6 @@ def test_a_starter_s_variables_give_the_place(
     assert place() == expected
 
 
-def test_a_shell_that_srun_opened_starts_single_processes(monkeypatch: Patch) -> None:
-    pretend(monkeypatch, SRUN)
-    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0)
-    assert place() == Place()
-
-
 def test_ranks_find_the_first_one(monkeypatch: Patch) -> None:
     pretend(monkeypatch, SRUN)
     first = address()
@@ -84,17 +83,15 @@ def test_ranks_find_the_first_one(monkeypatch: Patch) -> None:
 
 def test_ranks_below_a_script_find_the_port_of_those_beside_it(monkeypatch: Patch) -> None:
     pretend(monkeypatch, HYDRA)
-    tell = "import mpframe.parallel.place as p; print(p.address())"
-    direct = [sys.executable, "-c", tell]
-    env = {"capture_output": True, "text": True, "check": True}
+    tell = [sys.executable, "-c", "import mpframe.parallel.place as p; print(p.address())"]
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PMI_RANK")  # This process started the ranks.
-    ranks = [
-        subprocess.run(words, env={**os.environ, "PMI_RANK": rank}, **env).stdout  # type: ignore[call-overload]
-        for rank, words in (("0", direct), ("1", ["sh", "-c", '"$@"; :', "sh", *direct]))
-    ]
-    assert ranks[0] == ranks[1]
-    assert ranks[0].startswith("('127.0.0.1', ")
+    first, second = (
+        subprocess.check_output(words, env={**os.environ, "PMI_RANK": rank}, text=True)
+        for rank, words in (("0", tell), ("1", ["sh", "-c", '"$@"; :', "sh", *tell]))
+    )
+    assert first == second
+    assert first.startswith("('127.0.0.1', ")
 
 
 def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> None:
@@ -112,8 +109,12 @@ def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> N
     assert address() == ("first", 29500)
 
 
-def test_separate_runs_are_asked_for(monkeypatch: Patch) -> None:
+def test_separate_runs_are_asked_for_or_started_in_a_shell_of_srun(monkeypatch: Patch) -> None:
     pretend(monkeypatch, SRUN)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "isatty", lambda descriptor: descriptor == 0)
+        assert place() == Place()
+    assert place() == Place(3, 4, 1)
     words = ["trainer.parallel=none", "seed=1"]
     assert of_this_rank(words) == words
     assert place() == Place()
@@ -121,44 +122,84 @@ def test_separate_runs_are_asked_for(monkeypatch: Patch) -> None:
     assert place() == Place(1, 2, 1)  # torchrun's ranks are never separate: that is refused.
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: # RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must"),
-     ({"RANK": "0"}, "RANK=0: # WORLD_SIZE, LOCAL_RANK, "),
-     ({**TORCHRUN, "LOCAL_RANK": ""}, "RANK=1, WORLD_SIZE=2: # LOCAL_RANK must")],
-)  # fmt: skip
-def test_a_second_process_by_hand_is_told_what_lacks(
-    monkeypatch: Patch, variables: dict[str, str], said: str
-) -> None:
-    pretend(monkeypatch, {name: value for name, value in variables.items() if value})
-    text = refused(ConfigError, refuse_misfit, None)
-    assert text.startswith(said.replace("#", "says that there are other processes, and"))
-    assert text.endswith(
-        " be set as well; start them as torchrun --nproc-per-node 2 scripts/train.py ...; or, for "
-        "a run of this process only, set trainer.parallel=none"
+BY_HAND = [
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: # RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must"),
+    ({"RANK": "0"}, "RANK=0: # WORLD_SIZE, LOCAL_RANK, "),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2: # LOCAL_RANK, "),
+]
+
+
+def test_a_second_process_by_hand_is_told_what_lacks(monkeypatch: Patch) -> None:
+    for variables, said in BY_HAND:
+        with monkeypatch.context() as patched:
+            pretend(patched, variables)
+            text = refused(ConfigError, refuse_misfit, None)
+            refuse_misfit("none")
+        assert text.startswith(said.replace("#", "says that there are other processes, and"))
+        assert text.endswith(
+            " be set as well; start them as torchrun --nproc-per-node 2 scripts/train.py ...; or, "
+            "for a run of this process only, set trainer.parallel=none"
+        )
+
+
+def test_a_start_that_does_not_fit_the_option_is_refused(monkeypatch: Patch) -> None:
+    for variables in ({"WORLD_SIZE": "1"}, {**SRUN, "WORLD_SIZE": "4"}):
+        with monkeypatch.context() as patched:  # As scripts for torch.distributed set it.
+            pretend(patched, variables)
+            assert missing() == []
+    for parallel in ("ddp", "fsdp"):
+        assert refused(ConfigError, refuse_misfit, parallel) == (
+            f"trainer.parallel={parallel}: needs several processes; start it as {launch.START}"
+        )
+    for variables, started in ((OPEN_MPI, "mpirun has started 4"), (TORCHRUN, "torchrun has st")):
+        pretend(monkeypatch, variables)
+        said = refused(ConfigError, refuse_misfit, "none")
+        assert said.startswith(f"trainer.parallel=none: {started}")
+        assert said.endswith(
+            " processes, and each would train the same; use trainer.parallel=ddp, or start one "
+            "process"
+        )
+
+
+SECOND = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
+    """The second of three, and of two on its machine."""
+    pretend(monkeypatch, SECOND)
+    given = {(2, "auto"): "cuda:1", (2, "cuda"): "cuda:1", (2, "cpu"): "cpu", (0, "auto"): "cpu"}
+    for (devices, asked), device in given.items():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
+        assert resolve_device(asked) == torch.device(device)
+    start = "start torchrun with --nproc-per-node 1, or "
+    for devices, asked, way in ((1, "auto", start), (0, "cuda", "")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
+        said = f"has {devices} CUDA devices and more ranks; {way}use device=cpu"
+        with pytest.raises(ConfigError, match=said):
+            resolve_device(asked)
+
+
+def test_a_sweep_does_not_go_with_torchrun(monkeypatch: Patch) -> None:
+    pretend(monkeypatch, SECOND)
+    assert refused(ConfigError, of_this_rank, ["-m", "seed=1,2"]) == (
+        "-m: torchrun has started 3 processes for one run; start one torchrun for each job of the "
+        "sweep, or start one process, and let Slurm start those of each job: -m ... "
+        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=3"
     )
-    refuse_misfit("none")
+    assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "started"),
-    [(TORCHRUN, "torchrun has started 2"), (OPEN_MPI, "mpirun has started 4")],
-)
-def test_several_processes_that_would_train_the_same_are_refused(
-    monkeypatch: Patch, variables: dict[str, str], started: str
-) -> None:
-    pretend(monkeypatch, variables)
-    assert refused(ConfigError, refuse_misfit, "none") == (
-        f"trainer.parallel=none: {started} processes, and each would train the same; use "
-        "trainer.parallel=ddp, or start one process"
-    )
-
-
-def test_nothing_lacks_for_one_process_or_known_ranks(monkeypatch: Patch) -> None:
-    pretend(monkeypatch, {"WORLD_SIZE": "1"})
-    assert missing() == []
-    pretend(monkeypatch, {**SRUN, "WORLD_SIZE": "4"})  # As scripts for torch.distributed do.
-    assert missing() == []
+def test_rank_0_that_meets_an_error_late_does_not_repeat_it(monkeypatch: Patch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(launch, "_WAIT", 1.0)
+    place_of_store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    own_store = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    pretend(monkeypatch, {**TORCHRUN, "LOCAL_RANK": "0", **place_of_store, **own_store})
+    lines = []
+    for rank, text in (("1", "late"), ("0", "late"), ("0", "early"), ("1", "early")):
+        monkeypatch.setenv("RANK", rank)
+        lines.append(line_of(ConfigError(text)))
+    assert lines == ["rank 1: late", None, "early", None]
 
 
 @pytest.mark.slow
@@ -167,25 +208,16 @@ def test_two_processes_train_as_srun_starts_them(monkeypatch: Patch, tmp_path: P
     pretend(monkeypatch, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(os.getpid())})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
 
-    def run(*words: str) -> list[tuple[int, str]]:
-        start = [sys.executable, f"{ROOT}/scripts/train.py", *NET, *words]
-        ranks = [
-            subprocess.Popen(
-                start,
-                env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+    def run(*words: str) -> tuple[list[int], list[str]]:
+        start, ranks = [sys.executable, f"{ROOT}/scripts/train.py", *NET, *words], []
+        for rank in "01":
+            own: Any = {"env": os.environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}}
+            own |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            ranks.append(subprocess.Popen(start, **own))
         said = [rank.communicate(timeout=200)[1] for rank in ranks]
-        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+        return [r.returncode for r in ranks], re.findall("^mpframe: .*", "".join(said), re.M)
 
-    assert [code for code, _ in run(f"hydra.run.dir={tmp_path}/run")] == [0, 0]
+    assert run(f"hydra.run.dir={tmp_path}/run")[0] == [0, 0]
     assert summary_in(tmp_path / "run")["steps"] == 8
-    ends = run("trainer.max_stepz=1")
-    assert [code for code, _ in ends] == [1, 1]
-    lines = [text for _, text in ends if text]
-    assert lines == ["mpframe: trainer.max_stepz: no such option; nearest: trainer.max_steps\n"]
-    assert launch.START.startswith("torchrun")
+    line = "mpframe: trainer.max_stepz: no such option; nearest: trainer.max_steps"
+    assert run("trainer.max_stepz=1") == ([1, 1], [line])

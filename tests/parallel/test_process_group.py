@@ -1,45 +1,36 @@
 """Where a rank stands; what ranks tell each other, and in how many bytes, beside the model."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch, refused
-from ranked import SHARDED, adds_zeros, assert_same, in_group, on_ranks, setup, trained, whole_of
+from prepared import prepared
+from ranked import SHARDED, adds_zeros, assert_same, in_group, setup
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpframe.cli.commands.train import of_this_rank
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptions, StepTrainer
-from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.core.tree import tensors_in
 from mpframe.lab.ranges import RangeProbe
-from mpframe.parallel import launch, process_group
-from mpframe.parallel.launch import refuse_misfit
-from mpframe.parallel.place import Place, place
+from mpframe.parallel import process_group
 from mpframe.parallel.sync_batchnorm import synchronize
-from mpframe.run.footprint import Traffic, Way, Weight, payload, sent
-from mpframe.run.parts import resolve_device
+from mpframe.run.footprint import Way, Weight, payload, sent
 from mpframe.training import evaluation
-from mpframe.training.trainer import Trainer
 
 # Of an op its kind, and which argument has the values of all ranks.
 KINDS = {
     "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
     "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
 }  # fmt: skip
-PARTNER = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})  # The other sends zeros.
 
 
 def sums(comm: Any) -> list[Tensor]:
@@ -70,55 +61,23 @@ def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
     assert [take(third, own) for own in ("third", None)] == ["third", "first"]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("resnet18", "two"), pytest.param("gpt", "four", marks=pytest.mark.slow)]
-)
-def test_ranks_equal_one_process_with_the_whole_batch(request: Any, name: str, number: str) -> None:
-    """With synchronised BatchNorm, in float64, where rounding leaves room for nothing else.
-
-    Sums of at most 10^4 terms in another order differ by 10^4 * 2^-53 = 1e-12 of their size; three
-    more digits are for what 18 layers and 2 steps make of it.
-    """
-    options = {"name": name, "double": True, "sync": True, "optimizer": torch.optim.SGD, "steps": 2}
-    first, *others = request.getfixturevalue(number)(on_ranks, "fp32", options)
-    for other in others:
-        assert_same(first, other)
-    alone = trained("fp32", SINGLE_PROCESS, options)
-    for ours, theirs in zip(first["weights"], alone["weights"], strict=True):
-        assert torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9)
-    for own, other in zip(first["results"], alone["results"], strict=True):
-        assert own == pytest.approx(other, rel=1e-9)
-
-
-def normalized(comm: Comm, shares: list[int]) -> Any:
-    """A rank's normalised samples, their gradient, the running statistics, or an error's text."""
-    norm: Any = nn.BatchNorm1d(3).double()
+def normalized(comm: Comm, shares: list[int]) -> str | None:
+    """The error's text, if samples that the ranks share so are not normalised."""
+    norm = nn.BatchNorm1d(3)
     synchronize(norm)
-    samples = torch.arange(3.0 * sum(shares), dtype=torch.float64).sin().view(-1, 3)
-    own = samples.split(shares)[comm.rank].clone().requires_grad_()
     try:
-        outputs = norm(own)
+        norm(torch.randn(shares[comm.rank], 3))
     except ValueError as error:
         return str(error)
-    outputs.pow(3).sum().backward()
-    return [outputs.detach(), own.grad, norm.running_mean, norm.running_var]
+    return None
 
 
-def test_batchnorm_over_ranks_of_which_one_has_no_samples_and_over_one_value(two: Ranks) -> None:
-    """To 2^-40: in float64, 8 samples in another order."""
-    first, second = two(in_group, normalized, [8, 0])
-    samples = torch.arange(24.0, dtype=torch.float64).sin().view(8, 3).requires_grad_()
-    norm: Any = nn.BatchNorm1d(3).double()
-    (outputs := norm(samples)).pow(3).sum().backward()
-    for own, theirs in zip(first, (outputs, samples.grad, *norm.buffers()), strict=False):
-        assert torch.allclose(own, theirs, rtol=2**-40, atol=2**-40)
-    assert [own.shape for own in second[:2]] == [(0, 3)] * 2
-    assert_same(first[2:], second[2:])
+def test_batchnorm_over_ranks_that_have_one_value_is_refused(two: Ranks) -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value") as torchs:
-        norm(samples[:1])
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
     for shares in ([1, 0], [0, 1]):
         assert two(in_group, normalized, shares) == [str(torchs.value)] * 2
-    assert not isinstance(two(in_group, normalized, [1, 1])[0], str)
+    assert two(in_group, normalized, [1, 1]) == [None, None]
 
 
 def step_behind_batchnorm(comm: Comm, shares: list[int], reduce: str) -> Any:
@@ -148,38 +107,6 @@ def test_layers_below_batchnorm_train_as_on_the_whole_batch(
             assert torch.allclose(own, theirs, rtol=2**-20, atol=2**-20)
 
 
-def steps_of(comm: Comm, batch: int, ranks: int, options: dict[str, Any]) -> Any:
-    """Weights and losses after two steps; one process accumulates the parts of so many ranks."""
-    options = {"name": "gpt", "optimizer": torch.optim.SGD, "batch": batch, **options}
-    trainer, train, _ = setup("fp32", comm, options)
-    losses = []
-    for whole in [*train.epoch(0)][:2]:
-        bounds = (
-            [batch * rank // ranks for rank in range(ranks + 1)] if comm.size == 1 else [0, None]
-        )
-        parts = [map_tensors(lambda t, at=at: t[slice(*at)], whole) for at in pairwise(bounds)]
-        losses.append(float(trainer.train_step(*parts).loss))
-    return [whole_of(p.detach()).clone() for p in trainer.model.parameters()], losses
-
-
-@pytest.mark.parametrize(
-    ("number", "batch", "options"),
-    [("two", 5, {"double": True}), ("two", 3, {"fsdp": True}),
-     pytest.param("four", 7, {"double": True}, marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_batches_need_not_divide(
-    request: Any, number: str, batch: int, options: dict[str, Any]
-) -> None:
-    """Each rank weighs as much as its part. All that differs is rounding: weights are fp32."""
-    others = request.getfixturevalue(number)(in_group, steps_of, batch, 0, options)
-    one = {**options, "fsdp": False}
-    weights, losses = steps_of(SINGLE_PROCESS, batch, len(others), one)
-    for found, told in others:
-        assert told == pytest.approx(losses, rel=1e-6)
-        for ours, theirs in zip(found, weights, strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
 def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the first step."""
     trainer, train, _ = setup(mode, comm, options)
@@ -189,28 +116,24 @@ def ranges(comm: Comm, mode: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in found.items()}
 
 
+FSDP: dict[str, Any] = {"fsdp": True, "clip_norm": None}
+HSDP: dict[str, Any] = {**FSDP, "layout": {"replicas": 2}}
+
+
 @pytest.mark.parametrize(
-    ("mode", "options"),
-    [("amp", {}), ("mixed", {"whole": True, "reduce": "in_backward"}),
-     pytest.param("mixed", {"fsdp": True, "clip_norm": None}, marks=adds_zeros)],
+    ("number", "mode", "options"),
+    [("two", "amp", {}), ("two", "mixed", {"whole": True, "reduce": "in_backward"}),
+     pytest.param("two", "mixed", FSDP, marks=adds_zeros),
+     pytest.param("four", "mixed", HSDP, marks=[adds_zeros, pytest.mark.slow])],
 )  # fmt: skip
-def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
-    """Of two ranks what one process counts of their two halves, even if one alone uses a layer."""
-    first, second = two(in_group, ranges, mode, options)
-    assert_same(first, second)
-    alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8, "fsdp": False}
-    assert_same(first, ranges(SINGLE_PROCESS, mode, alone))
-
-
-@pytest.mark.slow
-@adds_zeros
-def test_the_ranges_of_replicas_count_each_weight_once(four: Ranks) -> None:
-    options: dict[str, Any] = {"fsdp": True, "clip_norm": None, "layout": {"replicas": 2}}
-    first, *others = four(in_group, ranges, "mixed", options)
+def test_ranges_are_those_of_all_ranks(request: Any, number: str, mode: str, options: Any) -> None:
+    """What one process counts of their parts, even if one alone uses a layer."""
+    first, *others = request.getfixturevalue(number)(in_group, ranges, mode, options)
     for other in others:
         assert_same(first, other)
-    alone = {"clip_norm": None, "reduce": "after_backward", "accumulate": 4, "batch": 4}
-    assert_same(first, ranges(SINGLE_PROCESS, "mixed", alone))
+    count = len(others) + 1
+    alone = {"reduce": "after_backward", "accumulate": count, "batch": 16 // count, "fsdp": False}
+    assert_same(first, ranges(SINGLE_PROCESS, mode, {**options, **alone}))
 
 
 class Counted(TorchDispatchMode):
@@ -232,10 +155,9 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
-    layout = {"replicas": 2} if parallel == "hsdp" else {}
-    options = {"name": "mlp", "fsdp": True, "clip_norm": None, "layout": layout}
-    if parallel not in ("fsdp", "hsdp"):
-        options = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
+    plain = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
+    divided = {"fsdp": {"name": "mlp", **FSDP}, "hsdp": {"name": "mlp", **HSDP}}
+    options = divided.get(parallel, plain)
     trainer, train, _ = setup(mode, comm, options)
     stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
     *others, last = list(train.epoch(0))[:3]
@@ -250,13 +172,6 @@ def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], li
     return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
 
 
-def by_kind(traffic: Traffic) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for (kind, _), size in traffic.items():
-        total[kind] += size
-    return total
-
-
 @pytest.mark.parametrize(
     ("number", "parallel"),
     [("two", "in_backward"), ("two", "after_backward"), ("two", "fsdp"),
@@ -268,8 +183,11 @@ def test_the_plan_tells_the_traffic_of_a_step(request: Any, number: str, paralle
     ways = {"fsdp": Way("fsdp", shards=len(results)), "hsdp": Way("hsdp", 2, len(results) // 2)}
     way, early = ways.get(parallel, Way("ddp", len(results))), parallel == "in_backward"
     for handed, weights, buffers in results:
+        planned: Counter[str] = Counter()
         plan = payload(weights, way, buffers=buffers, scaled=mode != "fp32", early=early)
-        assert handed == by_kind(plan)
+        for (kind, _), size in plan.items():
+            planned[kind] += size
+        assert handed == planned
 
 
 def test_a_ring_sends_twice_what_is_summed() -> None:
@@ -277,65 +195,9 @@ def test_a_ring_sends_twice_what_is_summed() -> None:
     assert sent({**handed, ("broadcast", 4): 8, ("all_reduce", 1): 99}) == 2 * 75 + 30 + 30 + 8
 
 
-def pretend(monkeypatch: Patch, **variables: str) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def second(monkeypatch: Patch) -> None:
-    """This process is the second of three, and of two on its machine."""
-    here = {"LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
-    pretend(monkeypatch, RANK="1", WORLD_SIZE="3", **here)
-
-
-@pytest.mark.usefixtures("second")
-def test_each_rank_has_a_device_of_its_own(monkeypatch: Patch) -> None:
-    assert place() == Place(1, 3, 1)
-    given = {(2, "auto"): "cuda:1", (2, "cuda"): "cuda:1", (2, "cpu"): "cpu", (0, "auto"): "cpu"}
-    for (devices, asked), device in given.items():
-        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
-        assert resolve_device(asked) == torch.device(device)
-    start = "start torchrun with --nproc-per-node 1, or "
-    for devices, asked, way in ((1, "auto", start), (0, "cuda", "")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda own=devices: own)
-        said = f"has {devices} CUDA devices and more ranks; {way}use device=cpu"
-        with pytest.raises(ConfigError, match=said):
-            resolve_device(asked)
-
-
 def test_a_sparse_gradient_is_not_summed() -> None:
-    model, loss = nn.Embedding(4, 4, sparse=True), supervised(nn.MSELoss())
-    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    """After the backward pass; the other rank sends zeros."""
+    partner: Any = type("Partner", (Comm,), {"size": 2, "sum_": lambda *_: None})
+    trainer = prepared(nn.Embedding(4, 4, sparse=True), nn.MSELoss(), comm=partner())
     with pytest.raises(ConfigError, match=r"^trainer\.parallel=ddp: a gradient is sparse, and"):
-        Trainer(model, masters, loss, comm=PARTNER()).train_step(
-            (torch.arange(4), torch.zeros(4, 4))
-        )
-
-
-@pytest.mark.usefixtures("second")
-def test_a_sweep_does_not_go_with_torchrun() -> None:
-    assert refused(ConfigError, of_this_rank, ["-m", "seed=1,2"]) == (
-        "-m: torchrun has started 3 processes for one run; start one torchrun for each job of the "
-        "sweep, or start one process, and let Slurm start those of each job: -m ... "
-        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=3"
-    )
-    assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
-
-
-def test_rank_0_that_meets_an_error_late_does_not_repeat_it(monkeypatch: Patch) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(launch, "_WAIT", 1.0)
-    pretend(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    pretend(monkeypatch, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-    lines = []
-    for rank, text in (("1", "late"), ("0", "late"), ("0", "early"), ("1", "early")):
-        monkeypatch.setenv("RANK", rank)
-        lines.append(launch.line_of(ConfigError(text)))
-    assert lines == ["rank 1: late", None, "early", None]
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_several_processes_are_needed(parallel: str) -> None:
-    with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several processes"):
-        refuse_misfit(parallel)
+        trainer.train_step((torch.arange(4), torch.zeros(4, 4)))

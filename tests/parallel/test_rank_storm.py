@@ -3,11 +3,12 @@
 `./dev all` runs the short ones, `pytest -m storm` the long ones.
 """
 
-import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 import ranked
+from checkout import HELPERS, ROOT
 from processes import saving, wait_until
-from ranked import NOISY, OWN, SHARDED, assert_same_results, torchrun, trouble
+from ranked import NOISY, OWN, SHARDED, assert_same_results, summary_in, trouble
 from ranks import Ranks
 
 from mpframe import checkpoint
@@ -28,12 +30,8 @@ OPTIONS = [
     "trainer.max_steps=14", "trainer.log_every=1", "resume=auto",
 ]  # fmt: skip
 SLOW = 300  # seconds, on a machine that is busy
-KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")]
-HOW = {"hsdp": ["trainer.parallel=fsdp", "distributed.replicas=2"]}  # others by their name
-
-
-def how(parallel: str) -> list[str]:
-    return HOW.get(parallel, [f"trainer.parallel={parallel}"])
+HSDP = "fsdp distributed.replicas=2"
+KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, HSDP)]
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +45,15 @@ class Storm:
 
     def __init__(self, whole: Path, seed: int) -> None:
         self.random, self.hits = random.Random(seed), 0  # killed before the run was over
-        self._seconds = json.loads((whole / "summary.json").read_text())["train_seconds"]
+        self._seconds = summary_in(whole)["train_seconds"]
 
     def strike(self, folder: Path, size: int, parallel: str) -> None:
         """Let so many ranks go on with a run, and kill one; what is saved can be loaded."""
-        began = time.time_ns()
-        curves, summary = folder / "metrics.csv", folder / "summary.json"
+        began, curves, summary = time.time_ns(), folder / "metrics.csv", folder / "summary.json"
         with Ranks(size) as own:
             victim = self.random.choice(own.processes)
             behind = f"trainer.async_save={self.random.random() < 0.5}"
-            own.begin(ranked.run, folder, *OPTIONS, *how(parallel), behind)
+            own.begin(ranked.run, folder, *OPTIONS, *f"trainer.parallel={parallel}".split(), behind)
             wait_until(lambda: curves.exists() and curves.stat().st_mtime_ns > began, victim, SLOW)
             time.sleep(self.random.uniform(0, 0.7 * self._seconds))
             if self.random.random() < 0.4:
@@ -65,8 +62,7 @@ class Storm:
             os.kill(victim.pid or 0, signal.SIGKILL)
             # The others notice, and end after 2 s; torchrun would kill them before that.
             time.sleep(self.random.uniform(0, 3))
-        done = summary.exists() and json.loads(summary.read_text())["status"] == Status.FINISHED
-        self.hits += not done
+        self.hits += not summary.exists() or summary_in(folder)["status"] != Status.FINISHED
         if checkpoint.all_in(folder):
             checkpoint.read(folder)
 
@@ -76,19 +72,27 @@ class Storm:
         for each in struck:
             self.strike(folder, *each)
         with Ranks(size) as own:
-            ends = own(ranked.run, folder, *OPTIONS, *how(parallel))
+            ends = own(ranked.run, folder, *OPTIONS, *f"trainer.parallel={parallel}".split())
         assert {getattr(end, "status", end) for end in ends} == {Status.FINISHED}
         assert checkpoint.read(folder).global_step == 14
 
 
 @pytest.mark.slow
-def test_a_short_storm_over_four_and_two_ranks(whole: Path, tmp_path: Path) -> None:
-    Storm(whole, seed=1).pass_over(tmp_path / "run", [(4, "fsdp"), (2, "ddp"), (1, "none")])
+def test_ranks_come_through_a_short_storm(whole: Path, tmp_path: Path) -> None:
+    runs = [(4, HSDP), (4, "fsdp"), (2, "ddp"), (1, "none")]
+    Storm(whole, seed=1).pass_over(tmp_path / "run", runs)
 
 
-@pytest.mark.slow
-def test_a_short_storm_over_two_by_two_ranks(whole: Path, tmp_path: Path) -> None:
-    Storm(whole, seed=3).pass_over(tmp_path / "run", [(4, "hsdp"), (2, "fsdp"), (4, "hsdp")])
+@pytest.mark.storm
+@pytest.mark.parametrize("kinds", [KINDS, [(2, "ddp")]], ids=["one, two and four", "two"])
+def test_ranks_come_through_a_storm(whole: Path, tmp_path: Path, kinds: Any) -> None:
+    """As many ranks as before come to the same."""
+    storm = Storm(whole, seed=2)
+    for number in range(6):
+        storm.pass_over(folder := tmp_path / str(number), storm.random.choices(kinds, k=3))
+        if len(kinds) == 1:
+            assert_same_results(whole, folder)
+    assert storm.hits > 6  # of 12 strikes
 
 
 @pytest.mark.slow
@@ -103,7 +107,7 @@ def test_ranks_that_disappear_at_once_are_named(
     this rank in a group of its own, and is silent as well.
     """
     options = [*OWN[:-1], "trainer.max_steps=400", "trainer.log_every=1", f"dtype={SHARDED}",
-               *HOW["hsdp"]]  # fmt: skip
+               *f"trainer.parallel={HSDP}".split()]  # fmt: skip
     curves = tmp_path / "run" / "metrics.csv"
     with Ranks(4) as own:
         own.begin(ranked.run, tmp_path / "run", *options, f"trainer.timeout={limit}")
@@ -122,36 +126,16 @@ def test_ranks_that_disappear_at_once_are_named(
         assert rest == f"{limit} s (trainer.timeout){waits}; continue with resume=auto"
 
 
-@pytest.mark.storm
-@pytest.mark.parametrize("kinds", [KINDS, [(2, "ddp")]], ids=["one, two and four", "two"])
-def test_ranks_come_through_a_storm(whole: Path, tmp_path: Path, kinds: Any) -> None:
-    """As many ranks as before come to the same."""
-    storm = Storm(whole, seed=2)
-    for number in range(6):
-        storm.pass_over(folder := tmp_path / str(number), storm.random.choices(kinds, k=3))
-        if len(kinds) == 1:
-            assert_same_results(whole, folder)
-    assert storm.hits > 6  # of 12 strikes
-
-
-@pytest.mark.parametrize(
-    "runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.storm)]
-)
-def test_runs_in_a_row_end_with_exit_code_0(tmp_path: Path, runs: int) -> None:
-    for number in range(runs):
-        done = torchrun(*OWN, f"hydra.run.dir={tmp_path}/{number}")
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize("last", [NOISY[-1], "trainer.parallel=fsdp"])
-def test_torchrun_starts_killed_ranks_again(two: Ranks, tmp_path: Path, last: str) -> None:
-    """The run comes to the same."""
-    options = [*NOISY[:-1], f"dtype={SHARDED}", last]
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again(two: Ranks, tmp_path: Path) -> None:
+    """As the page tells to type it. The run comes to the same, and its ranks end with code 0."""
+    options = [*NOISY[:-1], f"dtype={SHARDED}", "trainer.parallel=fsdp"]
     two(ranked.run, tmp_path / "undisturbed", *options)
-    for rank in (0, 1):
-        kill = [*trouble(rank, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={tmp_path}/{rank}"]
-        done = torchrun("--max-restarts=1", *options, *kill)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
-        assert_same_results(tmp_path / "undisturbed", tmp_path / str(rank))
+    kill = [*trouble(1, 5, "SIGKILL"), "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start += ["--max-restarts=1", f"{ROOT}/scripts/train.py", *options, *kill]
+    own: Any = {"capture_output": True, "text": True, "timeout": 240, "cwd": HELPERS}
+    done = subprocess.run(start, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, **own)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
+    assert_same_results(tmp_path / "undisturbed", tmp_path / "run")

@@ -1,5 +1,6 @@
 """Checkpoints that ranks write and read together: in the background, on bad disks, in parts."""
 
+import os
 import shutil
 import time
 from functools import partial
@@ -13,7 +14,6 @@ from fixtures import Patch
 from in_process import differing
 from ranked import CPU, NET, SHARDED, assert_same_results
 from ranks import Ranks
-from slow_disk import disk
 from torch import Tensor
 
 from mpframe import checkpoint
@@ -21,12 +21,14 @@ from mpframe.checkpoint import saving
 from mpframe.checkpoint.parts import Pieces
 from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import CheckpointError
+from mpframe.core.tree import tensors_in
 from mpframe.parallel.launch import init_comm
+from mpframe.run import resume
 from mpframe.tracking.summary import Status
 
 FSDP = [*NET, f"dtype={SHARDED}", "trainer.ema_decay=0.9", "trainer.keep_last=3",
         "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip
-BEHIND = [*FSDP, "trainer.async_save=true"]
+
 FIVE = torch.arange(10.0).view(5, 2)
 
 
@@ -46,12 +48,17 @@ def five() -> Pieces:
     return Pieces((5, 2), pieces, FIVE.dtype)
 
 
-def test_pieces_are_the_tensor_and_a_slice_reads_only_itself(monkeypatch: Patch) -> None:
+def test_pieces_are_the_tensor_take_no_writes_and_a_slice_reads_only_itself(
+    monkeypatch: Patch,
+) -> None:
     made: list[int] = []
     whole = Pieces.whole
     monkeypatch.setattr(Pieces, "whole", lambda own: made.append(own.numel()) or whole(own))
     assert torch.equal(five() * 2, FIVE * 2)
     assert made == [10]
+    with pytest.raises(RuntimeError, match=r"mul_\S*: a checkpoint's tensor is read-only; copy it"):
+        five().mul_(2)
+    assert torch.equal(torch.zeros(5, 2).copy_(five()), FIVE)
     rows = [slice(*ends) for ends in ((2, 4), (-4,), (4, 9), (5, 9), (4, 2))]
     for index in (*rows, (slice(None), slice(1, 2))):
         made.clear()
@@ -64,52 +71,22 @@ def test_pieces_are_the_tensor_and_a_slice_reads_only_itself(monkeypatch: Patch)
     assert torch.equal(five()[1:, :1][2:], FIVE[1:, :1][2:])
 
 
-def test_pieces_take_no_writes() -> None:
-    own = five()
-    with pytest.raises(RuntimeError, match=r"mul_\S*: a checkpoint's tensor is read-only; copy it"):
-        own.mul_(2)
-    assert torch.equal(torch.zeros(5, 2).copy_(own), FIVE)
+def run_on_a_slow_disk(folder: Path, *options: str) -> Any:
+    sync = saving.sync_file
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "sync_file", lambda file: (time.sleep(0.3), sync(file)))
+        return ranked.run(folder, *options)
 
 
-@pytest.mark.slow
 def test_ranks_save_in_the_background_what_they_save_while_they_wait(
     two: Ranks, whole: Path, tmp_path: Path
 ) -> None:
     """Slowly, while the weights move on."""
-    meanwhile = tmp_path / "meanwhile"
-    slow = disk(1, "slow", 1.0, file=meanwhile)
-    ends = two(ranked.run, tmp_path / "run", *BEHIND, *slow)
+    ends = two(run_on_a_slow_disk, tmp_path / "run", *FSDP, "trainer.async_save=true")
     assert [getattr(end, "status", end) for end in ends] == [Status.FINISHED] * 2
-    assert int(meanwhile.read_text()) > 0
     for ours, theirs in zip(*map(checkpoint.all_in, (whole, tmp_path / "run")), strict=True):
         found = differing(checkpoint.load(ours), checkpoint.load(theirs))
         assert [path for path in found if not path.startswith("/usage")] == []
-
-
-@pytest.mark.slow
-def test_a_full_disk_of_one_rank_ends_all_at_the_next_save(two: Ranks, tmp_path: Path) -> None:
-    """The checkpoint before is whole, and nothing of the other is left."""
-    options = [*BEHIND, "trainer.checkpoint_every=2", *disk(1, "full", after=2)]
-    (kind, text), other = two(ranked.run, tmp_path / "run", *options)
-    assert (kind, text) == other == ("CheckpointError", text)
-    made = tmp_path / "run" / "checkpoints"
-    assert text.startswith(f"checkpoint {made}/step_00000004 could not be written (No space left")
-    assert [path.name for path in made.iterdir()] == ["step_00000002"]
-    assert checkpoint.read(tmp_path / "run").global_step == 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_it_writes_leaves_the_older_ones(
-    two: Ranks, whole: Path, tmp_path: Path
-) -> None:
-    """And the run goes on from there, to the same."""
-    with Ranks(2) as own:
-        own.begin(ranked.run, tmp_path / "run", *BEHIND, *disk(1, "kill", 0.5, after=4))
-        kind, said = own.results_of(0)
-    assert (kind, said[:21]) == ("LostRankError", "rank 1: was killed, o")
-    assert [path.name for path in checkpoint.all_in(tmp_path / "run")] == ["step_00000004"]
-    two(ranked.run, tmp_path / "run", *BEHIND, "resume=auto")
-    assert_same_results(whole, tmp_path / "run")
 
 
 def agreed(late: float) -> tuple[list[Any], list[str]]:
@@ -145,19 +122,13 @@ def read_again(folder: Path, options: list[str]) -> dict[str, Any]:
     made: list[int] = []
     whole, restored = Pieces.whole, dict[str, Any]()
 
-    def counted(own: Pieces) -> Tensor:
-        made.append(own.numel())
-        return whole(own)
-
     def kept(trainer: Any, *_: Any) -> None:
-        state = trainer.state_dict()
-        named = [*state["optimizer"]["state"].values(), state["weights"], state["ema"]]
-        values = [value for one in named for value in one.values() if is_sharded(value)]
+        values = [value for value in tensors_in(trainer.state_dict()) if is_sharded(value)]
         held = sum(part_of(value).untyped_storage().nbytes() for value in values) / 4
         restored.update(read=sum(made), held=held, whole=sum(v.numel() for v in values))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Pieces, "whole", counted)
+        patched.setattr(Pieces, "whole", lambda own: made.append(own.numel()) or whole(own))
         patched.setattr("mpframe.training.trainer.Trainer.fit", kept)
         end = ranked.run(folder, *options, f"resume={folder.parent / 'run'}")
     return {"end": end, "largest": max(made), **restored}
@@ -197,15 +168,27 @@ def test_damage_that_one_rank_finds_is_said_on_all(two: Ranks, whole: Path, tmp_
     assert_same_results(whole, tmp_path / "run")
 
 
-@pytest.mark.slow
+def resumed(folder: Path, *options: str) -> Any:
+    """On rank 1 the state that is read first does not fit."""
+    failed, restore = list[int](), resume.restore
+
+    def take(*given: Any) -> None:
+        if os.environ["RANK"] == "1" and not failed:
+            failed.append(1)
+            raise CheckpointError("it does not fit")
+        restore(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(resume, "restore", take)
+        return ranked.run(folder, *options)
+
+
 def test_a_state_that_one_rank_cannot_take_is_passed_over_by_all(
-    two: Ranks, tmp_path: Path
+    two: Ranks, whole: Path, tmp_path: Path
 ) -> None:
-    unfit = "_target_=slow_disk.Unfit rank=1 step=8"
-    options = [*FSDP, *(f"+callbacks.unfit.{word}" for word in unfit.split())]
-    two(ranked.run, tmp_path / "run", *options)
-    options, newest = [*options, "trainer.max_steps=9"], checkpoint.newest(tmp_path / "run")
-    ends = two(ranked.run, tmp_path / "other", *options, f"resume={newest}")
+    newest = checkpoint.newest(whole)
+    ends = two(resumed, tmp_path / "other", *FSDP, f"resume={newest}")
     assert ends == [("CheckpointError", f"{newest}: it does not fit")] * 2
-    ends = two(ranked.run, tmp_path / "run", *options, "resume=auto")
+    shutil.copytree(whole, tmp_path / "run")
+    ends = two(resumed, tmp_path / "run", *FSDP, "resume=auto", "trainer.max_steps=9")
     assert [getattr(end, "steps", end) for end in ends] == [9, 9]

@@ -5,78 +5,125 @@ equal bit for bit.
 """
 
 import copy
-import gc
-import weakref
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranked
 import torch
-from fixtures import Patch, refused
-from ranked import (
-    CPU,
-    SHARDED,
-    assert_same_but,
-    bad_input,
-    in_group,
-    on_ranks,
-    parts,
-    refusal_of,
-    setup,
-    two_formats,
-    whole_of,
-)
+from fixtures import refused
+from ranked import CPU, SHARDED, assert_same_but, in_group, on_ranks, setup, two_formats, whole_of
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon
 
 from mpframe import Precision
 from mpframe.config.command_line import check_config, compose_named, without_hydra
 from mpframe.config.schema import Config
-from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
+from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
-from mpframe.parallel import sharding
-from mpframe.parallel.launch import init_comm
+from mpframe.core.tree import map_tensors
+from mpframe.lowbit.handler import watch_products
 from mpframe.parallel.layout import Layout
+from mpframe.run.sharding import WHOLE, refuse_beside_sharding, shard
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
-from mpframe.run.sharding import refuse_beside_sharding, shard
+from mpframe.training.callbacks.freeze import set_requires_grad
+from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
 
 
-def ddp_and_fsdp(ranks: Ranks, mode: str, options: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What the same training leaves on each rank, with whole weights and with divided ones."""
-    given = {"name": "mlp", "steps": 3, "clip_norm": None, **options}
-    return [ranks(on_ranks, mode, {**given, "fsdp": fsdp}) for fsdp in (False, True)]
+def reload(trainer: Trainer, step: int) -> None:
+    """Go on from the whole state, as one process would have saved it."""
+    if step == 2:
+        state = map_tensors(whole_of, trainer.optimizer.state_dict())
+        trainer.optimizer.load_state_dict(copy.deepcopy(state))
 
 
-def test_a_torch_with_the_public_timeout_needs_no_private_one(monkeypatch: Patch) -> None:
-    options, given = SimpleNamespace(_timeout=7), []
-    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-    dist = SimpleNamespace(group=SimpleNamespace(WORLD=world))
-    dist.set_timeout = lambda limit, group: given.append((limit, group))
-    monkeypatch.setattr(sharding, "dist", dist)
-    sharding._limit_waits(SimpleNamespace(get_all_groups=lambda: ["rows", "columns"]), CPU)
-    assert given == [(7, "rows"), (7, "columns")]
+def penalise(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        Penalty(lambda weight: weight.amax(0).sum(), 0.5, ["*bias"]).setup(trainer, Any)
 
 
-MIXED = pytest.param("gpt", "mixed", marks=two_formats)
-SLOW = pytest.param("resnet18", SHARDED, marks=pytest.mark.slow)
+LOW_BITS = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {"w": {"per": "block", "block": 4, "scale": "e8m0"}},
+    "dx": {"dy": {"rounding": "stochastic"}},
+}
 
 
-@pytest.mark.parametrize(("name", "mode"), [("mlp", "amp"), MIXED, ("tied", "fp32"), SLOW])
-def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
+def require_names(trainer: Trainer, _: int) -> None:
+    """A watch is told the name of every weight, also of a gathered one."""
+
+    def watch(weight: str, product: str, operand: str, row: Tensor) -> None:
+        assert weight.endswith("weight"), (product, operand)
+
+    watch_products(trainer.precision, watch)
+
+
+def freeze_for_a_step(trainer: Trainer, step: int) -> None:
+    """From the start, and later, when they have a state: a block, and one with others after it."""
+    frozen = [own for name, own in trainer.model.named_parameters() if name.startswith(("1.", "4"))]
+    if step < 4:
+        set_requires_grad(trainer.optimizer, frozen, requires_grad=step not in (0, 2))
+
+
+MUON = {"matrices": Muon, "rest": AdamW}
+STEPS = [
+    pytest.param("mlp", "amp", {"sync": True, "clip_value": 2.0**-8}, id="mlp"),
+    pytest.param("gpt", "mixed", {}, marks=two_formats, id="gpt"),
+    pytest.param("tied", "fp32", {}, id="tied"),
+    pytest.param("resnet18", SHARDED, {"sync": True}, marks=pytest.mark.slow, id="resnet18"),
+    # Also a matrix of a single row, of which the second rank has none, and one of five rows.
+    pytest.param("mlp", "amp", {"optimizers": {"": Adafactor}, "before": reload}, id="matrix"),
+    pytest.param("mlp", "amp", {"optimizers": MUON, "before": reload}, id="matrix of some"),
+    pytest.param("mlp", SHARDED, {"before": penalise}, id="penalty"),
+    pytest.param(
+        "tied", "mixed", {"steps": 5, "before": freeze_for_a_step}, marks=two_formats, id="frozen"
+    ),
+    # On some ranks a layer counts as zero.
+    pytest.param("skipping", "amp", {"steps": 6}, marks=ranked.adds_zeros, id="skipping"),
+    pytest.param("net", "mixed", {"steps": 6}, marks=ranked.adds_zeros, id="unused"),
+    # Blocks of the whole weight have their scales, and it has its name.
+    pytest.param("gpt", SHARDED, {"recipe": LOW_BITS, "before": require_names}, id="products"),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "options"), STEPS)
+def test_divided_weights_take_the_steps_of_whole_ones(
+    two: Ranks, name: str, mode: str, options: Any
+) -> None:
     """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
-    clip = 2.0**-8 if name == "mlp" else None
-    options = {"name": name, "sync": True, "steps": 2, "clip_value": clip}
-    (whole, _), (first, second) = ddp_and_fsdp(two, mode, options)
+    given = {"name": name, "steps": 4, "clip_norm": None, **options}
+    (whole, _), (first, second) = (two(on_ranks, mode, {**given, "fsdp": f}) for f in (0, 1))
     norms = [[step.pop("grad_norm") for step in own["results"]] for own in (whole, first, second)]
     assert_same_but([whole], [first], "weights")  # Those of ddp are stored in half.
     assert first["results"] == second["results"]
     assert norms[1] == norms[2]
     # Of n values: sums of n squares in fp32 in two orders, halved by the root.
     assert norms[0] == pytest.approx(norms[1], rel=2**-13)
+
+
+def scale_gradients(trainer: Trainer, step: int) -> None:
+    if step == 0:
+        LARC(eta=0.01, mode="scale", without=["4.*"]).setup(trainer, Any)
+
+
+def test_larc_knows_the_norms_of_whole_weights(two: Ranks) -> None:
+    """Norms of n values, in fp32 in two orders, differ by less than n 2^-24 of themselves.
+
+    So a step of plain SGD, eta * lr * |w| long, does as well: n <= 128, |w| < 8, 3 steps.
+    """
+    given = {"name": "mlp", "steps": 3, "before": scale_gradients, "optimizer": SGD}
+    given |= {"clip_norm": None}
+    whole, divided = (two(on_ranks, "amp", {**given, "fsdp": fsdp})[0] for fsdp in (0, 1))
+    first = whole["states"][0]["weights"]
+    last, other = whole["states"][-1]["weights"], divided["states"][-1]["weights"]
+    for name, weight in last.items():
+        assert torch.allclose(weight, other[name], rtol=0, atol=3 * 1e-4 * 8 * 2**-17), name
+    moved = (last["0.weight"] - first["0.weight"]).norm() / first["0.weight"].norm()
+    assert moved == pytest.approx(3e-4, rel=0.5)
 
 
 def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ranks) -> None:
@@ -86,8 +133,9 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
     largest addend. That is one of 2^-20 of the gradients' norm while no addend is 5 times as large;
     plain SGD moves a weight by less than lr times this.
     """
-    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.5, "optimizer": torch.optim.SGD}
-    (whole, _), (first, second) = ddp_and_fsdp(two, "amp", {**options, "faults": {1: bad_input}})
+    options = {"name": "mlp", "steps": 3, "accumulate": 2, "clip_norm": 0.5, "optimizer": SGD}
+    options["faults"] = {1: ranked.bad_input}
+    (whole, _), (first, second) = (two(on_ranks, "amp", {**options, "fsdp": f}) for f in (0, 1))
     assert [own["dropped"] for own in first["results"]] == [0, 1, 0]
     assert first["results"] == second["results"]
     for own, other in zip(first["results"], whole["results"], strict=True):
@@ -98,64 +146,53 @@ def test_a_window_drops_a_micro_batch_and_clips_by_the_norm_of_all_parts(two: Ra
     assert not torch.equal(whole["states"][0]["weights"]["4.weight"], last["4.weight"])
 
 
-def kept() -> dict[str, Any]:
-    """Two steps and a validation: whether parts stay where they are, and what is gathered."""
+def kept(comm: Comm) -> dict[str, Any]:
+    """Two steps and a validation: parts stay where they are; what is gathered, and held.
+
+    Their gradients can be cleared.
+    """
     gathered_in: dict[str, torch.dtype] = {}
-    with init_comm(None, lambda: CPU, 120) as comm:
-        trainer, train, _ = setup("mixed", comm, {"name": "gpt", "fsdp": True, "steps": 2})
-        _divide_alone(comm)
-        block: Any = trainer.model.get_submodule("blocks.0")
-        for name in ("norm1.weight", "attention.qkv.weight"):
-            owner = block.get_submodule(name.rpartition(".")[0])
-            owner.register_forward_hook(
-                lambda own, *_, name=name: gathered_in.update({name: own.weight.dtype})
-            )
+    trainer, train, _ = setup("mixed", comm, {"name": "gpt", "fsdp": True, "steps": 2})
+    block: Any = trainer.model.get_submodule("blocks.0")
+    for name in ("norm1.weight", "attention.qkv.weight"):
+        owner = block.get_submodule(name.rpartition(".")[0])
+        owner.register_forward_hook(
+            lambda own, *_, name=name: gathered_in.update({name: own.weight.dtype})
+        )
 
-        def places() -> list[tuple[int, int]]:
-            assert all(map(is_sharded, trainer.model.parameters()))
-            parts = [(own, trainer.optimizer.master_of(own)) for own in trainer.model.parameters()]
-            assert all(part_of(own).data_ptr() == master.data_ptr() for own, master in parts)
-            return [(master.data_ptr(), len(master)) for _, master in parts]
+    def places() -> list[tuple[int, int]]:
+        assert all(map(is_sharded, trainer.model.parameters()))
+        parts = [(own, trainer.optimizer.master_of(own)) for own in trainer.model.parameters()]
+        assert all(part_of(own).data_ptr() == master.data_ptr() for own, master in parts)
+        return [(master.data_ptr(), len(master)) for _, master in parts]
 
-        before, first = places(), part_of(next(trainer.model.parameters())).clone()
-        trainer.fit(train)
-        trainer.evaluate(train)
-        assert places() == before
-        assert not torch.equal(part_of(next(trainer.model.parameters())), first)
-        for set_to_none in (True, False):
-            _clear(trainer, next(train.epoch(0)), set_to_none)
-        stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
+    before, first = places(), part_of(next(trainer.model.parameters())).clone()
+    trainer.fit(train)
+    trainer.evaluate(train)
+    assert places() == before
+    assert not torch.equal(part_of(next(trainer.model.parameters())), first)
+    for set_to_none in (True, False):  # Where no step has come between.
+        with trainer.precision.cast():
+            trainer.model(next(train.epoch(0))[0]).float().square().sum().backward()
+        gradients = [own.grad for own in trainer.model.parameters()]
+        assert all(whole_of(own).any() for own in gradients)
+        trainer.optimizer.zero_grad(set_to_none)
+        gradients = [own.grad for own in trainer.model.parameters()]
+        assert not any(own is not None and whole_of(own).any() for own in gradients)
+    stepped = trainer.optimizer.optimizer.param_groups[0]["params"]
     held = sum(own.numel() for own in stepped)
     return {"gathered": gathered_in, "held": held, "formats": {own.dtype for own in stepped}}
-
-
-def _clear(trainer: Any, batch: Any, set_to_none: bool) -> None:
-    """Gradients of parts are cleared where no step has come between."""
-    with trainer.precision.cast():
-        trainer.model(batch[0]).float().square().sum().backward()
-    gradients = [own.grad for own in trainer.model.parameters()]
-    assert all(whole_of(own).any() for own in gradients)
-    trainer.optimizer.zero_grad(set_to_none)
-    gradients = [own.grad for own in trainer.model.parameters()]
-    assert not any(own is not None and whole_of(own).any() for own in gradients)
-
-
-def _divide_alone(comm: Comm) -> None:
-    """When a layer was divided, its whole weight is gone."""
-    model, comm = nn.Linear(4, 4), copy.copy(comm)  # It knows one model.
-    optimizer, whole_weight = torch.optim.SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
-    shard(model, {"": optimizer}, Precision("amp"), comm, CPU)
-    gc.collect()
-    assert whole_weight() is None
-    assert all(map(is_sharded, model.parameters()))
 
 
 @two_formats
 def test_a_rank_holds_half_of_the_weights_in_fp32(two: Ranks) -> None:
     """In the same memory all the time. Blocks are gathered as one process stores them."""
-    gathered = {"norm1.weight": torch.float32, "attention.qkv.weight": torch.float16}
-    held = sum(own.numel() for own in parts("gpt")[0].parameters()) / 2
-    assert two(kept) == [{"gathered": gathered, "held": held, "formats": {torch.float32}}] * 2
+    expected = {
+        "gathered": {"norm1.weight": torch.float32, "attention.qkv.weight": torch.float16},
+        "held": sum(own.numel() for own in ranked.parts("gpt")[0].parameters()) / 2,
+        "formats": {torch.float32},
+    }
+    assert two(in_group, kept) == [expected, expected]
 
 
 def probed(comm: Comm, fsdp: bool) -> tuple[float, bool]:
@@ -176,17 +213,6 @@ def test_a_probe_finds_the_largest_gradient_of_any_rank(two: Ranks) -> None:
     assert [left for _, left in expected] == [True, True]
 
 
-class Parts(nn.Module):
-    """Of its two weights the forward pass uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.used
-
-
 def whole(model: Any, batch: Any) -> Any:
     return StepOutput(model(batch).sum())
 
@@ -197,7 +223,7 @@ def huge() -> nn.Module:
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    (Parts, lambda model, batch: StepOutput((batch @ model.used).sum()),
+    (lambda: nn.Linear(8, 4), lambda model, batch: StepOutput((batch @ model.weight.t()).sum()),
      "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
     (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
      lambda model, batch: StepOutput(model[0](batch).sum() + model(batch).sum()),
@@ -216,40 +242,39 @@ if SHARDED == "amp":
 
 def step(comm: Comm, make: Any, loss: Any) -> None:
     model, precision = make(), Precision(SHARDED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)
     Trainer(model, masters, loss, precision, comm=comm).train_step(torch.ones(2, 8))
 
 
-def refusals() -> list[str]:
+def refusals(comm: Comm) -> list[str]:
     """What this rank says to trainings that it does not take."""
-    with init_comm(None, lambda: CPU, 120) as comm:
-        return [refusal_of(comm, partial(step, comm, make, loss)) for make, loss, _ in REFUSED]
+    return [ranked.refusal_of(comm, partial(step, comm, make, loss)) for make, loss, _ in REFUSED]
 
 
 def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
     said = [f"trainer.parallel=fsdp: {text}" for *_, text in REFUSED]
-    assert two(refusals) == [said, said]
+    assert two(in_group, refusals) == [said, said]
 
 
 def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
-    own: Any = type("Own", (torch.optim.SGD,), {})
-    reasons = {
-        torch.optim.LBFGS: "(torch: Cannot flatten unevenly sharded tensor)",
-        torch.optim.SparseAdam: "(torch: SparseAdam does not support dense gradients)",
+    own: Any = type("Own", (SGD,), {})
+    said = {
+        torch.optim.LBFGS: "does not go with trainer.parallel=fsdp (torch: Cannot flatten unevenly "
+        "sharded tensor); use AdamW, or trainer.parallel=ddp",
+        torch.optim.SparseAdam: "does not go with trainer.parallel=fsdp (torch: SparseAdam does "
+        "not support dense gradients); use AdamW, or trainer.parallel=ddp",
+        own: "may look at several weights or at a whole one, of which a rank has a part with "
+        "trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in its "
+        "class, else use trainer.parallel=ddp",
     }
-    said = {kind: f"does not go with trainer.parallel=fsdp {why}" for kind, why in reasons.items()}
-    said = {kind: f"{text}; use AdamW, or trainer.parallel=ddp" for kind, text in said.items()}
-    said[own] = "may look at several weights or at a whole one, of which a rank has a part with "
-    said[own] += "trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in "
-    said[own] += "its class, else use trainer.parallel=ddp"
+    weights = nn.Linear(2, 2).parameters
     for kind, text in said.items():
-        model = nn.Linear(2, 2)
-        given = model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU
-        assert refused(ConfigError, shard, *given) == f"optimizer={kind.__name__}: {text}"
+        line = refused(ConfigError, refuse_whole_weights, kind(weights(), lr=0.1))
+        assert line == f"optimizer={kind.__name__}: {text}"
     own.by_value = True
-    refuse_whole_weights(own(nn.Linear(2, 2).parameters(), lr=0.1))
+    refuse_whole_weights(own(weights(), lr=0.1))
 
 
 def composed(*words: str) -> Config:
@@ -261,25 +286,16 @@ def test_what_needs_whole_weights_is_refused() -> None:
     refuse_beside_sharding(composed())
     refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"))
     refuse_beside_sharding(composed("trainer.compile=true"))
-    masters = "(the parts, in fp32, are the masters)"
-    for option, instead in (
-        (
-            "trainer.channels_last=true",
-            "(torch: FSDP does not support non-contiguous parameters "
-            "yet); use trainer.channels_last=false",
-        ),
-        (
-            "trainer.reduce=after_backward",
-            "(a block's gradients are summed in its backward pass); use trainer.reduce=in_backward",
-        ),
-        ("dtype.master_weights=false", f"{masters}; use dtype.master_weights=true"),
-    ):
-        line = refused(ConfigError, refuse_beside_sharding, composed(option))
-        said = f"{option}: does not go with trainer.parallel=fsdp {instead}"
-        assert line == f"{said}, or trainer.parallel=ddp"
-    layout = Layout(tensor=2, plan={"head": "colwise"})
-    ranges = composed("callbacks.ranges.every=10")
-    said = "callbacks.ranges.every=10: does not go with distributed.tensor=2 (torch: aten.bincount."
-    said += "default has no sharding strategy); use callbacks.ranges.every=null, or "
-    said += "distributed.tensor=1"
-    assert refused(ConfigError, refuse_beside_sharding, ranges, layout) == said
+    fsdp, layers = WHOLE, Layout(tensor=2, plan={"head": "colwise"})
+    for layout, option, said in (
+        (fsdp, "trainer.channels_last=true", "trainer.parallel=fsdp (torch: FSDP does not support "
+         "non-contiguous parameters yet); use trainer.channels_last=false, or trainer.parallel=dd"),
+        (fsdp, "trainer.reduce=after_backward", "trainer.parallel=fsdp (a block's gradients are "
+         "summed in its backward pass); use trainer.reduce=in_backward, or trainer.parallel=ddp"),
+        (fsdp, "dtype.master_weights=false", "trainer.parallel=fsdp (the parts, in fp32, are the "
+         "masters); use dtype.master_weights=true, or trainer.parallel=ddp"),
+        (layers, "callbacks.ranges.every=10", "distributed.tensor=2 (torch: aten.bincount.default "
+         "has no sharding strategy); use callbacks.ranges.every=null, or distributed.tensor=1"),
+    ):  # fmt: skip
+        line = refused(ConfigError, refuse_beside_sharding, composed(option), layout)
+        assert line.startswith(f"{option}: does not go with {said}")
