@@ -8,11 +8,9 @@ leave float16 whatever the scale is no failure if torch.autocast in float16 says
 
 import copy
 import random
-import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -31,6 +29,8 @@ MODES = {
     "mixed bfloat16": ("mixed", "bfloat16"),
 }
 RECOMPUTED = ("amp bfloat16", "mixed float16")
+KEYS = (*MODES, "fp32 recomputed", *(f"{mode} recomputed" for mode in RECOMPUTED))
+HEAD = ("model", "class", "verdict", "torch.autocast bfloat16", "allowed", *KEYS)
 TRIES = 30  # Backoff starts at 2^16, and 2^24 steps down is further than any model needs
 
 
@@ -46,6 +46,14 @@ class Row:
     modes: dict[str, float | str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # what of that must not be
     built: str = ""  # why the model could not be built
+
+    def line(self) -> dict[str, str]:
+        """As it stands in zoo.csv."""
+        verdict = f"not built: {self.built}" if self.built else "; ".join(self.failures) or "agrees"
+        modes = [self.modes.get(key, "") for key in KEYS]
+        cells = [self.name, self.kind, verdict, self.autocast, self.allowed, *modes]
+        shown = [cell if isinstance(cell, str) else f"{cell:.2g}" for cell in cells]
+        return dict(zip(HEAD, shown, strict=True))
 
 
 class Outcome(NamedTuple):
@@ -143,7 +151,7 @@ def _try(
             row.failures.append(f"{key}: {error}, but not under torch.autocast")
         return None
     except Exception as error:
-        row.modes[key] = _first_line(error)
+        row.modes[key] = repr(error)
         if isinstance(row.autocast, float):
             row.failures.append(f"{key}: {row.modes[key]}")
         return None
@@ -179,14 +187,8 @@ def _distance_or_error(plain: Outcome, example: Example, **how: Any) -> float | 
     try:
         return _distance(train(example, **how), plain)
     except Exception as error:
-        return _first_line(error)
+        return repr(error)
 
 
 def _distance(outcome: Outcome, plain: Outcome) -> float:
     return ((outcome.compared - plain.compared).norm() / plain.compared.norm()).item()
-
-
-def _first_line(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = "/".join(Path(where.filename).parts[-2:])
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]} ({place}:{where.lineno})"

@@ -26,8 +26,7 @@ def build(name: str) -> Example:
 _STEP, _PROMPT = torch.tensor([3, 7]), noise(2, TEXT, WIDTH)
 _PROMPTED: dict[str, Any] = {"timestep": _STEP, "encoder_hidden_states": _PROMPT}
 _POOLED = {**_PROMPTED, "pooled_projections": _PROMPT[:, 0]}
-_EARLY = {**_PROMPTED, "timestep": _STEP / 10}
-_IMAGE, _PATCHES = images(16, channels=4), images(8, channels=4)
+_IMAGE = images(16, channels=4)
 _HEADS: dict[str, Any] = row(num_attention_heads=2, attention_head_dim=16, num_layers=2)
 _FOUR = {"in_channels": 4, "out_channels": 4, **_HEADS}
 _UNET: dict[str, Any] = row(block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8)
@@ -65,55 +64,25 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         row(sample=_IMAGE, controlnet_cond=images(32), **_PROMPTED),
     ),
     "AutoencoderKL": ({**_VAE, "layers_per_block": 1}, {"sample": images(16)}),
-    "AutoencoderTiny": (
-        row(encoder_block_out_channels=(16, 16), decoder_block_out_channels=(16, 16),
-             num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1)),
-        {"sample": images(16)},
-    ),
     "VQModel": ({**_VAE, "num_vq_embeddings": 16}, {"sample": images(16)}),
     "Transformer2DModel": (
         row(in_channels=32, norm_num_groups=8, cross_attention_dim=WIDTH, **_HEADS),
         row(hidden_states=images(8, channels=32), encoder_hidden_states=_PROMPT),
     ),
-    "DiTTransformer2DModel": (
-        row(in_channels=4, sample_size=8, patch_size=2, num_embeds_ada_norm=10, **_HEADS),
-        row(hidden_states=_PATCHES, timestep=_STEP, class_labels=torch.tensor([1, 2])),
-    ),
-    "PixArtTransformer2DModel": (
-        row(in_channels=4, out_channels=8, sample_size=8, cross_attention_dim=WIDTH,
-             caption_channels=WIDTH, use_additional_conditions=False, **_HEADS),
-        row(hidden_states=_PATCHES, **_PROMPTED,
-             added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
-    ),
     "SD3Transformer2DModel": (
         row(sample_size=8, joint_attention_dim=WIDTH, caption_projection_dim=32,
              pooled_projection_dim=WIDTH, **_FOUR),
-        row(hidden_states=_PATCHES, **_POOLED),
+        row(hidden_states=images(8, channels=4), **_POOLED),
     ),
     "FluxTransformer2DModel": (
         row(in_channels=4, num_single_layers=1, joint_attention_dim=WIDTH,
              pooled_projection_dim=WIDTH, axes_dims_rope=(4, 4, 8), **_HEADS),
         row(hidden_states=noise(2, 16, 4), img_ids=torch.zeros(16, 3),
-             txt_ids=torch.zeros(TEXT, 3), **{**_POOLED, **_EARLY}),
-    ),
-    "PriorTransformer": (
-        row(embedding_dim=WIDTH, num_embeddings=TEXT, additional_embeddings=4, **_HEADS),
-        row(hidden_states=noise(2, WIDTH), proj_embedding=noise(2, WIDTH), **_PROMPTED),
+             txt_ids=torch.zeros(TEXT, 3), **{**_POOLED, "timestep": _STEP / 10}),
     ),
     "WanTransformer3DModel": (
         row(text_dim=WIDTH, freq_dim=16, ffn_dim=64, cross_attn_norm=True, **_FOUR),
         row(hidden_states=noise(2, 4, 2, 8, 8), **_PROMPTED),
-    ),
-    "LTXVideoTransformer3DModel": (
-        row(cross_attention_dim=32, caption_channels=WIDTH, **_FOUR),
-        row(hidden_states=noise(2, 2 * 4 * 4, 4), encoder_attention_mask=torch.ones(2, TEXT),
-             num_frames=2, height=4, width=4, **_PROMPTED),
-    ),
-    "AuraFlowTransformer2DModel": (
-        row(sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-             attention_head_dim=16, num_attention_heads=2, joint_attention_dim=WIDTH,
-             caption_projection_dim=32, pos_embed_max_size=16),
-        row(hidden_states=_PATCHES, **_EARLY),
     ),
     "CogVideoXTransformer3DModel": (
         row(text_embed_dim=WIDTH, time_embed_dim=8, sample_width=8, sample_height=8,
