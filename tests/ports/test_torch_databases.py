@@ -7,7 +7,6 @@ gradients in fp32. The lists of torch's tests of autocast: what they promise for
 CPU holds here.
 """
 
-import contextlib
 import copy
 import re
 from collections.abc import Iterator
@@ -30,14 +29,6 @@ from mpframe import Precision, Static
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated and beta parts
 each = pytest.mark.parametrize
 FP32 = torch.float32
-KERNEL = "the name of a kernel, beneath the op that the lists name: run as it is called"
-CHUNKED = "an opt-in kernel of one format, given fp32 data and half weights"
-
-
-def cases(names: Any, differing: dict[str, str]) -> list[Any]:
-    """A parameter for each name, marked where it comes out otherwise here."""
-    marks = {name: pytest.mark.differs(why) for name, why in differing.items()}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def converted(node: Any, first: torch.dtype, others: torch.dtype) -> Any:
@@ -73,7 +64,7 @@ OPS = {
 }
 # Ops that may fail where half and fp32 meet or on half alone: the reason, torch's words, the names.
 REASONS = {
-    KERNEL: (
+    "the name of a kernel, beneath the op that the lists name: run as it is called": (
         "mixed dtype|same dtype|same data type|dtypes match|expected scalar type|not implemented",
         """_batch_norm_with_update _chunk_cat _native_batch_norm_legit _softmax_backward_data
         _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa native_batch_norm
@@ -83,7 +74,7 @@ REASONS = {
         "mixed dtype",
         "nn.functional.batch_norm nn.functional.instance_norm",
     ),
-    CHUNKED: (
+    "an opt-in kernel of one format, given fp32 data and half weights": (
         "to have the same dtype",
         """nn.functional.linear_cross_entropy.chunked
         nn.functional.linear_cross_entropy.chunked_none""",
@@ -129,7 +120,7 @@ def failures(op: Any, count: int) -> Iterator[str]:
 
 
 @each("count", [3, pytest.param(200, marks=pytest.mark.storm)])
-@each("name", cases(OPS, EXCEPTIONS))
+@each("name", OPS)
 def test_an_op_that_works_in_fp32_works_in_half(name: str, count: int) -> None:
     found = set(failures(OPS[name], count))
     if name in EXCEPTIONS:
@@ -142,41 +133,18 @@ def test_exceptions_are_ops_that_fail() -> None:
     assert {name for name in EXCEPTIONS if not any(failures(OPS[name], 200))} == set()
 
 
-@each("name", [name for name, op in OPS.items() if op.inplace_variant])
-def test_in_place_forms_take_a_source_of_another_format(name: str) -> None:
-    """And keep their own."""
-    call = torch.no_grad()(OPS[name].inplace_variant)
-    for sample, half in product(samples(OPS[name], 20), HALVES):
-        if error_of(call, sample, (FP32, FP32), Precision("fp32"), backward=False):
-            continue
-        for kept, other in mixes(sample, HALVES[half])[1:]:
-            (tensor, *args), kwargs = converted(sample, kept, other)
-            with Precision("amp", half).cast():
-                result = call(tensor, *args, **kwargs)
-            assert result is tensor
-            assert result.dtype == kept
-
-
 PLACES = {"torch": torch, "nn": torch._C._nn, "linalg": torch._C._linalg, "methods": Tensor}
-GPU = "has no kernel on a CPU"
-FOLLOWS = "CPU autocast alone runs it in fp32; here, as on CUDA, it follows its input"
-DIFFERS = {
-    "_convolution": KERNEL,
-    "_addmm_activation": KERNEL,
-    "_native_multi_head_attention": KERNEL,
-    "cudnn_convolution": GPU,
-    "cudnn_convolution_transpose": GPU,
-    "avg_pool3d": FOLLOWS,
-    "reflection_pad1d": FOLLOWS,
-    "einsum": "torch's own test leaves this case out, as its arguments are not a tuple",
-}
+# Kernels beneath the ops that the lists name, those of a GPU, what torch's own test leaves out, and
+# what CPU autocast alone runs in fp32: here, as on CUDA, it follows its input.
+LEFT_OUT = "_convolution _addmm_activation _native_multi_head_attention cudnn_convolution "
+LEFT_OUT += "cudnn_convolution_transpose einsum avg_pool3d reflection_pad1d"
 
 
 def listed(table: str, lists: Any) -> Iterator[tuple[str, Any]]:
     """The calls of a table's lists by their names: the function, what it is given, the promise."""
     for name, rows in vars(lists).items():
         place = PLACES["nn" if name == "banned" else name.split("_")[0]]
-        for op, *rest in rows:
+        for op, *rest in (row for row in rows if row[0] not in LEFT_OUT.split()):
             promise = "half" if name.endswith("16") else FP32
             if "builtin" in name:
                 promise = torch.bool if rest[-1] is torch.bool else FP32
@@ -188,30 +156,21 @@ def listed(table: str, lists: Any) -> Iterator[tuple[str, Any]]:
 TABLES = {"CUDA": AutocastTestLists("cpu"), "CPU": AutocastCPUTestLists("cpu")}
 LISTED = chain.from_iterable(listed(*table) for table in TABLES.items())
 CALLS = {f"{name}-{number}": call for number, (name, call) in enumerate(LISTED)}
-OTHERWISE = {name: DIFFERS[op] for name in CALLS if (op := name.split("-")[1]) in DIFFERS}
 
 
-def keeps_its_promise(name: str, half: str, compute: str) -> bool:
+@each("name", CALLS)
+def test_what_autocasts_lists_promise_holds(name: str) -> None:
     function, args, kwargs, promise = CALLS[name]
-    narrow = HALVES[half]
-    args = tree_map(
-        lambda x: x.to(narrow) if getattr(x, "dtype", 0) in HALVES.values() else x, args
-    )
-    with Precision("amp", half, compute=compute).cast():
-        result = function(*args, **kwargs)
-    first = result[0] if isinstance(result, (tuple, list)) else result
-    if isinstance(first, bool):
-        return True
-    return first.dtype == (narrow if promise == "half" else promise)  # type: ignore[no-any-return]
+    for half, compute in product(HALVES, ("emulated", "native")):
 
+        def convert(leaf: Any, narrow: torch.dtype = HALVES[half]) -> Any:
+            return leaf.to(narrow) if getattr(leaf, "dtype", 0) in HALVES.values() else leaf
 
-@each("name", cases(CALLS, OTHERWISE))
-def test_what_autocasts_lists_promise_holds_or_differs(name: str) -> None:
-    if name in OTHERWISE:
-        with contextlib.suppress(RuntimeError, ValueError):  # no kernel, or no such arguments
-            assert not keeps_its_promise(name, "bfloat16", "native")
-    else:
-        assert all(keeps_its_promise(name, *how) for how in product(HALVES, ("emulated", "native")))
+        with Precision("amp", half, compute=compute).cast():
+            result = function(*tree_map(convert, args), **kwargs)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        wanted = HALVES[half] if promise == "half" else promise
+        assert isinstance(first, bool) or first.dtype == wanted
 
 
 MODULES = {info.name.removeprefix("nn."): info for info in module_db if FP32 in info.dtypes}
@@ -228,7 +187,7 @@ def error_of_module(module: nn.Module, given: Any, dtype: torch.dtype, mode: Pre
 
 @each("count", [2, pytest.param(1000, marks=pytest.mark.storm)])
 @each("training", [True, False], ids=["train", "eval"])
-@each("name", cases(MODULES, {"LinearCrossEntropyLoss": CHUNKED}))
+@each("name", MODULES)
 def test_a_module_that_trains_in_fp32_trains_in_every_mode(
     name: str, training: bool, count: int
 ) -> None:
@@ -245,6 +204,7 @@ def test_a_module_that_trains_in_fp32_trains_in_every_mode(
             for dtype in (FP32, HALVES[half]):
                 own = copy.deepcopy(module)
                 found.add(error_of_module(own, inputs, dtype, Precision(mode, half)))
+    # Its opt-in kernel takes one format, and is given fp32 data and half weights.
     assert bool(found - {""}) == (name == "LinearCrossEntropyLoss" and count > 2), found
 
 

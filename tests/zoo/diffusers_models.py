@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from example import Example, called, images, noise, row
+from comparison import Example, called, images, noise, row
 
 TEXT, WIDTH = 8, 32  # tokens of a prompt and their width
 
@@ -17,10 +17,7 @@ def build(name: str) -> Example:
 
     options, named = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(diffusers, name)(**options).train()
-    recomputes = model._supports_gradient_checkpointing
-    turn_on = type(model).enable_gradient_checkpointing if recomputes else None
-    return called(model, recompute=turn_on, **named)
+    return called(getattr(diffusers, name)(**options).train(), **named)
 
 
 _STEP, _PROMPT = torch.tensor([3, 7]), noise(2, TEXT, WIDTH)

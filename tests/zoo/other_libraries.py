@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from example import Example, noise
+from comparison import Example, noise
 from torch import Tensor, nn
 
 STEPS = 20
@@ -28,8 +28,8 @@ class _Net(nn.Module):
         return self._called(self, *inputs)
 
 
-def _tokens(*shape: int, top: int = 32, seed: int = 6) -> Tensor:
-    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(seed))
+def _tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(6))
 
 
 def rotary_embedding_torch() -> Example:
@@ -82,18 +82,6 @@ def lightly() -> Example:
     return _trained(net, lambda m, step: m(views[step], others[step]), after_step=move)
 
 
-def pytorch_metric_learning() -> Example:
-    from pytorch_metric_learning.losses import ArcFaceLoss
-
-    net = _Net(
-        lambda net, x, labels: net.head(net.body(x), labels),
-        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
-        head=ArcFaceLoss(num_classes=4, embedding_size=16),
-    )
-    inputs, labels = noise(STEPS, 16, 16), _tokens(STEPS, 16, top=4)
-    return _trained(net, lambda m, step: m(inputs[step], labels[step]))
-
-
 def peft() -> Example:
     from peft import LoraConfig, get_peft_model
 
@@ -118,38 +106,5 @@ def transformers() -> Example:
     )
 
 
-def gpytorch() -> Example:
-    """A Gaussian process over the features of a network: deep kernel learning."""
-    import gpytorch as gp
-
-    class Process(gp.models.ApproximateGP):  # type: ignore[misc]
-        def __init__(self) -> None:
-            points = torch.linspace(-2, 2, 8).unsqueeze(-1)
-            distribution = gp.variational.CholeskyVariationalDistribution(8)
-            super().__init__(gp.variational.VariationalStrategy(self, points, distribution))
-            self.mean_module = gp.means.ConstantMean()
-            self.covariance = gp.kernels.ScaleKernel(gp.kernels.RBFKernel())
-
-        def forward(self, x: Tensor) -> Any:
-            return gp.distributions.MultivariateNormal(self.mean_module(x), self.covariance(x))
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        features = net.features(x)
-        bound = gp.mlls.VariationalELBO(net.likelihood, net.process, num_data=64)
-        with torch.autocast("cpu", enabled=False):  # A factorisation in half may not exist.
-            return -bound(net.process(features.float()), x.sum(-1).sin())
-
-    features = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-    likelihood = gp.likelihoods.GaussianLikelihood()
-    net = _Net(forward, features=features, process=Process(), likelihood=likelihood)
-    inputs = noise(STEPS, 32, 4)
-    return _trained(net, lambda m, step: m(inputs[step]))
-
-
-LIBRARIES = {
-    make.__name__: make
-    for make in (
-        *(rotary_embedding_torch, x_transformers, lightly, pytorch_metric_learning),
-        *(peft, transformers, gpytorch),
-    )
-}
+_MADE = rotary_embedding_torch, x_transformers, lightly, peft, transformers
+LIBRARIES = {make.__name__: make for make in _MADE}
