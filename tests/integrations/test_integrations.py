@@ -14,6 +14,7 @@ from fixtures import refused
 from pages import Page
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from vocabulary import same_bits
 
 from mpframe import Backoff, LogMax
 from mpframe.core.errors import ConfigError
@@ -96,10 +97,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     masters = [optimizer.master_of(parameter) for parameter in model.parameters()]
     return [tensor.detach().clone() for tensor in [*model.state_dict().values(), *masters]]
-
-
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)
 
 
 def own_loop(mixed: MixedPrecision, window: int, model: nn.Module) -> tuple[Any, list[bool]]:
@@ -259,7 +256,7 @@ def test_it_takes_the_same_steps(
     expected, skipped = by_hand(mixed_of(mode, half, kind), window)
     mixed, other = (mixed_of(mode, half, kind) for _ in range(2))
     found, skips = run(library, mixed, window, tmp_path)
-    assert_same(found, expected)
+    assert same_bits(found, expected)
     assert skips == skipped
     assert any(skipped) == (kind is not None)
     assert not all(skipped)
@@ -275,7 +272,7 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path: Path, kind: type[Scaler
     first.save_checkpoint(tmp_path / "half.ckpt")
     second = lightning_run(made(), 1, tmp_path, 2, tmp_path / "half.ckpt")
     assert second.global_step == whole.global_step == 2 * STEPS
-    assert_same(of_lightning(second)[0], of_lightning(whole)[0])
+    assert same_bits(of_lightning(second)[0], of_lightning(whole)[0])
 
 
 def test_accelerate_goes_on_from_its_state(tmp_path: Path) -> None:
@@ -284,14 +281,14 @@ def test_accelerate_goes_on_from_its_state(tmp_path: Path) -> None:
     accelerated(first, batches[:4])
     first[0].save_state(tmp_path)
     second[0].load_state(tmp_path)
-    assert_same(accelerated(second, batches[4:])[0], accelerated(whole, batches)[0])
+    assert same_bits(accelerated(second, batches[4:])[0], accelerated(whole, batches)[0])
 
 
 def test_hugging_face_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     made = partial(mixed_of, "mixed", "float16", LogMax)
     whole = huggingface_run(made(), 1, tmp_path)
     second = huggingface_run(made(), 1, tmp_path / "on", tmp_path / "checkpoint-3")
-    assert_same(of_hugging_face(second)[0], of_hugging_face(whole)[0])
+    assert same_bits(of_hugging_face(second)[0], of_hugging_face(whole)[0])
     assert len(second.skipped) == STEPS - 3
 
 

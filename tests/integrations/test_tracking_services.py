@@ -12,7 +12,6 @@ import pytest
 from fixtures import Log, Patch, refused
 from in_process import MEASURED, cut, differing, events, results, scalars, train
 
-from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.integrations.aim import Aim
 from mpframe.integrations.mlflow import MLflow
@@ -166,9 +165,9 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     plain, logged = (results(folder)["state"] for folder in (tmp_path / "plain", whole))
     assert [path for path in differing(plain, logged) if "callbacks/aim" not in path] == []
     killed = cut(whole, tmp_path / "runs" / "killed", at=4)
-    with pytest.raises(UserCodeError, match="on purpose"):
-        train(killed, *given, "resume=auto",
-              "+callbacks.fail._target_=test_tracking_services.Fails")  # fmt: skip
+    breaks = ["+callbacks.fail._target_=own_parts.Breaks", "+callbacks.fail.step=7"]
+    with pytest.raises(UserCodeError, match="no route"):
+        train(killed, *given, "resume=auto", *breaks)
     assert read(killed, place)["status"] == "failed"
     train(killed, *given, "resume=auto")
     again = read(killed, place)
@@ -176,14 +175,6 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     same_curves(again["curves"], killed, 6 if name == "wandb" else 0)
     files = [path for path in [*place.rglob("*"), *killed.rglob("wandb/**/*")] if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-
-
-class Fails(Callback):
-    """A callback that fails at step 7."""
-
-    def on_optimizer_step(self, trainer: Any, result: Any) -> None:
-        if trainer.progress.global_step == 7:
-            raise ValueError("on purpose")
 
 
 class Steps:
