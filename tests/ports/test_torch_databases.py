@@ -21,7 +21,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from vocabulary import HALVES, tensors
 
 from mpframe import Precision, Static
@@ -100,7 +100,7 @@ def samples(op: Any, count: int) -> list[Any]:
 
 def mixes(sample: Any, half: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
     """The ways in which formats can meet: that of the first tensor, and that of the others."""
-    floating = [t for t in tree_leaves(sample) if isinstance(t, Tensor) and t.dtype == FP32]
+    floating = [tensor for tensor in tensors(sample) if tensor.dtype == FP32]
     return [(half, half), (half, FP32), (FP32, half)][: 3 if len(floating) > 1 else 1]
 
 
