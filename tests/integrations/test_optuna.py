@@ -71,28 +71,20 @@ def test_a_trial_that_is_better_goes_on_also_after_a_resume(tmp_path: Path) -> N
 
 REFUSED = [
     (0, "maximize", "callbacks.pruning.trial=0: the study s has no such running trial"),
-    (9, "maximize", "callbacks.pruning.trial=9: the study s has no such running trial"),
     ("null", "maximize", "callbacks.pruning.trial=null: the study s has no such running trial"),
     (2, "minimize", "callbacks.pruning.study=s: looks for the opposite of a better accuracy; start "
      "a new study with hydra.sweeper.direction=maximize"),
+    (0, "", "callbacks.pruning.study=s: sqlite:///"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("trial", "direction", "says"), REFUSED)
-def test_a_trial_that_does_not_fit_is_refused(
+def test_a_trial_or_study_that_does_not_fit_is_refused(
     trial: object, direction: str, says: str, tmp_path: Path
 ) -> None:
-    study_of(tmp_path, 0.5, direction).ask()
+    if direction:
+        study_of(tmp_path, 0.5, direction).ask()
     assert refused(ConfigError, train, tmp_path / "run", *words(tmp_path, trial)).startswith(says)
-
-
-def test_a_study_that_is_missing_is_refused(tmp_path: Path) -> None:
-    given = words(tmp_path, 0)
-    said = refused(ConfigError, train, tmp_path / "run", *given)
-    assert said.startswith("callbacks.pruning.study=s: sqlite:///")
-    nothing = [word for word in given if "pruning.storage" not in word]
-    said = refused(ConfigError, train, tmp_path / "run", *nothing)
-    assert said.startswith("callbacks.pruning.storage=null: no sweep has a study here; use hydra/")
 
 
 @processes.plugin("hydra_optuna_sweeper")

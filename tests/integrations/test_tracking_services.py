@@ -9,12 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkout import ROOT
 from fixtures import Log, Patch, refused
 from in_process import MEASURED, cut, differing, events, results, scalars, train
-from pages import Page
 
-from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.integrations.aim import Aim
 from mpframe.integrations.mlflow import MLflow
@@ -168,9 +165,9 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     plain, logged = (results(folder)["state"] for folder in (tmp_path / "plain", whole))
     assert [path for path in differing(plain, logged) if "callbacks/aim" not in path] == []
     killed = cut(whole, tmp_path / "runs" / "killed", at=4)
-    with pytest.raises(UserCodeError, match="on purpose"):
-        train(killed, *given, "resume=auto",
-              "+callbacks.fail._target_=test_tracking_services.Fails")  # fmt: skip
+    breaks = ["+callbacks.fail._target_=own_parts.Breaks", "+callbacks.fail.step=7"]
+    with pytest.raises(UserCodeError, match="no route"):
+        train(killed, *given, "resume=auto", *breaks)
     assert read(killed, place)["status"] == "failed"
     train(killed, *given, "resume=auto")
     again = read(killed, place)
@@ -178,14 +175,6 @@ def test_a_service_gets_what_tensorboard_gets_and_a_resumed_run_goes_on_there(
     same_curves(again["curves"], killed, 6 if name == "wandb" else 0)
     files = [path for path in [*place.rglob("*"), *killed.rglob("wandb/**/*")] if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-
-
-class Fails(Callback):
-    """A callback that fails at step 7."""
-
-    def on_optimizer_step(self, trainer: Any, result: Any) -> None:
-        if trainer.progress.global_step == 7:
-            raise ValueError("on purpose")
 
 
 class Steps:
@@ -263,29 +252,3 @@ def test_aim_draws_bins_of_any_width_and_begins_a_run_that_is_gone(
     sequence = aim_run(tmp_path).get_distribution_sequence("h", aim.sdk.run.Context({}))
     (shown,) = sequence.values.values_list()
     assert (shown.weights.tolist(), shown.range) == (pytest.approx([10 / 3, 8 / 3]), [0.0, 4.0])
-
-
-SECTION = "## Send results to wandb, MLflow, Aim or a JSON file"
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_page_run(here: Path, monkeypatch: Patch) -> None:
-    for name in SERVICES:
-        pytest.importorskip(name)
-    monkeypatch.syspath_prepend(here)
-    page = Page(ROOT / "docs" / "tensorboard.md")
-    page.text = page.text[page.text.index(SECTION) :]
-    for file, text in page.files().items():
-        (here / file).write_text(text)
-    commands = [command for command in page.commands() if command.of_ours]
-    for number, command in enumerate(commands):
-        train(here / "runs" / str(number), *command.arguments, "trainer.max_steps=2")
-    assert len(commands) == 7
-    assert read_mlflow(here, here)["names"] == ("runs/2", "mpframe")
-    assert read_aim(here, here / "runs")["names"] == ("runs/3", "mpframe")
-    wandb = [read_wandb(here / "runs" / str(number), here) for number in (1, 5)]
-    assert [run["names"] for run in wandb] == [("runs/1", "digits"), ("runs/5", "mpframe")]
-    assert len((here / "runs" / "4" / "metrics.jsonl").read_text().splitlines()) == 1
-    notes = (here / "runs" / "6" / "notes.txt").read_text().splitlines()
-    assert notes[-1] == "finished"
-    assert [line.split()[:2] for line in notes if "loss/test" in line] == [["2", "loss/test"]]

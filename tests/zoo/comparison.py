@@ -1,4 +1,4 @@
-"""One model of the zoo in every mode, beside torch: a row of the result.
+"""A model of the zoo and its losses, and what becomes of it in every mode, beside torch.
 
 How far gradients may be from fp32 says README.md. Two computations whose roundings differ but are
 as large are rarely more than a factor of 4 apart: their squared distances are sums over thousands
@@ -8,17 +8,16 @@ leave float16 whatever the scale is no failure if torch.autocast in float16 says
 
 import copy
 import random
-import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-from example import Example, NotBuiltError
 from torch import Tensor, nn
+from vocabulary import tensors
 
 from mpframe import Backoff, Precision
 
@@ -30,8 +29,65 @@ MODES = {
     "mixed float16": ("mixed", "float16"),
     "mixed bfloat16": ("mixed", "bfloat16"),
 }
-RECOMPUTED = ("amp bfloat16", "mixed float16")
+HEAD = ("model", "class", "verdict", "torch.autocast bfloat16", "allowed", *MODES)
 TRIES = 30  # Backoff starts at 2^16, and 2^24 steps down is further than any model needs
+
+
+class NotBuiltError(Exception):
+    """The zoo does not know how to make this model small, or what to feed it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model at its smallest: fp32, with random weights, on the CPU.
+
+    Attributes:
+        loss: of (model, step), 0-d.
+        steps: how many it takes.
+        traced: whether `prepare` is given an example.
+        after_step: called with the model behind every applied step.
+    """
+
+    model: nn.Module
+    loss: Callable[[Any, int], Tensor]
+    steps: int = 2
+    traced: bool = False
+    after_step: Callable[[Any], object] = lambda model: None
+
+
+def called(model: nn.Module, /, *inputs: Any, **named: Any) -> Example:
+    """Trained with the same inputs in each step."""
+    return Example(model, lambda own, _: loss_of(own(*inputs, **named)))
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The outputs' own loss, or the sum of their mean squared distances to fixed noise.
+
+    Noise, and not zero: behind a norm the mean square of the outputs is constant, and its gradient
+    nothing but rounding errors.
+    """
+    own = getattr(outputs, "loss", None)
+    if isinstance(own, Tensor) and own.ndim == 0:
+        return own
+    losses = [o for o in tensors(outputs) if o.requires_grad]
+    if any(o.ndim for o in losses):
+        random = torch.Generator().manual_seed(7)
+        wanted = [torch.randn(o.shape, generator=random) for o in losses]
+        losses = [(o.float() - w).square().mean() for o, w in zip(losses, wanted, strict=True)]
+    return torch.stack([o.float() for o in losses]).sum()
+
+
+def noise(*shape: int, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def images(size: int, *, channels: int = 3, count: int = 2) -> Tensor:
+    return noise(count, channels, size, size, seed=1)
+
+
+def row(**options: Any) -> dict[str, Any]:
+    """The options as a dict: of a table, whose rows so stay short."""
+    return options
 
 
 @dataclass
@@ -42,10 +98,17 @@ class Row:
     kind: str = ""
     autocast: float | str = ""  # the distance under torch.autocast bfloat16, or why it raised
     allowed: float = 0.0  # how far from fp32 a mode may be
-    # By mode, and `<mode> recomputed`, the distance, or why it raised.
-    modes: dict[str, float | str] = field(default_factory=dict)
+    modes: dict[str, float | str] = field(default_factory=dict)  # the distance, or why it raised
     failures: list[str] = field(default_factory=list)  # what of that must not be
     built: str = ""  # why the model could not be built
+
+    def line(self) -> dict[str, str]:
+        """As it stands in zoo.csv."""
+        verdict = f"not built: {self.built}" if self.built else "; ".join(self.failures) or "agrees"
+        modes = [self.modes.get(mode, "") for mode in MODES]
+        cells = [self.name, self.kind, verdict, self.autocast, self.allowed, *modes]
+        shown = [cell if isinstance(cell, str) else f"{cell:.2g}" for cell in cells]
+        return dict(zip(HEAD, shown, strict=True))
 
 
 class Outcome(NamedTuple):
@@ -65,26 +128,27 @@ def compare(name: str, example: Example) -> Row:
     if not (plain.compared.isfinite().all() and plain.compared.any()):
         raise NotBuiltError("its fp32 gradients are zero or not finite")
     row.autocast = _distance_or_error(plain, example, autocast=torch.bfloat16)
-    sizes = [_distance_or_error(plain, example, change="round"), row.autocast]
+    sizes = [_distance_or_error(plain, example, rounded=True), row.autocast]
     row.allowed = FACTOR * max([size for size in sizes if isinstance(size, float)], default=0.0)
     outcomes = {mode: _try(row, mode, example, plain) for mode in MODES}
-    _judge(row, outcomes["fp32"], plain)
-    if example.recompute is not None:
-        _judge_recomputation(row, example, outcomes)
+    exact = outcomes["fp32"]
+    if exact and not (exact.losses == plain.losses and torch.equal(exact.compared, plain.compared)):
+        row.failures.append("fp32 is not bit for bit torch's")
+    for mode, size in row.modes.items():
+        if isinstance(size, float) and not size <= row.allowed:
+            row.failures.append(f"{mode}: {size:.2g} from fp32, allowed {row.allowed:.2g}")
     return row
 
 
-def train(example: Example, mode: str = "", autocast: Any = None, change: str = "") -> Outcome:
+def train(example: Example, mode: str = "", autocast: Any = None, rounded: bool = False) -> Outcome:
     """Steps of AdamW of a copy, by torch alone or in a mode, as a user's own loop takes them.
 
-    change: `round` the weights to bfloat16 (how much does the model mind that?), or `recompute`
-    with the model's own activation checkpointing. OverflowError: none of TRIES applied a step.
+    rounded: its weights to bfloat16; how much does the model mind that? OverflowError: none of
+    TRIES applied a step.
     """
     model: Any = copy.deepcopy(example.model)
     loss_of = partial(_seeded, example)
-    if change == "recompute" and example.recompute is not None:
-        example.recompute(model)
-    if change == "round":
+    if rounded:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())
@@ -131,62 +195,29 @@ def _flat(model: nn.Module, scale: float) -> Tensor:
     return torch.cat([grad.float().flatten() / scale for grad in grads])
 
 
-def _try(
-    row: Row, mode: str, example: Example, plain: Outcome, recompute: bool = False
-) -> Outcome | None:
-    key = f"{mode} recomputed" if recompute else mode
+def _try(row: Row, mode: str, example: Example, plain: Outcome) -> Outcome | None:
     try:
-        outcome = train(example, mode, change="recompute" if recompute else "")
+        outcome = train(example, mode)
     except OverflowError as error:
-        row.modes[key] = f"{error}, under torch.autocast too"
+        row.modes[mode] = f"{error}, under torch.autocast too"
         if train(example, autocast=torch.float16).compared.isfinite().all():
-            row.failures.append(f"{key}: {error}, but not under torch.autocast")
+            row.failures.append(f"{mode}: {error}, but not under torch.autocast")
         return None
     except Exception as error:
-        row.modes[key] = _first_line(error)
+        row.modes[mode] = repr(error)
         if isinstance(row.autocast, float):
-            row.failures.append(f"{key}: {row.modes[key]}")
+            row.failures.append(f"{mode}: {row.modes[mode]}")
         return None
-    row.modes[key] = _distance(outcome, plain)
+    row.modes[mode] = _distance(outcome, plain)
     return outcome
-
-
-def _judge(row: Row, exact: Outcome | None, plain: Outcome) -> None:
-    if exact is not None and not _same(exact, plain):
-        row.failures.append("fp32 is not bit for bit torch's")
-    for mode, size in row.modes.items():
-        if isinstance(size, float) and not size <= row.allowed:
-            row.failures.append(f"{mode}: {size:.2g} from fp32, allowed {row.allowed:.2g}")
-
-
-def _judge_recomputation(row: Row, example: Example, stored: dict[str, Outcome | None]) -> None:
-    """Recomputed activations must give the same bits, where they do so in fp32."""
-    plain = stored["fp32"]
-    again = plain and _try(row, "fp32", example, plain, recompute=True)
-    if plain is None or again is None or not _same(again, plain):
-        return
-    for mode in RECOMPUTED:
-        outcome, kept = _try(row, mode, example, plain, recompute=True), stored[mode]
-        if outcome is not None and kept is not None and not _same(outcome, kept):
-            row.failures.append(f"{mode}: recomputed activations give other gradients")
-
-
-def _same(a: Outcome, b: Outcome) -> bool:
-    return a.losses == b.losses and torch.equal(a.compared, b.compared)
 
 
 def _distance_or_error(plain: Outcome, example: Example, **how: Any) -> float | str:
     try:
         return _distance(train(example, **how), plain)
     except Exception as error:
-        return _first_line(error)
+        return repr(error)
 
 
 def _distance(outcome: Outcome, plain: Outcome) -> float:
     return ((outcome.compared - plain.compared).norm() / plain.compared.norm()).item()
-
-
-def _first_line(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = "/".join(Path(where.filename).parts[-2:])
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]} ({place}:{where.lineno})"

@@ -1,32 +1,36 @@
 """Options of the zoo: `pytest tests/zoo --zoo` trains every model, and `--write` notes how."""
 
-from importlib.util import find_spec
+import csv
+from pathlib import Path
 
-import page
 import pytest
+from comparison import HEAD
+
+RESULTS = Path(__file__).resolve().parent / "zoo.csv"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--zoo", action="store_true", help="train every model, not only a few")
     parser.addoption("--limit", type=float, default=300.0, help="seconds a model may take")
-    parser.addoption("--write", action="store_true", help="write zoo.csv and README.md")
+    parser.addoption("--write", action="store_true", help="write zoo.csv")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # The workers of pytest-xdist send their reports to one process, and only that one writes.
-    if not config.getoption("--write", False) or hasattr(config, "workerinput"):
-        return
-    libraries = {line["model"].split("/")[0] for line in page.read()}
-    if missing := sorted(own for own in libraries if not find_spec(own)):
-        # The page has the version of each.
-        raise pytest.UsageError(f'--write: not installed: {missing}; pip install -e ".[zoo]"')
-    config.pluginmanager.register(Writer())
+    if config.getoption("--write", False) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Writer())
 
 
 class Writer:
-    """Writes a model's line at once: what was measured stays if the tests are interrupted."""
+    """Puts a model's line in its place at once: what was measured stays after an interruption."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        lines: list[dict[str, str]] = [own for key, own in report.user_properties if key == "zoo"]  # type: ignore[misc]
-        if report.when == "call" and lines:
-            page.write(lines)
+        new = [own for key, own in report.user_properties if key == "zoo" and report.when == "call"]
+        if not new:
+            return
+        known = list(csv.DictReader(RESULTS.read_text().splitlines()))
+        lines = {line["model"]: line for line in [*known, *new]}  # type: ignore[index]
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, HEAD, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines[name] for name in sorted(lines))

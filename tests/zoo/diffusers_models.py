@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from example import Example, called, images, noise, row
+from comparison import Example, called, images, noise, row
 
 TEXT, WIDTH = 8, 32  # tokens of a prompt and their width
 
@@ -17,36 +17,14 @@ def build(name: str) -> Example:
 
     options, named = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(diffusers, name)(**options).train()
-    recomputes = model._supports_gradient_checkpointing
-    turn_on = type(model).enable_gradient_checkpointing if recomputes else None
-    return called(model, recompute=turn_on, **named)
+    return called(getattr(diffusers, name)(**options).train(), **named)
 
 
 _STEP, _PROMPT = torch.tensor([3, 7]), noise(2, TEXT, WIDTH)
 _PROMPTED: dict[str, Any] = {"timestep": _STEP, "encoder_hidden_states": _PROMPT}
-_POOLED = {**_PROMPTED, "pooled_projections": _PROMPT[:, 0]}
-_EARLY = {**_PROMPTED, "timestep": _STEP / 10}
-_IMAGE, _PATCHES = images(16, channels=4), images(8, channels=4)
+_IMAGE = images(16, channels=4)
 _HEADS: dict[str, Any] = row(num_attention_heads=2, attention_head_dim=16, num_layers=2)
-_FOUR = {"in_channels": 4, "out_channels": 4, **_HEADS}
 _UNET: dict[str, Any] = row(block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8)
-_VAE: dict[str, Any] = row(
-    block_out_channels=(16, 32), norm_num_groups=8, down_block_types=("DownEncoderBlock2D",) * 2,
-    up_block_types=("UpDecoderBlock2D",) * 2,
-)  # fmt: skip
-
-
-def _blocks(dimensions: int, first: str = "CrossAttn", second: str = "") -> dict[str, Any]:
-    """A U-Net's blocks on the way down and, in the reverse order, up."""
-    kinds = [f"{first}{{}}Block{dimensions}D", f"{second}{{}}Block{dimensions}D"]
-    return {
-        "down_block_types": tuple(kind.format("Down") for kind in kinds),
-        "up_block_types": tuple(kind.format("Up") for kind in reversed(kinds)),
-    }
-
-
-_CROSS = row(sample_size=16, cross_attention_dim=WIDTH, attention_head_dim=8, **_UNET)
 # By class, what makes it small and what it is called with.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DModel": (
@@ -55,69 +33,33 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
              up_block_types=("AttnUpBlock2D", "UpBlock2D")),
         row(sample=images(16), timestep=_STEP),
     ),
-    "UNet2DConditionModel": ({**_CROSS, **_blocks(2)}, row(sample=_IMAGE, **_PROMPTED)),
-    "UNet3DConditionModel": (
-        {**_CROSS, **_blocks(3)}, row(sample=noise(2, 4, 4, 16, 16), **_PROMPTED),
+    "UNet2DConditionModel": (
+        row(sample_size=16, cross_attention_dim=WIDTH, attention_head_dim=8, **_UNET,
+             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D")),
+        row(sample=_IMAGE, **_PROMPTED),
     ),
     "ControlNetModel": (
         row(down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=WIDTH,
              attention_head_dim=8, conditioning_embedding_out_channels=(8, 16), **_UNET),
         row(sample=_IMAGE, controlnet_cond=images(32), **_PROMPTED),
     ),
-    "AutoencoderKL": ({**_VAE, "layers_per_block": 1}, {"sample": images(16)}),
-    "AutoencoderTiny": (
-        row(encoder_block_out_channels=(16, 16), decoder_block_out_channels=(16, 16),
-             num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1)),
-        {"sample": images(16)},
-    ),
-    "VQModel": ({**_VAE, "num_vq_embeddings": 16}, {"sample": images(16)}),
-    "Transformer2DModel": (
-        row(in_channels=32, norm_num_groups=8, cross_attention_dim=WIDTH, **_HEADS),
-        row(hidden_states=images(8, channels=32), encoder_hidden_states=_PROMPT),
-    ),
-    "DiTTransformer2DModel": (
-        row(in_channels=4, sample_size=8, patch_size=2, num_embeds_ada_norm=10, **_HEADS),
-        row(hidden_states=_PATCHES, timestep=_STEP, class_labels=torch.tensor([1, 2])),
-    ),
-    "PixArtTransformer2DModel": (
-        row(in_channels=4, out_channels=8, sample_size=8, cross_attention_dim=WIDTH,
-             caption_channels=WIDTH, use_additional_conditions=False, **_HEADS),
-        row(hidden_states=_PATCHES, **_PROMPTED,
-             added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
-    ),
-    "SD3Transformer2DModel": (
-        row(sample_size=8, joint_attention_dim=WIDTH, caption_projection_dim=32,
-             pooled_projection_dim=WIDTH, **_FOUR),
-        row(hidden_states=_PATCHES, **_POOLED),
+    "AutoencoderKL": (
+        row(block_out_channels=(16, 32), norm_num_groups=8, layers_per_block=1,
+             down_block_types=("DownEncoderBlock2D",) * 2,
+             up_block_types=("UpDecoderBlock2D",) * 2),
+        row(sample=images(16)),
     ),
     "FluxTransformer2DModel": (
         row(in_channels=4, num_single_layers=1, joint_attention_dim=WIDTH,
              pooled_projection_dim=WIDTH, axes_dims_rope=(4, 4, 8), **_HEADS),
         row(hidden_states=noise(2, 16, 4), img_ids=torch.zeros(16, 3),
-             txt_ids=torch.zeros(TEXT, 3), **{**_POOLED, **_EARLY}),
-    ),
-    "PriorTransformer": (
-        row(embedding_dim=WIDTH, num_embeddings=TEXT, additional_embeddings=4, **_HEADS),
-        row(hidden_states=noise(2, WIDTH), proj_embedding=noise(2, WIDTH), **_PROMPTED),
+             txt_ids=torch.zeros(TEXT, 3), timestep=_STEP / 10, encoder_hidden_states=_PROMPT,
+             pooled_projections=_PROMPT[:, 0]),
     ),
     "WanTransformer3DModel": (
-        row(text_dim=WIDTH, freq_dim=16, ffn_dim=64, cross_attn_norm=True, **_FOUR),
+        row(text_dim=WIDTH, freq_dim=16, ffn_dim=64, cross_attn_norm=True, in_channels=4,
+             out_channels=4, **_HEADS),
         row(hidden_states=noise(2, 4, 2, 8, 8), **_PROMPTED),
-    ),
-    "LTXVideoTransformer3DModel": (
-        row(cross_attention_dim=32, caption_channels=WIDTH, **_FOUR),
-        row(hidden_states=noise(2, 2 * 4 * 4, 4), encoder_attention_mask=torch.ones(2, TEXT),
-             num_frames=2, height=4, width=4, **_PROMPTED),
-    ),
-    "AuraFlowTransformer2DModel": (
-        row(sample_size=8, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-             attention_head_dim=16, num_attention_heads=2, joint_attention_dim=WIDTH,
-             caption_projection_dim=32, pos_embed_max_size=16),
-        row(hidden_states=_PATCHES, **_EARLY),
-    ),
-    "CogVideoXTransformer3DModel": (
-        row(text_embed_dim=WIDTH, time_embed_dim=8, sample_width=8, sample_height=8,
-             sample_frames=5, max_text_seq_length=TEXT, **_FOUR),
-        row(hidden_states=noise(2, 2, 4, 8, 8), **_PROMPTED),
     ),
 }  # fmt: skip

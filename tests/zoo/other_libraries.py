@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from example import Example, noise
+from comparison import Example, noise
 from torch import Tensor, nn
 
 STEPS = 20
@@ -28,13 +28,8 @@ class _Net(nn.Module):
         return self._called(self, *inputs)
 
 
-def _fitted(model: nn.Module, *inputs: Tensor, to: Tensor, loss: Any = F.mse_loss) -> Example:
-    """By the distance of the outputs, in fp32, to the targets `to`."""
-    return _trained(model, lambda m, n: loss(m(*(own[n] for own in inputs)).float(), to[n]))
-
-
-def _tokens(*shape: int, top: int = 32, seed: int = 6) -> Tensor:
-    return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(seed))
+def _tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(6))
 
 
 def rotary_embedding_torch() -> Example:
@@ -48,7 +43,8 @@ def rotary_embedding_torch() -> Example:
 
     rotary = RotaryEmbedding(dim=8)
     net = _Net(forward, rotary=rotary, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
-    return _fitted(net, noise(STEPS, 2, 16, 32), to=noise(STEPS, 2, 16, 32, seed=5))
+    inputs, wanted = noise(STEPS, 2, 16, 32), noise(STEPS, 2, 16, 32, seed=5)
+    return _trained(net, lambda m, step: F.mse_loss(m(inputs[step]).float(), wanted[step]))
 
 
 def x_transformers() -> Example:
@@ -86,61 +82,12 @@ def lightly() -> Example:
     return _trained(net, lambda m, step: m(views[step], others[step]), after_step=move)
 
 
-def pytorch_metric_learning() -> Example:
-    from pytorch_metric_learning.losses import ArcFaceLoss
-
-    net = _Net(
-        lambda net, x, labels: net.head(net.body(x), labels),
-        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
-        head=ArcFaceLoss(num_classes=4, embedding_size=16),
-    )
-    inputs, labels = noise(STEPS, 16, 16), _tokens(STEPS, 16, top=4)
-    return _trained(net, lambda m, step: m(inputs[step], labels[step]))
-
-
-def nflows() -> Example:
-    from nflows import transforms
-    from nflows.distributions import StandardNormal
-    from nflows.flows import Flow
-
-    layers = []
-    for _ in range(2):
-        layers += [transforms.ActNorm(4), transforms.ReversePermutation(4)]
-        layers.append(transforms.MaskedAffineAutoregressiveTransform(4, hidden_features=16))
-    flow = Flow(transforms.CompositeTransform(layers), StandardNormal([4]))
-    net = _Net(lambda net, x: -net.flow.log_prob(x).mean(), flow=flow)
-    inputs = noise(STEPS, 32, 4)
-    return _trained(net, lambda m, step: m(2 * inputs[step] + 1))
-
-
 def peft() -> Example:
     from peft import LoraConfig, get_peft_model
 
     case = transformers()
     options = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     return replace(case, model=get_peft_model(case.model, options))
-
-
-def torch_geometric() -> Example:
-    from torch_geometric.nn.models import GAT
-
-    model = GAT(in_channels=16, hidden_channels=16, num_layers=2, out_channels=4, heads=2)
-    edges, nodes = _tokens(STEPS, 2, 64, top=24), noise(STEPS, 24, 16)
-    labels = _tokens(STEPS, 24, top=4, seed=5)
-    return _fitted(model, nodes, edges, to=labels, loss=F.cross_entropy)
-
-
-def diffusers() -> Example:
-    from diffusers_models import MODELS, build
-
-    named = MODELS["UNet2DConditionModel"][1]
-    made = noise(STEPS, *named["sample"].shape)
-
-    def loss(model: Any, step: int) -> Tensor:
-        given = {**named, "sample": named["sample"] + made[step]}
-        return F.mse_loss(model(**given).sample.float(), made[step])
-
-    return _trained(build("UNet2DConditionModel").model, loss)
 
 
 def transformers() -> Example:
@@ -159,65 +106,5 @@ def transformers() -> Example:
     )
 
 
-def e3nn() -> Example:
-    """A convolution over points: a network of distances gives the weights of the product."""
-    from e3nn import o3
-
-    def forward(net: Any, x: Tensor, place: Tensor) -> Tensor:
-        weights = net.weights(place.norm(dim=-1, keepdim=True))
-        with torch.autocast("cpu", enabled=False):  # Its generated code takes one dtype.
-            sphere = o3.spherical_harmonics("0e + 1o + 2e", place, normalize=True)
-            return net.product(x, sphere, weights.float())
-
-    kinds = "4x0e + 2x1o", "0e + 1o + 2e", "4x0e + 1o"
-    product = o3.FullyConnectedTensorProduct(*kinds, shared_weights=False)
-    last = nn.Linear(16, product.weight_numel)
-    net = _Net(forward, product=product, weights=nn.Sequential(nn.Linear(1, 16), nn.SiLU(), last))
-    inputs, places = noise(STEPS, 32, 10), noise(STEPS, 32, 3, seed=5)
-    return _fitted(net, inputs, places, to=noise(STEPS, 32, 7, seed=8))
-
-
-def gpytorch() -> Example:
-    """A Gaussian process over the features of a network: deep kernel learning."""
-    import gpytorch as gp
-
-    class Process(gp.models.ApproximateGP):  # type: ignore[misc]
-        def __init__(self) -> None:
-            points = torch.linspace(-2, 2, 8).unsqueeze(-1)
-            distribution = gp.variational.CholeskyVariationalDistribution(8)
-            super().__init__(gp.variational.VariationalStrategy(self, points, distribution))
-            self.mean_module = gp.means.ConstantMean()
-            self.covariance = gp.kernels.ScaleKernel(gp.kernels.RBFKernel())
-
-        def forward(self, x: Tensor) -> Any:
-            return gp.distributions.MultivariateNormal(self.mean_module(x), self.covariance(x))
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        features = net.features(x)
-        bound = gp.mlls.VariationalELBO(net.likelihood, net.process, num_data=64)
-        with torch.autocast("cpu", enabled=False):  # A factorisation in half may not exist.
-            return -bound(net.process(features.float()), x.sum(-1).sin())
-
-    features = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-    likelihood = gp.likelihoods.GaussianLikelihood()
-    net = _Net(forward, features=features, process=Process(), likelihood=likelihood)
-    inputs = noise(STEPS, 32, 4)
-    return _trained(net, lambda m, step: m(inputs[step]))
-
-
-def vit_pytorch() -> Example:
-    from vit_pytorch import ViT
-
-    sizes = {"image_size": 16, "patch_size": 4, "num_classes": 4, "dim": 32, "depth": 2}
-    model = ViT(**sizes, heads=2, mlp_dim=64, channels=1)
-    labels = _tokens(STEPS, 8, top=4)
-    return _fitted(model, noise(STEPS, 8, 1, 16, 16), to=labels, loss=F.cross_entropy)
-
-
-LIBRARIES: dict[str, Callable[[], Example]] = {
-    make.__name__: make
-    for make in (
-        *(rotary_embedding_torch, x_transformers, lightly, pytorch_metric_learning, nflows, peft),
-        *(torch_geometric, diffusers, transformers, e3nn, gpytorch, vit_pytorch),
-    )
-}
+_MADE = rotary_embedding_torch, x_transformers, lightly, peft, transformers
+LIBRARIES = {make.__name__: make for make in _MADE}

@@ -12,12 +12,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from comparison import MODES, Row, compare
-from example import called, loss_of
 from fixtures import TooLong, time_limit
 from other_libraries import LIBRARIES
-from page import line_of
-from torch import nn
-from torch.overrides import _get_current_function_mode_stack
 
 WHOLE = ("torchvision", "timm", "transformers", "diffusers")
 SHORT = (
@@ -51,7 +47,7 @@ def test_models(
 ) -> None:
     need(model.split("/")[0])
     row = row_of(model, request.config.getoption("--limit", 300.0))
-    record_property("zoo", line_of(row))
+    record_property("zoo", row.line())
     if model in SHORT:
         assert not row.built
         assert_measured(row)
@@ -89,35 +85,3 @@ def assert_measured(row: Row) -> None:
     assert row.modes.keys() >= MODES.keys()
     assert all(isinstance(size, float) for size in row.modes.values())
     assert row.modes["fp32"] == 0.0
-
-
-class Refuses(nn.Linear):
-    """Works under torch.autocast, and raises where something else than torch casts its ops."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        cast = y.dtype != torch.float32 and _get_current_function_mode_stack()
-        return self.change(y) if cast else y
-
-    def change(self, y: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("half")
-
-
-class Coarse(Refuses):
-    def change(self, y: torch.Tensor) -> torch.Tensor:
-        return y + (y * 16).round().detach() - (y * 16).detach()
-
-
-@pytest.mark.parametrize(("kind", "said"), [(Refuses, "RuntimeError: half"), (Coarse, "from fp32")])
-def test_a_failure_is_seen(kind: type[nn.Linear], said: str) -> None:
-    torch.manual_seed(0)
-    row = compare("own/model", called(kind(4, 4), torch.randn(8, 4)))
-    assert len(row.failures) == 4
-    assert all(said in failure for failure in row.failures)
-
-
-def test_gradients_of_normalised_outputs_say_something() -> None:
-    """The mean square of a norm's outputs is constant; the distance to noise is not."""
-    layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    loss_of(layer(torch.randn(4, 8))).backward()
-    assert layer[0].weight.grad.norm() > 1e-2

@@ -4,8 +4,7 @@ Names say sizes. Where none does, the first of the alphabet is taken.
 """
 
 import torch
-from example import Example, NotBuiltError, called, images
-from torch import nn
+from comparison import Example, NotBuiltError, called, images
 
 SIZES = ("test", "atto", "femto", "pico", "zepto", "nano", "xxs", "micro", "xxtiny", "xtiny")
 SIZES += ("xs", "tiny", "mini", "s0", "b0", "m0", "t0", "small", "s12", "s", "18", "0", "b16")
@@ -33,7 +32,7 @@ def build(name: str) -> Example:
             try:
                 model = timm.create_model(name, num_classes=CLASSES, **sized).train()
                 model(images(side, count=4))
-                return called(model, images(side, count=4), recompute=_recompute(model))
+                return called(model, images(side, count=4))
             except Exception as error:
                 refusal = error
     raise NotBuiltError(f"{type(refusal).__name__}: {refusal}")
@@ -46,15 +45,3 @@ def _smallest(candidates: list[str]) -> str:
         return rank, len(name), name
 
     return min(candidates, key=size, default="")
-
-
-def _recompute(model: nn.Module) -> object:
-    turn_on = getattr(model, "set_grad_checkpointing", None)
-    if turn_on is None:
-        return None
-    try:
-        turn_on(True)
-        turn_on(False)
-    except (AssertionError, NotImplementedError):
-        return None  # The method is there to say that the model has none.
-    return lambda copy: copy.set_grad_checkpointing(True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from example import Example, called, images
+from comparison import Example, called, images
 from torch import Tensor, nn
 from torchvision import models
 
@@ -55,14 +55,7 @@ def build(name: str) -> Example:
         model = make(weights=None, weights_backbone=None, num_classes=CLASSES, **sized)
         taught = (list(images(64)), [_target(), _target()])
         inputs = taught if detects else (images(64, count=4),)
-    recompute = _memory_efficient if isinstance(model, models.DenseNet) else None
-    return called(_without_chance(model), *inputs, recompute=recompute)
-
-
-def _memory_efficient(copy: nn.Module) -> None:
-    for module in copy.modules():
-        if hasattr(module, "memory_efficient"):
-            module.memory_efficient = True
+    return called(_without_chance(model), *inputs)
 
 
 def _target() -> dict[str, Tensor]:

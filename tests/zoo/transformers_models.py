@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from example import Example, NotBuiltError, called, images, loss_of, noise
+from comparison import Example, NotBuiltError, called, images, loss_of, noise
 from torch import Tensor, nn
 
 TOKENS, LENGTH, SIDE = 99, 16, 32
@@ -92,12 +92,10 @@ def _example(kind: Any, name: str) -> Example:
     torch.manual_seed(0)
     model = kind(config).float().train()
     named = _inputs(model)
-    recomputes = getattr(model, "supports_gradient_checkpointing", False)
-    recompute = type(model).gradient_checkpointing_enable if recomputes else None
     for labels in ({"labels": _tokens(model)}, {}):
         try:
             if loss_of(model(**named, **labels)).isfinite():
-                return called(model, **named, **labels, recompute=recompute)
+                return called(model, **named, **labels)
         except Exception as error:
             refusal = error
     raise refusal
