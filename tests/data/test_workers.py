@@ -29,9 +29,9 @@ def no_such_picture() -> None:
     raise KeyError("no such picture\nmore words")
 
 
-def signal_oneself(*signals: signal.Signals) -> None:
-    for name in signals:
-        os.kill(os.getpid(), name)
+def signal_oneself(*signals: int) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
 
 
 def forbid_files() -> None:
@@ -43,7 +43,7 @@ def forbid_files() -> None:
 SPRUNG: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "killed": lambda: signal_oneself(signal.SIGKILL),
-    "a real-time signal": lambda: os.kill(os.getpid(), 35),
+    "a real-time signal": lambda: signal_oneself(35),
     "ended": lambda: os._exit(3),
     "exit": lambda: sys.exit(4),
     "hangs": lambda: time.sleep(60),
@@ -184,14 +184,7 @@ def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, l
     assert what == "exit" or "in no_such_picture" in "".join(notes)
 
 
-def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: Patch) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
-    text = message(trapped(lambda: None, workers=1).epoch(0))
-    assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't " in text
-
-
-def test_more_workers_than_cores_are_warned_of(monkeypatch: Patch, caplog: Log) -> None:
+def test_workers_that_do_not_fit_are_named(monkeypatch: Patch, caplog: Log) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     for workers in (2, 64):
         warn_of_too_many_workers(workers)
@@ -199,20 +192,24 @@ def test_more_workers_than_cores_are_warned_of(monkeypatch: Patch, caplog: Log) 
         "warning: dataset.workers=64: this machine has 2 cores; more workers wait for each other"
     ]
     trapped("nothing", workers=1000)  # And torch says nothing of its own.
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
+    text = message(trapped(lambda: None, workers=1).epoch(0))
+    assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't " in text
 
 
 FEWER = "use fewer, or allow more open files (ulimit -n)"
-RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
 def test_a_process_that_can_open_no_file_is_named(capfd: Shown) -> None:
-    assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
+    received = f"dataset.workers=2: too many open files; {FEWER}"
+    assert message(trapped("no files", worker_timeout=5).epoch(0)) == received
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)
     next(batches)
     forbid_files()
     try:
-        assert message(batches) == RECEIVED
+        assert message(batches) == received
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert "Traceback" not in capfd.readouterr().err

@@ -1,10 +1,9 @@
 """How the project's text reads: patterns that nobody speaks, per 10,000 words.
 
-    python tests/docs/prose.py               the rates of docs and code, beside their limits
     python tests/docs/prose.py FILE...       each place in these files, to be rewritten
 
 The limits are near the rates of well-read libraries, where most of these patterns do not occur at
-all. tests/docs/test_prose.py holds them.
+all. tests/docs/test_docs.py holds them.
 """
 
 import ast
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 _START = r"(?:^|(?<=[.!?:] ))"  # of a paragraph or a sentence
 PATTERNS: dict[str, tuple[str, float]] = {
     # name: (regular expression, most places per 10,000 words)
@@ -71,33 +69,19 @@ def _split(first: int, block: str) -> Iterator[tuple[int, str]]:
             words.append(re.sub(r"`+[^`]*`+|https?://\S+|\]\([^)]*\)", "x", line.strip()))
 
 
-def count(paths: list[Path]) -> tuple[int, dict[str, int]]:
-    """The words in these files, and the places of each pattern."""
+def beyond_limits(paths: list[Path]) -> dict[str, float]:
+    """The patterns that these files hold too often, with their rates."""
     texts = [text for path in paths for _, text in paragraphs(path)]
-    found = {n: sum(len(re.findall(p, text)) for text in texts) for n, (p, _) in PATTERNS.items()}
-    return sum(len(text.split()) for text in texts), found
+    words = sum(len(text.split()) for text in texts)
+    rates = {}
+    for name, (pattern, _) in PATTERNS.items():
+        rates[name] = sum(len(re.findall(pattern, text)) for text in texts) * 10_000 / words
+    return {name: rate for name, rate in rates.items() if rate > PATTERNS[name][1]}
 
 
-def parts() -> dict[str, list[Path]]:
-    """The files that have a reader, by the kind of text."""
-    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    code = [*(ROOT / "mpframe").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    return {"docs": docs, "code": code, "tests": [*(ROOT / "tests").rglob("*.py")]}
-
-
-def main() -> None:
-    """Print the rates, or the places in the files that are named."""
+if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
         for line, text in paragraphs(path):
             for name, (pattern, _) in PATTERNS.items():
                 for found in re.findall(f".{{0,40}}(?:{pattern}).{{0,40}}", text):
                     print(f"{path}:{line}: {name}: ...{found}...")
-    for part, paths in parts().items() if not sys.argv[1:] else ():
-        words, found = count(paths)
-        print(f"{part}: {words} words in {len(paths)} files")
-        for name, (_, limit) in PATTERNS.items():
-            print(f"    {name:14} {found[name] * 10_000 / words:6.1f}   at most {limit}")
-
-
-if __name__ == "__main__":
-    main()
