@@ -16,7 +16,6 @@ import torch
 from bench import groups, program, rivals
 from bench.groups import devices, overhead, programs, steps
 from bench.groups.steps import COMPARISONS, Comparison, compare
-from bench.hand_loop import hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
 from bench.step import on_ranks, one_turn
 from bench.step import workloads as stepped
@@ -24,7 +23,6 @@ from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.table import Claim, Table, as_json
 from bench.whole import one_run, ours, trainers
-from bench.whole.loaders import cut, dataloaders
 from bench.whole.workloads import WORKLOADS, Workload
 from fixtures import Patch, Shown
 from in_process import differing, scalars
@@ -115,25 +113,6 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
         f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
         for name in ("Lightning Fabric", "Accelerate", "Lightning")
     ]
-
-
-def test_all_train_the_same_weights_and_the_checked_loop_leaves_a_bad_step_out() -> None:
-    original, data = overhead._parts, overhead._data(10)
-    three = [original() for _ in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overhead, "LR", 1e-3)
-        hand_loop(*three[0], data, None)()
-        hand_loop(*three[1], data, None, checked=True)()
-        patch.setattr(overhead, "_parts", lambda: three[2])
-        overhead.trainer_loop(data)()
-    by_hand, *others = [model.state_dict() for model, _ in three]
-    assert [differing(by_hand, other) for other in others] == [[], []]
-    model, optimizer = original()
-    before = copy.deepcopy(model.state_dict())
-    assert differing(by_hand, before)
-    batch = (torch.full((64, 64), torch.nan), torch.zeros(64, dtype=torch.int64))
-    hand_loop(model, optimizer, [batch], None, checked=True)()
-    assert differing(model.state_dict(), before) == []
 
 
 @pytest.mark.filterwarnings("default")
@@ -232,14 +211,6 @@ def test_all_others_train_the_same_weights(name: str, tmp_path: Path) -> None:
     assert differing(done.model.state_dict(), by_hand) == []
     logged = {tag for file in other.rglob("events.out.tfevents.*") for tag in scalars(file)}
     assert {"loss/train", "grad/norm", "loss/val", "metric/accuracy/val"} <= logged
-
-
-def test_batches_cut_from_tensors_are_those_of_the_dataloader() -> None:
-    work = whole("resnet18")  # 13 samples in batches of 4
-    assert len(list(cut(work)[0])) == 3
-    for _ in range(2):  # Another order in the second epoch.
-        ready, cut_out = ([[*own] for own in loaders] for loaders in (dataloaders(work), cut(work)))
-        assert differing(ready, cut_out) == []
 
 
 def test_a_table_of_runs_in_processes_of_their_own(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_an_epoch_begins_within_its_batches_and_ends_the_one_before() -> None:
         (
             numbers(),
             {"batch_size": 24, "drop_last": True},
-            "dataset.batch_size=24: the training se",
+            "dataset.batch_size=24: the training s",
         ),
         (numbers(), {"batch_size": 0}, f"dataset.batch_size=0: {WHOLE} 1"),
         (numbers(), {"batch_size": 2.0, "option": "my.size"}, f"my.size=2.0: {WHOLE} 1"),

@@ -21,7 +21,6 @@ import pytest
 import torch
 from checkout import ROOT
 from fixtures import Patch, Shown, refused
-from hydra import compose
 from in_process import train
 from pages import PAGES, Page
 from safetensors.torch import save_file
@@ -32,7 +31,6 @@ from mpframe import checkpoint, fit
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
-from mpframe.config.overrides import hydra_over
 from mpframe.core.errors import ConfigError, DivergedError
 
 DOCS = ROOT / "docs"
@@ -189,7 +187,7 @@ def test_blocks_of_python_run_one_after_the_other_and_the_joint_optimizer_steps(
     assert not names["optimizer"].step(names["scaler"], max_norm=1.0).skipped
 
 
-def test_the_layout_names_what_is_there_and_the_readme_is_read_in_three_minutes() -> None:
+def test_the_layout_and_every_answer_are_still_there_and_the_readme_is_short() -> None:
     lines = block(CONTRIBUTING, "layout").splitlines()
     for line in lines:
         folder = ROOT / "mpframe" if line.startswith("  ") else ROOT
@@ -198,9 +196,7 @@ def test_the_layout_names_what_is_there_and_the_readme_is_read_in_three_minutes(
     assert packages <= {line.split()[0].rstrip("/") for line in lines}
     assert len(README.text.splitlines()) <= 120
 
-
-def test_every_answer_is_still_there() -> None:
-    """Each row has a file, what in the file answers a question, and a piece of its text."""
+    # Each row has a file, what in the file answers a question, and a piece of its text.
     rows = re.findall(r"^\| .+\? \|.*$", CONTRIBUTING.text, re.M)
     assert len(rows) >= 20
     for row in rows:
@@ -216,14 +212,11 @@ def test_docs_and_docstrings_are_written_as_somebody_says_them() -> None:
         assert not prose.beyond_limits(paths), "python tests/docs/prose.py FILE... shows each place"
 
 
-def test_every_page_is_on_the_site() -> None:
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Of dead links, unknown anchors, pages that no list names, docstrings that cannot be read."""
     lists = "\n".join(Page(DOCS / "index.md").blocks("{toctree}"))
     there = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md")]
     assert sorted(["index", *re.findall(r"^[\w/]+$", lists, re.M)]) == sorted([*there, "api"])
-
-
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Of dead links, unknown anchors, pages that no list names, docstrings that cannot be read."""
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(package, reason="builds the site; pip install -e .[docs] brings it")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
@@ -320,15 +313,6 @@ def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
     ended = processes.statuses(tmp_path / place)
     assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
     assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
-
-
-@processes.plugin("hydra_submitit_launcher")
-def test_the_slurm_command_composes() -> None:
-    words = [word for word in words_of("submitit_slurm") if not word.startswith(("-", "seed="))]
-    with hydra_over():
-        launcher = compose("config", overrides=words, return_hydra_config=True).hydra.launcher
-    assert launcher._target_.endswith("SlurmLauncher")
-    assert (launcher.partition, launcher.gpus_per_node, launcher.max_num_timeout) == ("gpu", 1, 3)
 
 
 @pytest.mark.slow

@@ -28,11 +28,9 @@ def test_a_part_that_fails_or_has_no_time_is_named(capfd: Shown) -> None:
     own["parts"] = lambda: [part("broken", ("-c", "raise SystemExit(3)"), ())]
     assert REST["main"]() == 1
     assert "failed: ['broken']" in capfd.readouterr().out
-    own["parts"] = lambda: [part(n, ("-c", "import time; time.sleep(60)"), ("",)) for n in "ab"]
+    own["parts"] = lambda: [part("long", ("-c", "import time; time.sleep(60)"), ("",))]
     assert REST["main"]("--within", "0.5") == 0
-    shown = capfd.readouterr().out
-    assert shown.count(", not ended in time") == 2
-    assert "failed: none" in shown
+    assert ", not ended in time" in capfd.readouterr().out
 
 
 def test_every_mutant_breaks_a_line_that_is_there_once_and_names_tests_that_are_there() -> None:

