@@ -115,16 +115,6 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     ]
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", list(rivals._RIVALS))
-def test_rivals_run(name: str, tmp_path: Path) -> None:
-    package, rival = rivals._RIVALS[name]
-    pytest.importorskip(package)
-    data = overhead._data(10)
-    rival(*overhead._parts(), data, tmp_path)()
-    assert data.seconds > 0
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     for options in programs.INPUTS.values():

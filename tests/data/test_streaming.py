@@ -155,7 +155,7 @@ def test_ranks_and_workers_share_the_samples(stream: Any, workers: int) -> None:
     assert sorted(seen) == list(range(23))
 
 
-def test_another_epoch_is_read_from_wherever_it_is_asked_for() -> None:
+def test_another_epoch_is_read_from_wherever_it_is_asked_for(caplog: Log) -> None:
     own = loader()
     whole = read(own, 0, 15)
     assert ids(own.epoch(0))[0] == [0, 1, 2, 3]  # As after a probe for the first loss scale.
@@ -163,6 +163,10 @@ def test_another_epoch_is_read_from_wherever_it_is_asked_for() -> None:
     assert own.batch_ids(1, 3).tolist() == [32, 33, 34, 35]
     sized = type("Sized", (Numbers,), {"__len__": lambda self: 23})()
     assert len(make_loader(sized, 4, shuffle=True, drop_last=True)) == EPOCH
+    for samples, shuffle in ((Numbers(), None), ([0] * 8, True), ([0] * 8, False)):
+        assert not caplog.messages
+        loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
+    assert ["never shuffles; give it shuffle=True" in line for line in caplog.messages] == [True]
 
 
 LOADED = DataLoader(Numbers(), batch_size=4)
@@ -179,15 +183,6 @@ LOADED = DataLoader(Numbers(), batch_size=4)
 ])  # fmt: skip
 def test_what_no_loader_can_be_made_of(stream: Any, options: dict[str, Any], text: str) -> None:
     assert refused((ConfigError, DataError), loader, stream, **options).startswith(text)
-
-
-def test_a_data_loader_in_one_order_is_warned_of_when_the_run_begins(caplog: Log) -> None:
-    for samples, shuffle in ((Numbers(), None), ([0] * 8, True), ([0] * 8, False)):
-        assert not caplog.messages
-        loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
-    assert caplog.messages == [
-        "warning: dataset: its DataLoader never shuffles; give it shuffle=True"
-    ]
 
 
 @pytest.mark.parametrize(("stream", "workers", "text"), [
@@ -223,10 +218,11 @@ def test_a_stream_that_cannot_be_resumed_says_so() -> None:
     assert refused(ConfigError, once.require_resumable, "resume=auto").startswith(text)
 
 
-def regression(resumable: bool = True) -> Task:
+def regression(resumable: bool = True, listed: bool = False) -> Task:
     """The target is the random number beside each number."""
-    stream: Any = Numbers(37)
-    stream.resumable = resumable
+    stream: Any = [*Numbers(37)] if listed else Numbers(37)
+    if not resumable:
+        stream.resumable = False
 
     def pair(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
         rows = torch.stack(samples)
@@ -262,11 +258,5 @@ def test_a_run_that_would_not_be_exact_is_refused_before_it_begins(tmp_path: Pat
         "resume=auto: Numbers can be read only once, so the run cannot be continued exactly; use "
         "resume=none, or take only the weights into a new run with init_from"
     )
-    both = ["dataset._target_=test_streaming.both"]
-    assert refused(DataError, train, tmp_path / "both", *OWN, *both).startswith(
-        "dataset: its Task has batches_per_epoch=3, which is for streams, and list has a length"
-    )
-
-
-def both() -> Task:
-    return Task([1.0], [1.0], loss=nn.MSELoss(), batches_per_epoch=3)
+    text = refused(DataError, train, tmp_path / "both", *OWN, "+dataset.listed=true")
+    assert text.startswith("dataset: its Task has batches_per_epoch=3, which is for streams, and ")
