@@ -39,7 +39,6 @@ def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_n
     times = race(noted, rounds=12, warmup=2)
     rounds = ["".join(turns[start : start + 4]) for start in range(0, len(turns), 4)]
     assert (len(rounds), {"".join(sorted(taken)) for taken in rounds}) == (14, {"abcd"})
-    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abcd", 12)
     assert min(min(seconds) for seconds in times.values()) == 9.0  # eight turns of warm-up
     # Everybody follows everybody else.
     assert len({order[i : i + 2] for order in rounds[2:] for i in range(3)}) == 12
@@ -93,8 +92,6 @@ def test_a_table_as_markdown_and_as_json() -> None:
 
 
 def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
-    missing = {name: ("no_such_package", rival) for name, (_, rival) in rivals._RIVALS.items()}
-    monkeypatch.setattr(rivals, "_RIVALS", missing)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(overhead, "_has_compiler", lambda: True)
     monkeypatch.setattr(StepRecord, "compile", lambda record, inputs: None)
@@ -104,15 +101,11 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(silent.times) == names
     compiled = ["by hand, compiled", "mpframe, compiled", "mpframe, the step compiled"]
-    assert list(logged.times) == [*names, *compiled]
-    assert [claim.limit for claim in logged.claims] == [1.05, 1.05, 1.0, 1.0]
+    there = [name for name, (package, _) in rivals._RIVALS.items() if find_spec(package)]
+    assert {*logged.times} == {*names, *compiled, *there}
     assert list(scalers.times) == ["Static", "Backoff", "LogMax"]
     (whole,), *rest = parts.times.values()
     assert whole == pytest.approx(sum(seconds for (seconds,) in rest))
-    assert logged.notes == [
-        f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
-        for name in ("Lightning Fabric", "Accelerate", "Lightning")
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -222,17 +215,13 @@ TINY = {
 }
 
 
-def made(workload: str) -> stepped.Workload:
-    if workload == "tiny_bert":
-        pytest.importorskip("transformers")
-    return stepped.WORKLOADS[workload](**TINY[workload])
-
-
 @pytest.mark.parametrize("workload", stepped.WORKLOADS)
 def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> None:
     weights: list[Any] = []
+    if workload == "tiny_bert":
+        pytest.importorskip("transformers")
     for name in ("torch fp32", "mpframe fp32"):
-        work = made(workload)
+        work = stepped.WORKLOADS[workload](**TINY[workload])
         step = STEPS[name](work, Laps())
         before = copy.deepcopy(work.model.state_dict())
         step()

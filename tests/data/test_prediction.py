@@ -23,18 +23,15 @@ def columns(given: Any, targets: Any = None, **options: Any) -> dict[str, Any]:
     return written[0]
 
 
-def test_a_class_is_the_largest_output_and_has_its_name() -> None:
+def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
     made = columns(LOGITS, torch.tensor([1, 2]), class_names=["a", "b", "c"])
     assert list(made) == ["index", "target", "class", "class_name"]
-    assert made["class"].tolist() == [1, 0]  # Of equal ones the first, as the accuracy counts.
-    assert made["class_name"] == ["b", "a"]
+    # Of equal ones the first, as the accuracy counts.
+    assert (made["class"].tolist(), made["class_name"]) == ([1, 0], ["b", "a"])
     assert made["target"].tolist() == [1, 2]
     made = columns(LOGITS, outputs="probabilities")
     shares = torch.stack([torch.from_numpy(made[f"probability_{n}"]) for n in range(3)], 1)
     assert torch.equal(shares, LOGITS.softmax(1))
-
-
-def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
     for outputs, targets, names in (
         (torch.zeros(2), None, "output"),
         (torch.zeros(2, 2), None, "output_0 output_1"),

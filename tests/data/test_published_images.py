@@ -62,6 +62,16 @@ def as_python2(part: int = 0) -> bytes:
     return b"\x80\x02}(U\x06labels](" + numbers + b"eU\x04data" + array + b"u."
 
 
+def assert_parts(task: Any, images: list[Tensor], targets: list[Tensor], augment: str) -> None:
+    """They are the training, the validation and the test part."""
+    parts = (task.train, task.val, task.test)
+    for part, own, labels in zip(parts, images, targets, strict=True):
+        assert torch.equal(part.images, own)
+        assert torch.equal(part.targets, labels.long())
+        assert part.normalize == Normalize.measured(task.train.images)
+    assert [part.augment for part in parts] == [augment, "none", "none"]
+
+
 @pytest.mark.parametrize("version", ["bin", "py"])
 def test_the_task_joins_five_files_and_tests_on_the_sixth(
     tmp_path: Path, version: str, publish: Callable[..., None]
@@ -76,11 +86,7 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
     pixels, labels = map(np.concatenate, zip(*map(content, range(6)), strict=True))
     images, targets = torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels).long()
     held = [*hold_out(targets[: 5 * COUNT], one_in=10), torch.arange(5 * COUNT, 6 * COUNT)]
-    for part, indices in zip((task.train, task.val, task.test), held, strict=True):
-        assert torch.equal(part.images, images[indices])
-        assert torch.equal(part.targets, targets[indices])
-        assert part.normalize == Normalize.measured(task.train.images)
-    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop_flip", *2 * ["none"])
+    assert_parts(task, [images[own] for own in held], [targets[own] for own in held], "crop_flip")
 
 
 @pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (5, True)])
@@ -155,14 +161,11 @@ def write_all(folder: Path, pack: Any = bytes, ending: str = "") -> None:
 def test_every_layout_is_read(tmp_path: Path, layout: str) -> None:
     write_all(tmp_path / layout, *(() if "raw" in layout else (gzip.compress, ".gz")))
     task: Any = fashion_mnist(str(tmp_path), augment="crop")
-    train, val = hold_out(part_of("train")[1], one_in=12)
-    rows = ((task.train, "train", train), (task.val, "train", val), (task.test, "t10k", ...))
-    for part, file, indices in rows:
-        images, labels = part_of(file)
-        assert torch.equal(part.images, images.unsqueeze(1)[indices])
-        assert torch.equal(part.targets, labels.long()[indices])
-        assert part.normalize == Normalize.measured(task.train.images)
-    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop", "none", "none")
+    (images, labels), (test_images, test_labels) = map(part_of, SPLITS)
+    held = hold_out(labels, one_in=12)
+    expected = [*(images[own] for own in held), test_images]
+    targets = [*(labels[own] for own in held), test_labels]
+    assert_parts(task, [own.unsqueeze(1) for own in expected], targets, "crop")
     assert list(task.class_names) == FashionMNIST.classes
 
 

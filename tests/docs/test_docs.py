@@ -163,7 +163,7 @@ def block(page: Page, mark: str) -> str:
     return str(found)
 
 
-def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
+def test_blocks_of_python_run_one_after_the_other_and_the_loops_train(capsys: Shown) -> None:
     exec(block(README, "run: own loop"), {})
     printed = capsys.readouterr().out.splitlines()
     assert ["skipped False" in line for line in printed] == [True] * 20
@@ -171,8 +171,6 @@ def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
     assert 0.0 < last < 10.0
     assert first != last
 
-
-def test_blocks_of_python_run_one_after_the_other_and_the_joint_optimizer_steps() -> None:
     names: dict[str, Any] = {}
     assert len(COMING_FROM.blocks("python")) == 2
     for code in COMING_FROM.blocks("python"):

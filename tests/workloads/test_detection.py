@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from fixtures import refused
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchvision import ops
 from torchvision.models.detection import MaskRCNN
@@ -16,7 +14,6 @@ from torchvision.ops import box_iou
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.config import CONF
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
 from mpframe.data import Loader
@@ -79,9 +76,6 @@ def test_a_box_belongs_to_what_it_overlaps_by_half_and_each_object_has_its_best_
     labels, offsets = match(DEFAULTS, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert labels.tolist() == [0, 0, 0]
     assert torch.equal(offsets, torch.zeros(3, 4))
-
-
-def test_offsets_by_hand_and_back() -> None:
     boxes = torch.tensor([[0.0, 4.0, 40.0, 14.0]])  # its middle at (20, 9), 40 x 10
     offsets = encode(boxes, DEFAULTS[:1])
     wanted = [0.5 / 0.1, -0.05 / 0.1, math.log(2) / 0.2, -math.log(2) / 0.2]
@@ -133,16 +127,6 @@ def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str)
     for found in first.outputs:
         assert found["boxes"].dtype == found["scores"].dtype == torch.float32
         assert found["boxes"].shape == (*found["labels"].shape, 4)
-
-
-@pytest.mark.parametrize("name", ["fasterrcnn", "fcos", "ssdlite"])
-def test_torchvisions_detectors_are_chosen_by_name(name: str) -> None:
-    facts = {"dataset": {"classes": 4, "image_size": 64}}
-    options = {"model": OmegaConf.load(CONF / "model" / f"{name}.yaml"), **facts}
-    model = OmegaConf.create(options).model
-    assert model.weights is model.weights_backbone is None
-    with torch.device("meta"):  # Their weights would take seconds to draw.
-        assert isinstance(instantiate(model), nn.Module)
 
 
 class Detector(nn.Sequential):
@@ -234,18 +218,6 @@ def boxes(*rows: tuple[list[float], int, float], dtype: torch.dtype = torch.floa
     return {"boxes": own[0], "labels": own[1], "scores": torch.tensor(scores, dtype=dtype)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_two_classes_in_two_images(dtype: torch.dtype) -> None:
-    """Class 1, by score: right, wrong, right, of 3: (1 + 2/3) / 3. Class 2: its one box: 1."""
-    first = boxes((LEFT, 1, 0.875), (FAR, 1, 0.75), (RIGHT, 2, 0.5), dtype=dtype)
-    second = boxes((LEFT, 1, 0.625), dtype=dtype)
-    true = boxes((LEFT, 1, 1), (RIGHT, 2, 1)), boxes((LEFT, 1, 1), (FAR, 1, 1))
-    metric = MeanAveragePrecision()
-    metric.update([first, second], [*true])
-    assert metric.compute().dtype == torch.float64
-    assert metric.compute().item() == pytest.approx(((1 + 2 / 3) / 3 + 1) / 2, rel=1e-15)
-
-
 def test_a_true_box_is_found_once_by_an_overlap_of_half() -> None:
     """Of two boxes of 8 x 8 shifted by s the IoU is (8 - s) / (8 + s): 6/10, 5/11 and 7/9."""
     one, nothing = boxes((LEFT, 1, 1)), boxes()
@@ -268,6 +240,13 @@ def test_a_true_box_is_found_once_by_an_overlap_of_half() -> None:
         assert math.isnan(metric.compute().item())
         metric.update([found], [true])
         assert metric.compute().item() == wanted
+    # Class 1, by score: right, wrong, right, of 3: (1 + 2/3) / 3. Class 2: its one box: 1.
+    first = boxes((LEFT, 1, 0.875), (FAR, 1, 0.75), (RIGHT, 2, 0.5), dtype=torch.float16)
+    second = boxes((LEFT, 1, 0.625), dtype=torch.float16)
+    true = boxes((LEFT, 1, 1), (RIGHT, 2, 1)), boxes((LEFT, 1, 1), (FAR, 1, 1))
+    (metric := MeanAveragePrecision()).update([first, second], [*true])
+    assert metric.compute().dtype == torch.float64
+    assert metric.compute().item() == pytest.approx(((1 + 2 / 3) / 3 + 1) / 2, rel=1e-15)
     strict = MeanAveragePrecision(iou=0.75)
     strict.update([boxes((next_, 1, 0.9))], [one])
     assert (strict.name, strict.compute().item()) == ("map_75", 1.0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Patch, refused
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
@@ -56,16 +57,13 @@ def test_targets_are_next_tokens_and_no_token_is_in_two_parts(numbered: Path) ->
     assert [int(inputs[0]) for inputs, _ in few.val] == firsts[::7]
     assert len(task.train) == len(few.train) == 90 * 7
 
+    def firsts_of(seed: int, epoch: int, *indices: int) -> list[int]:
+        task.train.set_epoch(seed, epoch)
+        return task.train.fetch_batch(indices)[0][:, 0].tolist()
 
-def test_windows_are_a_function_of_seed_epoch_and_index(numbered: Path) -> None:
-    train = task_of(numbered).train
-
-    def firsts(seed: int, epoch: int, *indices: int) -> list[int]:
-        train.set_epoch(seed, epoch)
-        return train.fetch_batch(indices)[0][:, 0].tolist()
-
-    own, *others = (firsts(*key, 5, 0, 7) for key in ((3, 1), (3, 2), (4, 1)))
-    assert firsts(3, 1, 0, 7) == own[1:]
+    # The windows are a function of seed, epoch and index.
+    own, *others = (firsts_of(*key, 5, 0, 7) for key in ((3, 1), (3, 2), (4, 1)))
+    assert firsts_of(3, 1, 0, 7) == own[1:]
     assert own not in others
     assert others[0] != others[1]
 
@@ -139,7 +137,11 @@ def test_every_window_is_read_once_in_a_pass(shards: Path, workers: int) -> None
         assert all(set(order) == windows for order in orders)
         assert len({*map(tuple, orders)}) > 1  # The order of the files.
     assert [int(task.val[n][0][0]) for n in range(len(task.val))] == list(range(50, 78, 4))
+    resumed = StreamLoader(task.train, 3, batches_per_epoch=3, workers=workers, seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert not differing(list(resumed.epoch(3)), list(loader.epoch(3)))
     loader.close()
+    resumed.close()
 
 
 @pytest.mark.parametrize(("options", "text"), [

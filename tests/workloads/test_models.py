@@ -11,7 +11,7 @@ import torch
 import torchvision
 from checkout import ROOT
 from fixtures import refused
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 from torch import nn
 from vocabulary import differing
@@ -165,18 +165,25 @@ def test_options_are_the_arguments_with_their_defaults_and_explained() -> None:
             assert plain or " # " in line or before.startswith("#"), line
 
 
+def built(model: str, dataset: Path) -> Any:
+    """The network on the meta device, whose weights take no time to draw, and the dataset."""
+    files = {"dataset": dataset, "model": MODELS / f"{model}.yaml"}
+    config = OmegaConf.create({group: OmegaConf.load(path) for group, path in files.items()})
+    with torch.device("meta"):
+        return instantiate(config.model).eval(), config.dataset
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn", "fcos", "ssdlite"])
+def test_torchvisions_detectors_are_chosen_by_name_without_weights(name: str) -> None:
+    assert isinstance(built(name, CONF / "dataset" / "scenes.yaml")[0], nn.Module)
+
+
 @pytest.mark.parametrize("model", ["cnn", "gan", "mlp", "resnet18"])
 def test_every_model_takes_every_dataset_of_classified_images(model: str) -> None:
-    own = MODELS / f"{model}.yaml"
     for path in (path for path in DATASETS if "augment:" in path.read_text()):
-        config = OmegaConf.create({"dataset": OmegaConf.load(path), "model": OmegaConf.load(own)})
-        resolved: Any = OmegaConf.to_container(config, resolve=True)
-        facts, arguments = resolved["dataset"], resolved["model"]
-        del arguments["_target_"]
-        side = facts["image_size"]
+        net, facts = built(model, path)
         with torch.device("meta"):
-            net = target_of(own)(**arguments).eval()
-            outputs = net(torch.zeros(2, facts["channels"], side, side))
+            outputs = net(torch.zeros(2, facts.channels, facts.image_size, facts.image_size))
         # A GAN gives one logit each for the real and for the made images.
-        wanted = [(2, 1), (2, 1)] if model == "gan" else [(2, facts["classes"])]
+        wanted = [(2, 1), (2, 1)] if model == "gan" else [(2, facts.classes)]
         assert [own.shape for own in (outputs if model == "gan" else [outputs])] == wanted

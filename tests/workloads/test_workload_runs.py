@@ -183,7 +183,6 @@ def test_a_ladder_runs_every_rung_and_each_stores_what_it_says() -> None:
 OWN_PARTS = ["model=own", "dataset=own", "device=cpu", "dataset.batch_size=8"]
 TARGETS = ["model._target_=own_parts.Reader", "dataset._target_=own_parts.texts"]
 TEXTS = [*OWN_PARTS, *TARGETS, "trainer.max_steps=12", "trainer.keep_last=100"]
-BOXES = [*OWN_PARTS, "model._target_=own_parts.detector", "dataset._target_=own_parts.pictures"]
 
 
 def test_resumed_and_of_objects_a_run_is_the_same(start_run: StartRun, tmp_path: Path) -> None:
@@ -212,15 +211,3 @@ def test_the_autopsy_keeps_a_batch_and_names_samples(start_run: StartRun, tmp_pa
     assert autopsy.of_evidence(folder, TARGETS).markdown() == written
     example = Texted(torch.zeros(1), torch.zeros(1), ["text"])
     assert type(step.like(example).batches[0]) is Texted
-
-
-def test_lists_of_pictures_of_different_sizes(start_run: StartRun, tmp_path: Path) -> None:
-    options = [*BOXES, "dataset.batch_size=3", "trainer.epochs=1"]
-    done = start_run(tmp_path / "run", *options, "dtype=mixed")
-    assert (done.status, done.steps, done.samples) == ("finished", 5, 15)
-    # The mean over the samples, not over the batches: the last one of validation has one picture.
-    assert done.val_metric is not None
-    # Each loss is a mean in fp32 of 12 squared differences: 3 + 12 roundings of at most 2^-24.
-    assert done.val_loss == pytest.approx(done.val_metric**2, rel=15 * 2.0**-24)
-    with pytest.raises(DataError, match=r"sample 11 holds NaN or inf in its targets\.boxes"):
-        start_run(tmp_path / "bad", *options, "+dataset.bad=11")
