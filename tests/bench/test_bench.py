@@ -1,23 +1,35 @@
-"""How the benchmark measures, shows and runs; no test looks at how long anything took."""
+"""The benchmarks: their statistics and tables; everybody trains the same; each group's rows run."""
 
 import copy
 import json
 import logging
+from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from bench import groups, program, rivals
-from bench.groups import devices, overhead, programs
-from bench.hand_loop import hand_loop
+from bench.groups import devices, overhead, programs, steps
+from bench.groups.steps import COMPARISONS, Comparison, compare
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
+from bench.step import on_ranks, one_turn
+from bench.step import workloads as stepped
+from bench.step.competitors import STEPS
+from bench.step.laps import Laps
 from bench.table import Claim, Table, as_json
+from bench.whole import one_run, ours, trainers
+from bench.whole.workloads import WORKLOADS, Workload
 from fixtures import Patch, Shown
-from in_process import differing
+from in_process import differing, scalars
+from ranks import Ranks
 
+from mpframe.config.command_line import compose_named, without_hydra
+from mpframe.run.run import train
 from mpframe.training.step_record import StepRecord
 
 
@@ -27,7 +39,6 @@ def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_n
     times = race(noted, rounds=12, warmup=2)
     rounds = ["".join(turns[start : start + 4]) for start in range(0, len(turns), 4)]
     assert (len(rounds), {"".join(sorted(taken)) for taken in rounds}) == (14, {"abcd"})
-    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abcd", 12)
     assert min(min(seconds) for seconds in times.values()) == 9.0  # eight turns of warm-up
     # Everybody follows everybody else.
     assert len({order[i : i + 2] for order in rounds[2:] for i in range(3)}) == 12
@@ -81,8 +92,6 @@ def test_a_table_as_markdown_and_as_json() -> None:
 
 
 def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
-    missing = {name: ("no_such_package", rival) for name, (_, rival) in rivals._RIVALS.items()}
-    monkeypatch.setattr(rivals, "_RIVALS", missing)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(overhead, "_has_compiler", lambda: True)
     monkeypatch.setattr(StepRecord, "compile", lambda record, inputs: None)
@@ -92,44 +101,11 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(silent.times) == names
     compiled = ["by hand, compiled", "mpframe, compiled", "mpframe, the step compiled"]
-    assert list(logged.times) == [*names, *compiled]
-    assert [claim.limit for claim in logged.claims] == [1.05, 1.05, 1.0, 1.0]
+    there = [name for name, (package, _) in rivals._RIVALS.items() if find_spec(package)]
+    assert {*logged.times} == {*names, *compiled, *there}
     assert list(scalers.times) == ["Static", "Backoff", "LogMax"]
     (whole,), *rest = parts.times.values()
     assert whole == pytest.approx(sum(seconds for (seconds,) in rest))
-    assert logged.notes == [
-        f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
-        for name in ("Lightning Fabric", "Accelerate", "Lightning")
-    ]
-
-
-def test_all_train_the_same_weights_and_the_checked_loop_leaves_a_bad_step_out() -> None:
-    original, data = overhead._parts, overhead._data(10)
-    three = [original() for _ in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overhead, "LR", 1e-3)
-        hand_loop(*three[0], data, None)()
-        hand_loop(*three[1], data, None, checked=True)()
-        patch.setattr(overhead, "_parts", lambda: three[2])
-        overhead.trainer_loop(data)()
-    by_hand, *others = [model.state_dict() for model, _ in three]
-    assert [differing(by_hand, other) for other in others] == [[], []]
-    model, optimizer = original()
-    before = copy.deepcopy(model.state_dict())
-    assert differing(by_hand, before)
-    batch = (torch.full((64, 64), torch.nan), torch.zeros(64, dtype=torch.int64))
-    hand_loop(model, optimizer, [batch], None, checked=True)()
-    assert differing(model.state_dict(), before) == []
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", list(rivals._RIVALS))
-def test_rivals_run(name: str, tmp_path: Path) -> None:
-    package, rival = rivals._RIVALS[name]
-    pytest.importorskip(package)
-    data = overhead._data(10)
-    rival(*overhead._parts(), data, tmp_path)()
-    assert data.seconds > 0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -149,12 +125,6 @@ def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
     assert programs._competitor(name, tmp_path).turn() > 0
-
-
-def test_without_a_gpu_its_rows_are_skipped(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (measured,) = devices.cuda_tables(rounds=1, folder=tmp_path)
-    assert measured.markdown().endswith("\n\n- skipped: no CUDA device\n")
 
 
 @pytest.mark.gpu
@@ -177,3 +147,137 @@ def test_all_groups_run_or_those_chosen(tmp_path: Path, monkeypatch: Patch, caps
     assert (tmp_path / "cuda.md").read_text() in capsys.readouterr().out
     assert json.loads((tmp_path / "tiny.json").read_text())["tables"][0]["title"] == "Steps"
     assert logging.root.manager.disable == logging.NOTSET  # Quiet while it measures alone.
+
+
+SMALL: dict[str, dict[str, int]] = {
+    "digits_mlp": {"epochs": 2},
+    "fashion_cnn": {"batch_size": 1000, "max_steps": 2, "width": 2},
+    "resnet18": {"count": 13, "batch_size": 4, "width": 2},
+    "tiny_bert": {"count": 21, "batch_size": 4, "width": 4},
+}
+
+
+def whole(name: str) -> Workload:
+    if name == "tiny_bert":
+        pytest.importorskip("transformers")
+    work = WORKLOADS[name](**SMALL[name])
+    if name == "fashion_cnn" and not Path(work.data.keywords["root"]).is_dir():
+        pytest.skip("Fashion-MNIST is not here")
+    return work
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_by_hand_and_by_mpframe_it_is_the_same_training(
+    name: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    work, ended = whole(name), Mock(side_effect=ours.LoopClock.teardown)
+    monkeypatch.setattr(ours.LoopClock, "teardown", lambda *given: ended(*given))
+    torch.manual_seed(0)
+    before = work.model().state_dict()
+    by_hand = trainers.by_hand(work, tmp_path / "hand")
+    train(without_hydra(compose_named(ours.options(work))[1]), tmp_path / "ours")
+    weights = ended.call_args.args[1].weights()
+    assert differing(by_hand.model.state_dict(), weights) == []
+    assert differing(weights, before)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [name for name in trainers.TRAINERS if name != trainers.BY_HAND])
+def test_all_others_train_the_same_weights(name: str, tmp_path: Path) -> None:
+    package, trainer = trainers.TRAINERS[name]
+    pytest.importorskip(package)
+    by_hand = trainers.by_hand(whole("digits_mlp"), tmp_path / "hand").model.state_dict()
+    other = tmp_path / "other"
+    other.mkdir()
+    done = trainer(whole("digits_mlp"), other)
+    assert min(done.time.seconds, done.time.cpu_seconds) > 0
+    assert differing(done.model.state_dict(), by_hand) == []
+    logged = {tag for file in other.rglob("events.out.tfevents.*") for tag in scalars(file)}
+    assert {"loss/train", "grad/norm", "loss/val", "metric/accuracy/val"} <= logged
+
+
+def test_a_table_of_runs_in_processes_of_their_own(tmp_path: Path) -> None:
+    one_epoch = {"digits_mlp": {"epochs": 1}}
+    (measured,) = programs.run_tables(1, tmp_path, one_epoch, [trainers.BY_HAND])
+    assert list(measured.times) == [one_run.OURS, trainers.BY_HAND]
+    (own, by_hand), claim = measured.times.values(), measured.claims[0]
+    assert (claim.text, claim.ratio.median) == ("mpframe / by hand", own[0] / by_hand[0])
+    assert 0 < own[0] * 1e3 < measured.details["whole process, ms"][one_run.OURS][0]
+
+
+TINY = {
+    "linear": {"width": 4, "layers": 2, "batch": 3},
+    "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
+    "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
+    "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
+    "resnet18": {"width": 8, "batch": 2},
+    "unet": {"width": 2, "side": 8, "batch": 2},
+}
+
+
+@pytest.mark.parametrize("workload", stepped.WORKLOADS)
+def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> None:
+    weights: list[Any] = []
+    if workload == "tiny_bert":
+        pytest.importorskip("transformers")
+    for name in ("torch fp32", "mpframe fp32"):
+        work = stepped.WORKLOADS[workload](**TINY[workload])
+        step = STEPS[name](work, Laps())
+        before = copy.deepcopy(work.model.state_dict())
+        step()
+        weights.append(work.model.state_dict())
+        assert differing(weights[-1], before)
+    assert differing(*weights) == []
+
+
+def test_a_turn_tells_seconds_laps_and_memory_here_and_from_a_process(monkeypatch: Patch) -> None:
+    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
+    turn = steps.Turn("plain", {**arguments, "threads": 1, "steps": 1})
+    assert [turn()] == [own.seconds for own in turn.turns]
+    peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
+    monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
+    tiny = "linear", TINY["linear"], "mpframe mixed float16"
+    told = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
+    assert told.bytes_per_parameter == 19.0
+    assert set(told.laps) == {"forward", "backward", "step"}
+    assert told.seconds >= sum(told.laps.values()) > 0
+
+
+@pytest.mark.parametrize(("comparison", "sizes"), [
+    (COMPARISONS["large"][0], TINY["linear"]),
+    (COMPARISONS["products"][0], {"width": 32, "layers": 1, "batch": 32}),
+    (COMPARISONS["small"][1], TINY["unet"]),
+    *((option, TINY[option.workload]) for option in COMPARISONS["options"]),
+])  # fmt: skip
+def test_rows(comparison: Comparison, sizes: dict[str, int], monkeypatch: Patch) -> None:
+    def in_this_process(words: list[str], folder: Path, name: str) -> str:
+        return json.dumps(asdict(one_turn.measure(**json.loads(words[2]))))
+
+    monkeypatch.setattr(steps, "run_python", in_this_process)
+    monkeypatch.setattr(steps, "has_native_half", lambda half: True)
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(one_turn, "status_bytes", {"VmRSS": 0, "VmHWM": 1000}.get)
+    measured = compare(replace(comparison, sizes=sizes, threads=1, steps=1), 1)
+    here = [row for row in comparison.rows if find_spec("torchao") or "torchao" not in row]
+    assert list(measured.times) == here
+    assert all(claim.limit > 0 for claim in measured.claims)
+
+
+def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: Patch) -> None:
+    asked: list[list[str]] = []
+
+    def on_these_ranks(words: list[str], folder: Path, name: str) -> str:
+        asked.append(words)
+        return json.dumps(two(_measured, json.loads(words[-1]))[0])
+
+    monkeypatch.setattr(devices, "run_python", on_these_ranks)
+    monkeypatch.setattr(devices, "has_native_half", lambda half: True)
+    (measured,) = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
+    assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert list(measured.times) == list(on_ranks.STEPS)
+    assert [claim.limit for claim in measured.claims] == [1.03] * 2
+
+
+def _measured(arguments: dict[str, Any]) -> Any:
+    return on_ranks.measure(**arguments)

@@ -60,35 +60,29 @@ def test_which_of_two_values_is_better_and_no_update_waits_for_the_device() -> N
 TOKENS = torch.zeros(1, 3, dtype=torch.int64)
 
 
-def test_shapes_that_would_broadcast_are_refused() -> None:
-    for metric, outputs, targets, shapes in (
-        (RMSE(), torch.zeros(5, 1), torch.zeros(5), "[5, 1] against targets of shape [5]"),
-        (RMSPE(), torch.ones(3, 1), torch.ones(3), "[3, 1] against targets of shape [3]"),
-        (Accuracy(), torch.zeros(5, 3), torch.zeros(5, 1), "[5] against targets of shape [5, 1]"),
-        (BitsPerByte(), torch.zeros(1, 2, 4), TOKENS, "[1, 2] against targets of shape [1, 3]"),
-        (IoU(), torch.zeros(1, 2, 4), TOKENS[0], "[1, 4] against targets of shape [3]"),
-    ):
-        assert math.isnan(metric.compute())  # No update is nan.
-        text = refused(DataError, metric.update, outputs, targets)
-        assert text.endswith(
-            f"predictions of shape {shapes}; give model and dataset the same shape"
-        )
+WRONG = torch.tensor([[-100, 0, -1]])
+NO_CLASS = "the target -1 is no class; correct it, or give the metric ignore_index=-1, which leave"
 
 
-def test_accuracy_takes_no_probabilities_as_targets() -> None:
-    assert refused(DataError, Accuracy().update, torch.zeros(5, 3), torch.zeros(5, 3)) == (
-        "accuracy: targets of shape [5, 3], as the outputs have, are probabilities or one-hot; "
-        "give class numbers (argmax(dim=1)), or another metric"
-    )
-
-
-def test_a_single_column_is_refused() -> None:
-    for metric, shape in ((Accuracy(), [5, 1]), (Dice(), [5, 1, 2, 2]), (IoU(True), [5, 1, 2, 2])):
-        targets = torch.zeros(shape)[:, 0].long()
-        assert refused(DataError, metric.update, torch.zeros(shape), targets) == (
-            f"{metric.name}: outputs of shape {shape} have one class, which is always the largest; "
-            "let the model return two for a binary target, or use a metric of your own"
-        )
+@pytest.mark.parametrize(("metric", "outputs", "targets", "text"), [
+    # Shapes that would broadcast.
+    (RMSE(), [5, 1], torch.zeros(5), "[5, 1] against targets of shape [5]; give model and dataset"),
+    (RMSPE(), [3, 1], torch.ones(3), "[3, 1] against targets of shape [3]; give model and dataset"),
+    (Accuracy(), [5, 3], torch.zeros(5, 1), "[5] against targets of shape [5, 1]"),
+    (BitsPerByte(), [1, 2, 4], TOKENS, "[1, 2] against targets of shape [1, 3]"),
+    (IoU(), [1, 2, 4], TOKENS[0], "[1, 4] against targets of shape [3]"),
+    (Accuracy(), [5, 3], torch.zeros(5, 3), "accuracy: targets of shape [5, 3], as the outputs ha"),
+    *((metric, [5, 1], torch.zeros(5).long(), f"{metric.name}: outputs of shape [5, 1] have one cl")
+      for metric in (Accuracy(), Dice(), IoU(True))),
+    *((metric, [1, 2, 3], WRONG, f"{metric.name}: {NO_CLASS}")
+      for metric in (Accuracy(), Dice(), IoU())),
+    (BitsPerByte(), [1, 3, 2], WRONG, f"bits_per_byte: {NO_CLASS}"),
+])  # fmt: skip
+def test_a_single_column_and_targets_that_are_no_classes_and_not_ignored_are_refused(
+    metric: Any, outputs: list[int], targets: Tensor, text: str
+) -> None:
+    assert math.isnan(metric.compute())  # No update is nan.
+    assert text in refused(DataError, metric.update, torch.zeros(outputs), targets)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,17 +139,6 @@ def test_targets_may_be_narrow_integers() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([20, 7, 3]), 200).float()
     assert measured(Accuracy(), (logits, targets)) == 2 / 3
     assert measured(Dice(), (logits[::2, :21], targets[::2])) == 1.0
-
-
-def test_a_negative_target_that_is_not_ignored_is_refused() -> None:
-    targets = torch.tensor([[-100, 0, -1]])
-    for metric in (Accuracy(), BitsPerByte(), Dice(), IoU()):
-        name = type(metric).name
-        outputs = torch.zeros(1, 3, 2) if name == "bits_per_byte" else torch.zeros(1, 2, 3)
-        assert refused(DataError, metric.update, outputs, targets) == (
-            f"{name}: the target -1 is no class; correct it, or give the metric ignore_index=-1, "
-            "which leaves it out"
-        )
 
 
 @pytest.mark.parametrize("metric", [Accuracy, Perplexity, Dice, RMSE])

@@ -14,6 +14,7 @@ from mpframe.files import table
 from mpframe.training.prediction import Predictions
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
+PAIR = {"a": LOGITS, "b": LOGITS}
 
 
 def columns(given: Any, targets: Any = None, **options: Any) -> dict[str, Any]:
@@ -22,36 +23,26 @@ def columns(given: Any, targets: Any = None, **options: Any) -> dict[str, Any]:
     return written[0]
 
 
-def test_a_class_is_the_largest_output_and_has_its_name() -> None:
+def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
     made = columns(LOGITS, torch.tensor([1, 2]), class_names=["a", "b", "c"])
     assert list(made) == ["index", "target", "class", "class_name"]
-    assert made["class"].tolist() == [1, 0]  # Of equal ones the first, as the accuracy counts.
-    assert made["class_name"] == ["b", "a"]
+    # Of equal ones the first, as the accuracy counts.
+    assert (made["class"].tolist(), made["class_name"]) == ([1, 0], ["b", "a"])
     assert made["target"].tolist() == [1, 2]
     made = columns(LOGITS, outputs="probabilities")
     shares = torch.stack([torch.from_numpy(made[f"probability_{n}"]) for n in range(3)], 1)
     assert torch.equal(shares, LOGITS.softmax(1))
-
-
-PAIR = {"a": LOGITS, "b": LOGITS}
-
-
-def test_what_fits_is_chosen_and_raw_outputs_are_a_flattened_tree() -> None:
     for outputs, targets, names in (
-        (torch.zeros(2), None, ["output"]),
-        (torch.zeros(2, 2), None, ["output_0", "output_1"]),
-        (
-            PAIR | {"b": (torch.zeros(2, 1, 2),)},
-            None,
-            ["a_0", "a_1", "a_2", "b[0]_0_0", "b[0]_0_1"],
-        ),
-        (LOGITS, torch.tensor([1, 2]), ["target", "class"]),
-        (LOGITS, torch.zeros(2, 3), ["output_0", "output_1", "output_2"]),
-        (torch.zeros(2, 1), torch.tensor([1, 0]), ["target", "output"]),
-        (PAIR, torch.tensor([1, 0]), ["target", "a_0", "a_1", "a_2", "b_0", "b_1", "b_2"]),
+        (torch.zeros(2), None, "output"),
+        (torch.zeros(2, 2), None, "output_0 output_1"),
+        ({"a": LOGITS, "b": (torch.zeros(2, 1, 2),)}, None, "a_0 a_1 a_2 b[0]_0_0 b[0]_0_1"),
+        (LOGITS, torch.tensor([1, 2]), "target class"),
+        (LOGITS, torch.zeros(2, 3), "output_0 output_1 output_2"),
+        (torch.zeros(2, 1), torch.tensor([1, 0]), "target output"),
+        (PAIR, torch.tensor([1, 0]), "target a_0 a_1 a_2 b_0 b_1 b_2"),
     ):
         made = columns(outputs, targets, outputs="raw" if targets is None else None)
-        assert list(made) == ["index", *names]
+        assert list(made) == ["index", *names.split()]
         assert all(len(column) == 2 for column in made.values())
 
 
@@ -77,16 +68,11 @@ FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2
     (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
     (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
     (FOUND, None, ", as detectors do, and a table has a row"),  # Two images with five boxes each.
+    (LOGITS, "target", "objective: gives one number as the targets of 2 samples, and a table has"),
 ])  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
-    assert line in refused(ConfigError, columns, outputs, outputs=kind)
-
-
-def test_a_target_for_all_samples_is_refused_by_the_objective_that_gave_it() -> None:
-    assert refused(ConfigError, columns, LOGITS, torch.tensor(1)) == (
-        "objective: gives one number as the targets of 2 samples, and a table has a row for each "
-        "sample; let the objective return targets [samples]"
-    )
+    given = {"targets": torch.tensor(1)} if kind == "target" else {"outputs": kind}
+    assert line in refused(ConfigError, columns, outputs, **given)
 
 
 NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)

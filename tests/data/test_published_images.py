@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,32 @@ from mpframe.data.cifar import read_binary, read_python
 from mpframe.data.images import read_idx
 from mpframe.data.samples import hold_out
 
-COUNT = 20
+COUNT = 20  # images in each file
 NAMES = [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]
 
 
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: Patch) -> None:
+@pytest.fixture
+def publish(monkeypatch: Patch) -> Callable[..., None]:
+    """Takes these contents of small files for the published ones."""
+
+    def digests(*contents: bytes) -> None:
+        known = {hashlib.md5(own, usedforsecurity=False).hexdigest() for own in contents}
+        monkeypatch.setattr(cifar, "PUBLISHED", known)
+
     monkeypatch.setattr(cifar, "RECORDS", COUNT)
+    return digests
 
 
-def content(part: int = 0) -> tuple[np.ndarray, list[int]]:
+def content(part: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Pixels [COUNT, 3072] and labels of one file."""
     own = np.random.default_rng(part)
     pixels = own.integers(0, 256, (COUNT, 3072), dtype=np.uint8)
-    return pixels, own.integers(0, 10, COUNT).tolist()
+    return pixels, own.integers(0, 10, COUNT, dtype=np.uint8)
 
 
 def as_binary(part: int = 0) -> bytes:
-    rows = zip(*content(part), strict=True)
-    return b"".join(bytes([label]) + pixels.tobytes() for pixels, label in rows)
+    pixels, labels = content(part)
+    return np.column_stack([labels, pixels]).tobytes()
 
 
 def as_python2(part: int = 0) -> bytes:
@@ -54,36 +62,36 @@ def as_python2(part: int = 0) -> bytes:
     return b"\x80\x02}(U\x06labels](" + numbers + b"eU\x04data" + array + b"u."
 
 
-def publish(monkeypatch: Patch, *contents: bytes) -> None:
-    digests = {hashlib.md5(own, usedforsecurity=False).hexdigest() for own in contents}
-    monkeypatch.setattr(cifar, "PUBLISHED", digests)
-
-
-@pytest.mark.parametrize(("version", "direct"), [("bin", True), ("py", False)])
-def test_the_task_joins_five_files_and_tests_on_the_sixth(
-    tmp_path: Path, version: str, direct: bool, monkeypatch: Patch
-) -> None:
-    folder = tmp_path / f"cifar-10-batches-{version}"
-    folder.mkdir()
-    files = [as_binary(part) if direct else as_python2(part) for part in range(6)]
-    publish(monkeypatch, *files)
-    for name, file in zip(NAMES, files, strict=True):
-        (folder / (f"{name}.bin" if direct else name)).write_bytes(file)
-    assert direct or pickle.loads(as_python2(), encoding="latin1")["labels"] == content()[1]
-    task: Any = cifar10(str(folder if direct else tmp_path))
-    pixels, labels = map(np.concatenate, zip(*map(content, range(6)), strict=True))
-    images, targets = torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels)
-    held = [*hold_out(targets[: 5 * COUNT], one_in=10), torch.arange(5 * COUNT, 6 * COUNT)]
-    for part, indices in zip((task.train, task.val, task.test), held, strict=True):
-        assert torch.equal(part.images, images[indices])
-        assert torch.equal(part.targets, targets[indices])
+def assert_parts(task: Any, images: list[Tensor], targets: list[Tensor], augment: str) -> None:
+    """They are the training, the validation and the test part."""
+    parts = (task.train, task.val, task.test)
+    for part, own, labels in zip(parts, images, targets, strict=True):
+        assert torch.equal(part.images, own)
+        assert torch.equal(part.targets, labels.long())
         assert part.normalize == Normalize.measured(task.train.images)
-    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop_flip", *2 * ["none"])
+    assert [part.augment for part in parts] == [augment, "none", "none"]
 
 
-@pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (4, True), (5, True)])
+@pytest.mark.parametrize("version", ["bin", "py"])
+def test_the_task_joins_five_files_and_tests_on_the_sixth(
+    tmp_path: Path, version: str, publish: Callable[..., None]
+) -> None:
+    folder, binary = tmp_path / f"cifar-10-batches-{version}", version == "bin"
+    folder.mkdir()
+    files = [as_binary(part) if binary else as_python2(part) for part in range(6)]
+    publish(*files)
+    for name, file in zip(NAMES, files, strict=True):
+        (folder / (f"{name}.bin" if binary else name)).write_bytes(file)
+    task: Any = cifar10(str(folder if binary else tmp_path))
+    pixels, labels = map(np.concatenate, zip(*map(content, range(6)), strict=True))
+    images, targets = torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels).long()
+    held = [*hold_out(targets[: 5 * COUNT], one_in=10), torch.arange(5 * COUNT, 6 * COUNT)]
+    assert_parts(task, [images[own] for own in held], [targets[own] for own in held], "crop_flip")
+
+
+@pytest.mark.parametrize(("protocol", "published"), [(0, True), (2, False), (5, True)])
 def test_an_attack_is_refused_and_not_run(
-    tmp_path: Path, protocol: int, published: bool, monkeypatch: Patch
+    tmp_path: Path, protocol: int, published: bool, publish: Callable[..., None]
 ) -> None:
     """Not even with the digest of a published file."""
     path, witness = tmp_path / "data_batch_1", tmp_path / "it_ran"
@@ -91,7 +99,7 @@ def test_an_attack_is_refused_and_not_run(
     attack = pickle.dumps(type("Attacker", (), {"__reduce__": lambda _: call})(), protocol)
     path.write_bytes(attack)
     if published:
-        publish(monkeypatch, attack)
+        publish(attack)
     named = "it names 'posix system', which was not called"
     why = named if published else "its bytes are not the published ones"
     assert refused(DataError, read_python, path) == (
@@ -103,18 +111,16 @@ def test_an_attack_is_refused_and_not_run(
     assert witness.exists()
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("publish")
+def test_files_of_cifar_that_do_not_fit(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for read in (read_binary, read_python):
         text = refused(DataError, read, tmp_path / "gone")
         assert text.startswith(f"{tmp_path}/gone: cannot be read (No such file")
         with time_limit(20):
             assert "Not a regular file" in refused(DataError, read, tmp_path / "fifo")
-    (tmp_path / "stored").write_bytes(as_binary())
-    (tmp_path / "link").symlink_to(tmp_path / "stored")  # A link is a file.
-    assert len(read_binary(tmp_path / "link")[1]) == COUNT
     path = tmp_path / "data_batch_1.bin"
-    for change in (-1, 1, -3073):
+    for change in (-1, 1):
         path.write_bytes((as_binary() + b"\0")[: len(as_binary()) + change])
         assert refused(DataError, read_binary, path) == (
             f"{path}: must be 61460 bytes, 20 records of 3073, but has {61460 + change}; "
@@ -125,8 +131,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     assert f"CIFAR10 as C; C('{tmp_path}', download=True)" in text
     for name in NAMES:
         (tmp_path / f"{name}.bin").write_bytes(b"\x0b" + as_binary()[1:])
-    text = refused(DataError, cifar10, str(tmp_path))
-    assert "labels reach from 1 to 11, allowed is 0 to 9" in text
+    assert "to 11, allowed is 0 to 9; get" in refused(DataError, cifar10, str(tmp_path))
 
 
 SPLITS = {"train": 30, "t10k": 10}
@@ -152,44 +157,34 @@ def write_all(folder: Path, pack: Any = bytes, ending: str = "") -> None:
             path.write_bytes(pack(idx_bytes(values)))
 
 
-@pytest.mark.parametrize(
-    ("layout", "how"),
-    [
-        (".", (gzip.compress, ".gz")),
-        ("FashionMNIST/raw", ()),
-        ("usr/share/datasets/fashion-mnist", (gzip.compress, ".gz")),
-    ],
-)
-def test_every_layout_is_read(tmp_path: Path, layout: str, how: tuple[Any, ...]) -> None:
-    write_all(tmp_path / layout, *how)
+@pytest.mark.parametrize("layout", [".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist"])
+def test_every_layout_is_read(tmp_path: Path, layout: str) -> None:
+    write_all(tmp_path / layout, *(() if "raw" in layout else (gzip.compress, ".gz")))
     task: Any = fashion_mnist(str(tmp_path), augment="crop")
-    train, val = hold_out(part_of("train")[1], one_in=12)
-    rows = ((task.train, "train", train), (task.val, "train", val), (task.test, "t10k", ...))
-    for part, file, indices in rows:
-        images, labels = part_of(file)
-        assert torch.equal(part.images, images.unsqueeze(1)[indices])
-        assert torch.equal(part.targets, labels.long()[indices])
-        assert part.normalize == Normalize.measured(task.train.images)
-    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop", "none", "none")
+    (images, labels), (test_images, test_labels) = map(part_of, SPLITS)
+    held = hold_out(labels, one_in=12)
+    expected = [*(images[own] for own in held), test_images]
+    targets = [*(labels[own] for own in held), test_labels]
+    assert_parts(task, [own.unsqueeze(1) for own in expected], targets, "crop")
     assert list(task.class_names) == FashionMNIST.classes
 
 
 IMAGES = idx_bytes(torch.zeros(3, 28, 28, dtype=torch.uint8))
-HUGE = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**32 - 1, 28, 28)
-PACKED = gzip.compress(IMAGES)
-WHOLE, READ = "not a whole idx file: ", "cannot be read ("
+PACKED, READ = gzip.compress(IMAGES), "cannot be read ("
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_files_of_fashion_mnist_that_do_not_fit(tmp_path: Path) -> None:
     for content, text in (
-        (IMAGES[:10], f"{WHOLE}it does not begin with 00 00 08 03 and 3 sizes"),
-        (bytes([0, 0, 9, 3]) + IMAGES[4:], f"{WHOLE}it does not begin with"),
-        (bytes([0, 0, 8, 1]) + IMAGES[4:], f"{WHOLE}it does not begin with"),
-        (IMAGES[:-1], f"{WHOLE}its header promises 2352 bytes of values and it holds only 2351"),
-        (IMAGES + b"\0", f"{WHOLE}its header promises 2352 bytes of values and it holds more"),
-        (idx_bytes(torch.zeros(3, 28, 29).byte()), f"{WHOLE}it holds 3 x 28 x 29 values"),
-        (idx_bytes(torch.zeros(0, 28, 28).byte()), f"{WHOLE}it holds 0 x 28 x 28 values"),
-        (HUGE, f"{WHOLE}it holds 4294967295 x 28 x 28 values, wanted is N x 28 x 28 with N up to"),
+        (IMAGES[:10], "it does not begin with 00 00 08 03 and 3 sizes"),
+        (bytes([0, 0, 9, 3]) + IMAGES[4:], "it does not begin with"),
+        (bytes([0, 0, 8, 1]) + IMAGES[4:], "it does not begin with"),
+        (IMAGES[:-1], "its header promises 2352 bytes of values and it holds only 2351"),
+        (IMAGES + b"\0", "its header promises 2352 bytes of values and it holds more"),
+        (idx_bytes(torch.zeros(0, 28, 28).byte()), "it holds 0 x 28 x 28 values"),
+        (
+            IMAGES[:4] + b"\xff" * 4 + IMAGES[8:],
+            "it holds 4294967295 x 28 x 28 values, wanted",
+        ),
         (b"not gzip at all", READ),
         (PACKED[: len(PACKED) // 2], READ),
         (PACKED[:12] + b"\xff\xff\xff\xff" + PACKED[16:], READ),
@@ -198,31 +193,12 @@ def test_damaged_files(tmp_path: Path) -> None:
         path = tmp_path / ("file.gz" if text == READ else "file")
         path.write_bytes(content)
         said = refused(DataError, read_idx, path, (28, 28))
-        assert said.startswith(f"{path}: {text}")
+        kind = "" if text == READ else "not a whole idx file: "
+        assert said.startswith(f"{path}: {kind}{text}")
         assert said.endswith("; get the file again")
-
-
-def test_a_small_file_cannot_unpack_into_a_large_one(tmp_path: Path, monkeypatch: Patch) -> None:
-    path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(IMAGES + bytes(2**24)))  # 16 MiB in about 16 kB.
-    reads: list[int | None] = []
-
-    class Counting(gzip.GzipFile):
-        def read(self, size: int | None = -1) -> bytes:
-            reads.append(size)
-            return super().read(size)
-
-    monkeypatch.setattr(gzip, "open", lambda file: Counting(file))
-    with pytest.raises(DataError, match="and it holds more"):
-        read_idx(path, (28, 28))
-    assert reads == [16, 3 * 28 * 28 + 1]
-
-
-def test_files_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
     root = str(tmp_path / "none")
     text = refused(DataError, fashion_mnist, root)
     assert text.startswith(f"dataset.root={root}: Fashion-MNIST's train-images-idx3-ubyte[.gz] is")
-    assert f"{root}/FashionMNIST/raw" in text
     assert f"F({root!r}, download=True)" in text
     write_all(tmp_path)
     path = tmp_path / "train-labels-idx1-ubyte"
@@ -232,3 +208,13 @@ def test_files_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
     ):
         path.write_bytes(idx_bytes(labels))
         assert refused(DataError, fashion_mnist, str(tmp_path)).startswith(f"{path}: {said}")
+
+
+def test_a_small_file_cannot_unpack_into_a_large_one(tmp_path: Path, monkeypatch: Patch) -> None:
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(IMAGES + bytes(2**24)))  # 16 MiB in about 16 kB.
+    read, sizes = gzip.GzipFile.read, list[int]()
+    noted = lambda file, size: sizes.append(size) or read(file, size)  # noqa: E731
+    monkeypatch.setattr(gzip.GzipFile, "read", noted)
+    assert "and it holds more" in refused(DataError, read_idx, path, (28, 28))
+    assert sizes == [16, 3 * 28 * 28 + 1]

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fixtures import Log, Patch, Shown, forks, time_limit
-from torch.utils.data import Dataset, default_collate
+from own_parts import Made
+from torch import Tensor
+from torch.utils.data import default_collate
 from torch.utils.data._utils import signal_handling
 
 from mpframe.core.errors import DataError
@@ -29,9 +31,9 @@ def no_such_picture() -> None:
     raise KeyError("no such picture\nmore words")
 
 
-def signal_oneself(*signals: signal.Signals) -> None:
-    for name in signals:
-        os.kill(os.getpid(), name)
+def signal_oneself(*signals: int) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
 
 
 def forbid_files() -> None:
@@ -43,7 +45,7 @@ def forbid_files() -> None:
 SPRUNG: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "killed": lambda: signal_oneself(signal.SIGKILL),
-    "a real-time signal": lambda: os.kill(os.getpid(), 35),
+    "a real-time signal": lambda: signal_oneself(35),
     "ended": lambda: os._exit(3),
     "exit": lambda: sys.exit(4),
     "hangs": lambda: time.sleep(60),
@@ -53,28 +55,21 @@ SPRUNG: dict[str, Callable[[], Any]] = {
 }
 
 
-class Trap(Dataset[Any]):
-    """Twelve samples; something happens while number 7 is read."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 7:
-            SPRUNG[self.what]()
-        return torch.tensor([float(index)]), index
-
-
-class WholeBatches(Trap):
+class WholeBatches(Made):
     def fetch_batch(self, indices: list[int]) -> Any:
         return default_collate([self[index] for index in indices])
 
 
-def trapped(what: Any, kind: type[Trap] = Trap, **options: Any) -> Loader:
-    return Loader(kind(what), **{"batch_size": 3, "shuffle": False, "workers": 2, **options})
+def trapped(what: Any, kind: type[Made] = Made, **options: Any) -> Loader:
+    """Twelve samples; something happens while number 7 is read."""
+
+    def read(index: int) -> tuple[Tensor, int]:
+        if index == 7:
+            SPRUNG[what]()
+        return torch.tensor([float(index)]), index
+
+    given = {"batch_size": 3, "shuffle": False, "workers": 2, **options}
+    return Loader(kind(read, 12), **given)
 
 
 def message(batches: Iterable[Any]) -> str:
@@ -114,8 +109,8 @@ def test_a_worker_that_is_lost_is_named(what: str, split: str, line: str) -> Non
     assert message(loader.epoch(0)) == told
 
 
-@pytest.mark.parametrize(("kind", "first"), [(Trap, 7), (WholeBatches, 6)])
-def test_a_worker_that_hangs_is_named_and_killed(kind: type[Trap], first: int) -> None:
+@pytest.mark.parametrize(("kind", "first"), [(Made, 7), (WholeBatches, 6)])
+def test_a_worker_that_hangs_is_named_and_killed(kind: type[Made], first: int) -> None:
     """A dataset that makes whole batches is known to read one, by its first sample."""
     # So long that on a busy machine the worker has begun to read.
     loader = trapped("hangs", kind, worker_timeout=1.5)
@@ -128,11 +123,7 @@ def test_a_worker_that_hangs_is_named_and_killed(kind: type[Trap], first: int) -
 
 def test_signals_to_all_processes_are_left_to_the_main_one(monkeypatch: Patch) -> None:
     """At a worker's start, before it can ignore them, as later."""
-
-    def signalled(worker: int) -> None:
-        SPRUNG["signalled"]()
-        ignore_signals(worker)
-
+    signalled = lambda worker: (SPRUNG["signalled"](), ignore_signals(worker))  # noqa: E731
     monkeypatch.setattr(loader_module, "ignore_signals", signalled)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     read = torch.cat([targets for _, targets in trapped("signalled").epoch(0)])
@@ -170,9 +161,9 @@ RAISED, EXITED = (
 @pytest.mark.parametrize(
     ("what", "workers", "kind", "line"),
     [
-        ("raises", 2, Trap, rf"sample 7 .*: KeyError ('no such picture\nmore words') at {RAISED}"),
+        ("raises", 2, Made, rf"sample 7 .*: KeyError ('no such picture\nmore words') at {RAISED}"),
         ("raises", 0, WholeBatches, rf"samples 6 to 8 .* at {RAISED}"),
-        ("exit", 2, Trap, f"sample 7 .*: SystemExit (4) at {EXITED}"),
+        ("exit", 2, Made, f"sample 7 .*: SystemExit (4) at {EXITED}"),
     ],
 )
 def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, line: str) -> None:
@@ -184,14 +175,7 @@ def test_what_a_dataset_raises_is_one_line(what: str, workers: int, kind: Any, l
     assert what == "exit" or "in no_such_picture" in "".join(notes)
 
 
-def test_a_dataset_that_cannot_be_sent_is_named(monkeypatch: Patch) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
-    text = message(trapped(lambda: None, workers=1).epoch(0))
-    assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't " in text
-
-
-def test_more_workers_than_cores_are_warned_of(monkeypatch: Patch, caplog: Log) -> None:
+def test_workers_that_do_not_fit_are_named(monkeypatch: Patch, caplog: Log) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     for workers in (2, 64):
         warn_of_too_many_workers(workers)
@@ -199,20 +183,24 @@ def test_more_workers_than_cores_are_warned_of(monkeypatch: Patch, caplog: Log) 
         "warning: dataset.workers=64: this machine has 2 cores; more workers wait for each other"
     ]
     trapped("nothing", workers=1000)  # And torch says nothing of its own.
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", spawn)
+    text = message(trapped(lambda: None, workers=1).epoch(0))
+    assert "dataset.workers=1: the dataset cannot be sent to a worker (Can't " in text
 
 
 FEWER = "use fewer, or allow more open files (ulimit -n)"
-RECEIVED = f"dataset.workers=2: too many open files; {FEWER}"
 
 
 def test_a_process_that_can_open_no_file_is_named(capfd: Shown) -> None:
-    assert message(trapped("no files", worker_timeout=5).epoch(0)) == RECEIVED
+    received = f"dataset.workers=2: too many open files; {FEWER}"
+    assert message(trapped("no files", worker_timeout=5).epoch(0)) == received
     loader = trapped("nothing")
     batches, limits = loader.epoch(0), resource.getrlimit(resource.RLIMIT_NOFILE)
     next(batches)
     forbid_files()
     try:
-        assert message(batches) == RECEIVED
+        assert message(batches) == received
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert "Traceback" not in capfd.readouterr().err

@@ -1,13 +1,13 @@
 """How the project's text reads: patterns that nobody speaks, per 10,000 words.
 
-    python tests/docs/prose.py               the rates of docs and code, beside their limits
     python tests/docs/prose.py FILE...       each place in these files, to be rewritten
 
 The limits are near the rates of well-read libraries, where most of these patterns do not occur at
-all. tests/docs/test_prose.py holds them.
+all. tests/docs/test_docs.py holds them.
 """
 
 import ast
+import inspect
 import io
 import re
 import sys
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 _START = r"(?:^|(?<=[.!?:] ))"  # of a paragraph or a sentence
 PATTERNS: dict[str, tuple[str, float]] = {
     # name: (regular expression, most places per 10,000 words)
@@ -31,73 +30,45 @@ PATTERNS: dict[str, tuple[str, float]] = {
     "likewise": (r"\blikewise\b", 1),
     "of yours": (r"\bof (?:yours|users)\b|\bof (?:its|their|your) own\b", 2),
 }
+_CODE = re.compile(r"^ *```.*?^ *```|^ *\|.*?$", re.M | re.S)  # blocks and tables
+_ITEM = r" *(?:[-*] |\d+\. |\w+(?:, \w+)*: )"  # of a list
+_BREAK = re.compile(rf"\n\s*\n|\n(?={_ITEM})")
 
 
-def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """Each paragraph of prose with the number of its first line."""
+def paragraphs(path: Path) -> Iterator[str]:
+    """Each paragraph of a page's prose, or of a module's docstrings and comments."""
     source = path.read_text()
-    for first, block in _of_code(source) if path.suffix == ".py" else [(1, source)]:
-        yield from _split(first, block)
+    for block in _of_code(source) if path.suffix == ".py" else [source]:
+        for text in _BREAK.split(_CODE.sub("\n", block)):
+            if re.match(_ITEM, text) or not text.startswith("    "):
+                yield " ".join(re.sub(r"`+[^`]*`+|https?://\S+|\]\([^)]*\)", "x", text).split())
 
 
-def _of_code(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module; comments on consecutive lines are one block."""
+def _of_code(source: str) -> Iterator[str]:
+    """Comments on consecutive lines are one block."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
+                yield inspect.cleandoc(text)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = enumerate(token for token in tokens if token.type == tokenize.COMMENT)
     for _, block in groupby(comments, lambda own: own[1].start[0] - own[0]):
-        lines = [token for _, token in block]
-        yield lines[0].start[0], "\n".join(token.string.lstrip("#: ") for token in lines)
+        yield "\n".join(token.string.lstrip("#: ") for _, token in block)
 
 
-def _split(first: int, block: str) -> Iterator[tuple[int, str]]:
-    fenced, start = False, first
-    words: list[str] = []
-    margin = min((len(x) - len(x.lstrip()) for x in block.split("\n")[1:] if x.strip()), default=0)
-    for number, line in enumerate([*block.split("\n"), ""], first):
-        fenced ^= line.lstrip().startswith("```")
-        indent = len(line) - len(line.lstrip())
-        listed = re.match(r"\s*(?:[-*] |\d+\. |\w+(?:, \w+)*: )", line)
-        skipped = fenced or line.lstrip().startswith(("|", "```", "    ")) or not line.strip()
-        code = indent >= margin + 4 and not words and not listed
-        if (skipped or code or listed) and words:
-            yield start, " ".join(words)
-            words = []
-        if not skipped and not code:
-            start = start if words else number
-            words.append(re.sub(r"`+[^`]*`+|https?://\S+|\]\([^)]*\)", "x", line.strip()))
-
-
-def count(paths: list[Path]) -> tuple[int, dict[str, int]]:
-    """The words in these files, and the places of each pattern."""
-    texts = [text for path in paths for _, text in paragraphs(path)]
-    found = {n: sum(len(re.findall(p, text)) for text in texts) for n, (p, _) in PATTERNS.items()}
-    return sum(len(text.split()) for text in texts), found
-
-
-def parts() -> dict[str, list[Path]]:
-    """The files that have a reader, by the kind of text."""
-    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    code = [*(ROOT / "mpframe").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    return {"docs": docs, "code": code, "tests": [*(ROOT / "tests").rglob("*.py")]}
-
-
-def main() -> None:
-    """Print the rates, or the places in the files that are named."""
-    for path in map(Path, sys.argv[1:]):
-        for line, text in paragraphs(path):
-            for name, (pattern, _) in PATTERNS.items():
-                for found in re.findall(f".{{0,40}}(?:{pattern}).{{0,40}}", text):
-                    print(f"{path}:{line}: {name}: ...{found}...")
-    for part, paths in parts().items() if not sys.argv[1:] else ():
-        words, found = count(paths)
-        print(f"{part}: {words} words in {len(paths)} files")
-        for name, (_, limit) in PATTERNS.items():
-            print(f"    {name:14} {found[name] * 10_000 / words:6.1f}   at most {limit}")
+def beyond_limits(paths: list[Path]) -> dict[str, float]:
+    """The patterns that these files hold too often, with their rates."""
+    texts = [text for path in paths for text in paragraphs(path)]
+    words = sum(len(text.split()) for text in texts)
+    rates = {}
+    for name, (pattern, _) in PATTERNS.items():
+        rates[name] = sum(len(re.findall(pattern, text)) for text in texts) * 10_000 / words
+    return {name: rate for name, rate in rates.items() if rate > PATTERNS[name][1]}
 
 
 if __name__ == "__main__":
-    main()
+    for path in map(Path, sys.argv[1:]):
+        for text in paragraphs(path):
+            for name, (pattern, _) in PATTERNS.items():
+                for found in re.findall(f".{{0,40}}(?:{pattern}).{{0,40}}", text):
+                    print(f"{path}: {name}: ...{found}...")

@@ -1,120 +1,71 @@
-"""The pages of the documentation: commands, options, blocks of Python, links, answers, the site.
-
-Every command is composed and checked, as its program would do. Those of the guides are run as
-well, in their order and in one folder, except those that say behind a `#` what they need.
-"""
+"""The pages of the documentation: commands, options, blocks of Python, links, answers, the site."""
 
 import ast
+import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import nullcontext
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import in_process
 import processes
+import prose
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Patch, Shown
-from hydra import compose
+from fixtures import Patch, Shown, refused
 from in_process import train
-from pages import PAGES, Command, Page
+from pages import PAGES, Page
 from safetensors.torch import save_file
 from torchvision.models import resnet18
 
 import mpframe
-from mpframe import checkpoint
+from mpframe import checkpoint, fit
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
-from mpframe.config.overrides import hydra_over
-from mpframe.core.errors import DivergedError
+from mpframe.core.errors import ConfigError, DivergedError
 
 DOCS = ROOT / "docs"
 README, CONTRIBUTING = Page(ROOT / "README.md"), Page(ROOT / "CONTRIBUTING.md")
-COMING_FROM = Page(DOCS / "coming_from.md")
+COMING_FROM, PYTHON_FIRST = Page(DOCS / "coming_from.md"), Page(DOCS / "python_first.md")
 # Programs of others, which no test starts.
 OTHERS = {
     *(".", "./dev", "apt-get", "cd", "git", "pip", "pytest", "python3", "srun", "tensorboard"),
     *("bash", "python", "sphinx-build"),
 }
-# Words that decide which others there are.
-SHAPING = {"experiment", "model", "dataset", "+size", "resume"}
-SHAPING |= {"model._target_", "dataset._target_"}
-PARTS = 4  # of the commands, which several workers compose
-RUN = "first_run"  # in ./dev, which need not compose its commands
 
 
-def is_run(command: Command) -> bool:
-    """Whether a guide's test runs it."""
-    return command.of_ours and not command.note.startswith("needs ")
-
-
-def accept(command: Command, plain: dict[tuple[str, ...], list[list[str]]]) -> None:
-    """Refuse a command as its program would; `plain` gets the words of a training to compose."""
-    assert command.program in {*COMMANDS, "bench"}, command
-    assert command.words[0] != "python" or (ROOT / command.words[1]).exists(), command
-    given = command.arguments
-    if command.program not in ("train", "doctor"):  # The others take words of their own.
-        return
-    if any(word.startswith(("--", "hydra/")) for word in given):
-        assert prepare(given)  # Of Hydra: its grammar alone.
-    elif "-m" in given:
-        assert next(jobs(given)).config, command
-    else:
-        shaping = tuple(word for word in given if word.partition("=")[0] in SHAPING)
-        plain[shaping].append([word for word in given if word not in shaping])
-
-
-def together(rows: Iterable[list[str]]) -> list[list[str]]:
-    """Rows that set different things in one command line, as composing takes its time."""
-    lines: list[list[str]] = []
-    for row in rows:
-        line = next((line for line in lines if not any(map(clash, product(line, row)))), None)
-        if line is None:
-            lines.append(line := [])
-        line.extend(word for word in row if word not in line)
-    return lines
-
-
-def clash(words: tuple[str, str]) -> bool:
-    """Whether two words set the same option, or one chooses the group that the other changes."""
-    keys = sorted(re.split(r"[+-]?=", word)[0].lstrip("+") + "." for word in words)
-    return words[0] != words[1] and keys[1].startswith(keys[0])
-
-
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.slow
-def test_every_command_is_accepted(part: int, here: Path) -> None:
+def test_every_command_is_accepted(here: Path) -> None:
+    """Its words are composed and checked, as its program would do."""
     Path("conf").symlink_to(ROOT / "conf")
-    commands = {
-        str(command): command
-        for path in PAGES
-        for command in Page(path).commands()
-        if command.of_ours and not (path.stem == RUN and is_run(command))
-    }
-    plain: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
-    for command in [*commands.values()][part::PARTS]:
+    every = {str(command): command for path in PAGES for command in Page(path).commands()}
+    trainings = []
+    for command in filter(lambda own: own.of_ours, every.values()):
+        assert command.program in {*COMMANDS, "bench"}, command
+        assert command.words[0] != "python" or (ROOT / command.words[1]).exists(), command
+        if command.program in ("train", "doctor"):  # The others take words of their own.
+            trainings.append(command.arguments)
         for word in command.arguments:
             folder = word.partition("=")[2]
             if folder.startswith("runs/"):  # A folder that exists may be named without quotes.
                 Path(folder).mkdir(parents=True, exist_ok=True)
-        accept(command, plain)
     rows = re.findall(r"^\|(.+)\|(.+)\|(.*)\|$", COMING_FROM.text, re.M)
     cells = sorted({code for _, here, _ in rows for code in re.findall(r"`([^`]+)`", here)})
-    assert min(len(commands), len(cells)) >= 50
-    plain[()] += map(shlex.split, cells[part::PARTS])
-    for shaping, words in plain.items():
-        for line in together(words):
-            assert next(jobs([*shaping, *line])).config, line
+    assert min(len(trainings), len(cells)) >= 50
+    for words in (*trainings, *map(shlex.split, cells)):
+        if any(word.startswith(("--", "hydra/")) for word in words):
+            assert prepare(words)  # Of Hydra: its grammar alone.
+        else:
+            assert next(jobs(words)).config, words
 
 
 def test_what_a_page_names_is_there_and_its_python_is_python() -> None:
@@ -137,13 +88,20 @@ def test_what_a_page_names_is_there_and_its_python_is_python() -> None:
                 assert not anchor or anchor in Page(target).anchors(), (page.path, link)
 
 
+def write_files(page: Page, folder: Path) -> None:
+    for file, text in page.files().items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+
+
 def story(page: Page) -> list[str]:
     """Run a page's commands in the current folder and in this process, and name the programs.
 
-    A training takes two steps, unless it says how many; of a sweep the first job runs.
+    All but those that say behind a `#` what they need. A training takes two steps, unless it says
+    how many. Of a sweep the first job runs.
     """
-    commands = list(filter(is_run, page.commands()))
-    for number, command in enumerate(commands):
+    ours = [own for own in page.commands() if own.of_ours and not own.note.startswith("needs ")]
+    for number, command in enumerate(ours):
         words = command.arguments
         if command.program != "train":
             doctor = pytest.raises(SystemExit) if command.program == "doctor" else nullcontext()
@@ -154,7 +112,7 @@ def story(page: Page) -> list[str]:
             words = next(jobs(words)).typed if "-m" in words else words
             with pytest.raises(DivergedError) if "diverged" in command.note else nullcontext():
                 start(number, words)
-    return [command.program for command in commands]
+    return [command.program for command in ours]
 
 
 def start(number: int, words: list[str]) -> None:
@@ -170,19 +128,18 @@ def start(number: int, words: list[str]) -> None:
     train(folder, *given, *short)
 
 
-GUIDES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != RUN))
-    for name in ("choosing_precision", "debugging", RUN, "gpus", "several", "tensorboard")
-]
+SLOW = ("choosing_precision", "debugging", "gpus", "several", "streams", "tensorboard")
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize(
+    "name", ["first_run", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_the_commands_of_a_guide_run(name: str, here: Path, monkeypatch: Patch) -> None:
     page = Page(DOCS / f"{name}.md")
     monkeypatch.syspath_prepend(here)
-    for file, text in page.files().items():
-        (here / file).parent.mkdir(parents=True, exist_ok=True)
-        (here / file).write_text(text)
+    write_files(page, here)
+    if name == "streams":
+        runpy.run_path("make_shards.py")
     assert story(page)
 
 
@@ -206,7 +163,7 @@ def block(page: Page, mark: str) -> str:
     return str(found)
 
 
-def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
+def test_blocks_of_python_run_one_after_the_other_and_the_loops_train(capsys: Shown) -> None:
     exec(block(README, "run: own loop"), {})
     printed = capsys.readouterr().out.splitlines()
     assert ["skipped False" in line for line in printed] == [True] * 20
@@ -214,8 +171,6 @@ def test_the_loop_of_the_readme_runs_as_it_stands(capsys: Shown) -> None:
     assert 0.0 < last < 10.0
     assert first != last
 
-
-def test_blocks_of_python_run_one_after_the_other_and_the_joint_optimizer_steps() -> None:
     names: dict[str, Any] = {}
     assert len(COMING_FROM.blocks("python")) == 2
     for code in COMING_FROM.blocks("python"):
@@ -230,7 +185,7 @@ def test_blocks_of_python_run_one_after_the_other_and_the_joint_optimizer_steps(
     assert not names["optimizer"].step(names["scaler"], max_norm=1.0).skipped
 
 
-def test_the_layout_names_what_is_there_and_the_readme_is_read_in_three_minutes() -> None:
+def test_the_layout_and_every_answer_are_still_there_and_the_readme_is_short() -> None:
     lines = block(CONTRIBUTING, "layout").splitlines()
     for line in lines:
         folder = ROOT / "mpframe" if line.startswith("  ") else ROOT
@@ -239,42 +194,27 @@ def test_the_layout_names_what_is_there_and_the_readme_is_read_in_three_minutes(
     assert packages <= {line.split()[0].rstrip("/") for line in lines}
     assert len(README.text.splitlines()) <= 120
 
-
-def source_of(text: str, name: str) -> str:
-    """The source of a class, a function, a method (`Class.method`) or a constant in a module."""
-    node: Any = ast.parse(text)
-    for part in name.split("."):
-        node = next(own for own in node.body if part in _names(own))
-    return ast.get_source_segment(text, node) or ""
-
-
-def _names(node: Any) -> list[str | None]:
-    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
-    return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
-
-
-def test_every_answer_is_still_there() -> None:
-    """Each row has a file, what in the file answers a question, and a piece of its text."""
+    # Each row has a file, what in the file answers a question, and a piece of its text.
     rows = re.findall(r"^\| .+\? \|.*$", CONTRIBUTING.text, re.M)
     assert len(rows) >= 20
     for row in rows:
         ((file, name, text),) = re.findall(r"\? \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|$", row)
-        found = (ROOT / file).read_text()
-        if file.endswith(".py"):
-            found = source_of(found, name)
-        else:  # a top-level key of a YAML file, with all below it
-            (found,) = re.findall(rf"^{re.escape(name)}:.*?(?=^\S|\Z)", found, re.M | re.S)
-        assert text in found, row
+        _, _, behind = (ROOT / file).read_text().partition(name.rpartition(".")[2])
+        assert text in behind, row
 
 
-def test_every_page_is_on_the_site() -> None:
-    lists = "\n".join(Page(DOCS / "index.md").blocks("{toctree}"))
-    there = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md")]
-    assert sorted(["index", *re.findall(r"^[\w/]+$", lists, re.M)]) == sorted([*there, "api"])
+def test_docs_and_docstrings_are_written_as_somebody_says_them() -> None:
+    docs = [README.path, CONTRIBUTING.path, *DOCS.rglob("*.md")]
+    code = [path for folder in ("mpframe", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    for paths in (docs, code):
+        assert not prose.beyond_limits(paths), "python tests/docs/prose.py FILE... shows each place"
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Of dead links, unknown anchors, pages that no list names, docstrings that cannot be read."""
+    lists = "\n".join(Page(DOCS / "index.md").blocks("{toctree}"))
+    there = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md")]
+    assert sorted(["index", *re.findall(r"^[\w/]+$", lists, re.M)]) == sorted([*there, "api"])
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(package, reason="builds the site; pip install -e .[docs] brings it")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
@@ -285,6 +225,58 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in mpframe.__all__:
         assert f".{name}</" in reference or f'descname"><span class="pre">{name}<' in reference
     assert not (DOCS / "_build").exists()
+
+
+@pytest.mark.slow
+def test_yaml_and_python_come_to_the_same(here: Path, monkeypatch: Patch) -> None:
+    monkeypatch.syspath_prepend(here)
+    files, names = PYTHON_FIRST.files(), dict[str, Any]()
+    write_files(PYTHON_FIRST, here)
+    for command in PYTHON_FIRST.commands():
+        assert in_process.command(*command.arguments) == 0, command
+    for code in PYTHON_FIRST.blocks("python"):
+        exec("" if code in files.values() else code, names)
+        assert len(code.splitlines()) <= 33
+    runs = sorted(path.name for path in Path("runs/yaml").iterdir())
+    assert len(runs) == PYTHON_FIRST.text.count("</td><td>")
+    for run in runs:
+        folders = [Path("runs", side, run) for side in ("yaml", "python")]
+        ours, theirs = (checkpoint.load(folder) for folder in folders)
+        weights, expected = (weights_of(state, "trained", Path(run)) for state in (theirs, ours))
+        assert weights.keys() == expected.keys(), run
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), run
+        for part in ("progress", "scaler", "precision"):
+            assert theirs["trainer"][part] == ours["trainer"][part], run
+    assert not list(Path("runs").rglob("*.set_aside"))  # by a run that begins anew
+    logged, curves = (in_process.scalars(Path("runs", s, "first")) for s in ("yaml", "python"))
+    assert all(points == logged[tag] for tag, points in curves.items() if "loss" in tag)
+    journals = [Path("runs", side, "watched/journal.txt") for side in ("yaml", "python")]
+    assert journals[0].read_text() == journals[1].read_text() != ""
+    pictures = in_process.events(Path("runs/python/pinned")).Tags()["images"]
+    assert "numerics/weights/layers_by_exponent" in pictures
+    mine = Path("runs/python/mine")
+    for given, said in (
+        ({}, f"folder={mine}: holds the checkpoints of a run; continue it with resume=auto or "),
+        (
+            {"resume": "runs/python/first"},
+            f"resume=runs/python/first: folder={mine} holds the ",
+        ),
+    ):
+        text = refused(ConfigError, fit, names["trainer"], names["train"], folder=mine, **given)
+        assert text.startswith(said)
+
+
+def test_the_notebook_runs_and_keeps_no_output(capsys: Shown) -> None:
+    notebook = json.loads((DOCS / "first_notebook.ipynb").read_text())
+    names: dict[str, Any] = {}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all((cell["outputs"], cell["execution_count"]) == ([], None) for cell in cells)
+    assert (notebook["nbformat"], "id" in notebook["cells"][0]) == (4, True)
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    shown = capsys.readouterr().out
+    assert names["test"].metrics["accuracy"] > 0.9, shown
+    assert "linear in ops.allow" in shown
 
 
 SWEEPS = Page(DOCS / "sweeps.md")
@@ -319,15 +311,6 @@ def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
     ended = processes.statuses(tmp_path / place)
     assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
     assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
-
-
-@processes.plugin("hydra_submitit_launcher")
-def test_the_slurm_command_composes() -> None:
-    words = [word for word in words_of("submitit_slurm") if not word.startswith(("-", "seed="))]
-    with hydra_over():
-        launcher = compose("config", overrides=words, return_hydra_config=True).hydra.launcher
-    assert launcher._target_.endswith("SlurmLauncher")
-    assert (launcher.partition, launcher.gpus_per_node, launcher.max_num_timeout) == ("gpu", 1, 3)
 
 
 @pytest.mark.slow

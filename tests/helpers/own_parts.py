@@ -5,7 +5,6 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.utils.data import Dataset
 from mpframe import Trainer
 from mpframe.core.callback import Callback
 from mpframe.core.objective import StepOutput
-from mpframe.data import RMSE, Accuracy, Task
+from mpframe.data import Accuracy, Task
 from mpframe.data.images import digits
 from mpframe.training.objectives import model_loss
 from mpframe.training.run_context import RunContext
@@ -204,33 +203,3 @@ class Reader(nn.Module):
         hidden = self.hidden(self.embedding(input_ids).mean(dim=1)) * self.gain
         logits = self.head(torch.relu(hidden))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def picture(bad: int | None, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """Of a size of its own, with one box or two on it; those of the `bad` one lie at inf."""
-    boxes = torch.full((1 + index % 2, 4), torch.inf if index == bad else index / 16)
-    return torch.rand(3, 8 + index % 5, 9), {"boxes": boxes, "file": f"{index}.png"}
-
-
-def listed(samples: list[Any]) -> list[Any]:
-    return [list(parts) for parts in zip(*samples, strict=True)]
-
-
-def mean_box(model: nn.Module, batch: Any) -> StepOutput:
-    """The squared distance of each picture's one predicted box from the mean of its boxes."""
-    images, targets = batch
-    found = torch.stack([model(image[None])[0] for image in images]).float()
-    wanted = torch.stack([target["boxes"].mean(dim=0) for target in targets])
-    return StepOutput(nn.functional.mse_loss(found, wanted), found, wanted, count=len(images))
-
-
-def pictures(bad: int | None = None) -> Task:
-    """Batches are lists, as for detection models."""
-    train, val = Made(partial(picture, bad), 16), Made(partial(picture, None), 16)
-    return Task(train, val, mean_box, RMSE, collate=listed)
-
-
-def detector() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    )

@@ -1,4 +1,4 @@
-"""Windows of a text that share no token between parts, and a GPT with GPT-2's numbers."""
+"""Windows of a text that share no token between parts, shards, a GPT with GPT-2's numbers."""
 
 import math
 import sysconfig
@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Patch, refused
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
+from mpframe.data.streaming import StreamLoader
 from mpframe.workloads.text.language_model import GPT, next_token
+from mpframe.workloads.text.token_shards import token_shards
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`
 
@@ -54,21 +57,18 @@ def test_targets_are_next_tokens_and_no_token_is_in_two_parts(numbered: Path) ->
     assert [int(inputs[0]) for inputs, _ in few.val] == firsts[::7]
     assert len(task.train) == len(few.train) == 90 * 7
 
+    def firsts_of(seed: int, epoch: int, *indices: int) -> list[int]:
+        task.train.set_epoch(seed, epoch)
+        return task.train.fetch_batch(indices)[0][:, 0].tolist()
 
-def test_windows_are_a_function_of_seed_epoch_and_index(numbered: Path) -> None:
-    train = task_of(numbered).train
-
-    def firsts(seed: int, epoch: int, *indices: int) -> list[int]:
-        train.set_epoch(seed, epoch)
-        return train.fetch_batch(indices)[0][:, 0].tolist()
-
-    own, *others = (firsts(*key, 5, 0, 7) for key in ((3, 1), (3, 2), (4, 1)))
-    assert firsts(3, 1, 0, 7) == own[1:]
+    # The windows are a function of seed, epoch and index.
+    own, *others = (firsts_of(*key, 5, 0, 7) for key in ((3, 1), (3, 2), (4, 1)))
+    assert firsts_of(3, 1, 0, 7) == own[1:]
     assert own not in others
     assert others[0] != others[1]
 
 
-def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
+def test_bytes_of_a_file_of_a_folder_and_of_the_library(tmp_path: Path, monkeypatch: Patch) -> None:
     text = bytes(range(256)) * 8
     (tmp_path / "one.txt").write_bytes(text)
     single = next_token(str(tmp_path / "one.txt"), context=4)
@@ -82,33 +82,25 @@ def test_bytes_of_a_file_and_of_a_folder(tmp_path: Path) -> None:
     assert len(folder.train) == len(single.train)
     # A line break stands in the place of byte 99.
     assert [int(token) for token in folder.val[0][0]] == list(text[180:184])
-
-
-def test_the_library_is_the_default(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
-    for name in ("abc.py", "json/tool.py", "test/test_abc.py", "site-packages/own.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"# {name} ".ljust(3000, "x"))
-    tokens: Any = next_token(context=8).train.stretches.tokens
-    assert b"abc.py" in bytes(tokens)
-    assert b"own.py" not in bytes(tokens)
+    (more / "site-packages").mkdir()
+    for name in ("abc.py", "site-packages/own.py"):
+        (more / name).write_text(f"# {name} ".ljust(3000, "x"))
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(more)}.__getitem__)
+    library: Any = next_token(context=8).train.stretches.tokens
+    assert (b"abc.py" in bytes(library), b"own.py" in bytes(library)) == (True, False)
 
 
 def test_what_makes_no_task_and_an_unknown_token_are_refused(numbered: Path) -> None:
     folder = numbered.parent
     (folder / "odd").write_bytes(b"abc")
-    (folder / "empty").touch()
     for options, text in (
         ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
         ({"token_bytes": 3}, "dataset.token_bytes=3: allowed are 1, 2 and 4"),
         ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
         ({"eval_windows": 0}, "dataset.eval_windows=0: must be a whole number >= 1"),
-        ({"context": 60}, "6000 tokens are too few"),
         ({"context": 60}, "use dataset.context=59 or"),
         ({"root": "none.txt"}, "none.txt cannot be read (No such file or directory); give "),
         ({"root": "odd"}, "odd: 3 bytes are no row of tokens of 2 each; set dataset.token_bytes"),
-        ({"root": "empty"}, "empty: 0 bytes are no row of tokens"),
         ({"root": ""}, "it has 0 of 0 bytes; join them"),
     ):
         root = folder / str(options.pop("root", "tokens.bin"))
@@ -121,6 +113,53 @@ def test_what_makes_no_task_and_an_unknown_token_are_refused(numbered: Path) -> 
     metric = task_of(numbered, bytes_per_token=2.0).metric["bits_per_byte"]()
     metric.update(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
     assert metric.compute().item() == pytest.approx(1.0, rel=2**-23)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three files of 13, 21 and 8 tokens, and the one that validates."""
+    for name, begin, end in (("a", 0, 13), ("b", 13, 34), ("c", 34, 42), ("val", 50, 80)):
+        np.arange(begin, end, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_window_is_read_once_in_a_pass(shards: Path, workers: int) -> None:
+    task = token_shards(str(shards), 4, 80)
+    loader = StreamLoader(task.train, 3, batches_per_epoch=3, workers=workers, seed=1)
+    windows, orders = {*range(0, 12, 4), *range(13, 33, 4), 34}, []
+    for epoch in range(3):
+        pairs = list(loader.epoch(epoch))
+        assert all((inputs + 1).equal(targets) for inputs, targets in pairs)
+        orders.append([int(inputs[0]) for batch, _ in pairs for inputs in batch])
+    assert len({*orders[0][:6]}) == 6  # of two shares, if there are two workers
+    if not workers:  # With two, one share has five windows and begins again before the other.
+        assert all(set(order) == windows for order in orders)
+        assert len({*map(tuple, orders)}) > 1  # The order of the files.
+    assert [int(task.val[n][0][0]) for n in range(len(task.val))] == list(range(50, 78, 4))
+    resumed = StreamLoader(task.train, 3, batches_per_epoch=3, workers=workers, seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert not differing(list(resumed.epoch(3)), list(loader.epoch(3)))
+    loader.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"context": 8}, "c.bin: 8 tokens are too few for a window of 8; use dataset.context=7 or fewer"
+     ", or leave out the file"),
+    ({"token_bytes": 4}, "a.bin: 26 bytes are no row of tokens of 4 each"),
+    ({"batches_per_epoch": 0}, "dataset.batches_per_epoch=0: must be a whole number >= 1"),
+])  # fmt: skip
+def test_shards_that_cannot_be_read_are_refused(
+    shards: Path, options: dict[str, Any], text: str
+) -> None:
+    given = {"context": 4, "vocab_size": 80} | options
+    assert text in refused((ConfigError, DataError), token_shards, str(shards), **given)
+    (shards / "val.bin").unlink()
+    assert refused(DataError, token_shards, str(shards), 4) == (
+        f"dataset.root={shards}: has 3 other *.bin files and no val.bin; put token numbers into "
+        "val.bin and at least one other"
+    )
 
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}

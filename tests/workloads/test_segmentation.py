@@ -1,19 +1,17 @@
 """A class for each pixel: generated shapes, and folders of photographs and masks."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch, refused
+from fixtures import refused
 from PIL import Image
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.fetching import at_epoch
 from mpframe.data.samples import draw_uniforms
-from mpframe.workloads.segmentation import data
 from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 
@@ -96,6 +94,12 @@ def test_tiles_cover_every_pixel(tree: Path) -> None:
     wide = np.asarray(Image.open(tree / "val" / "images" / "b.png"))
     both = torch.cat([pixels[4], pixels[5]], dim=-1)
     assert torch.equal(both, torch.tensor(wide).permute(2, 0, 1).long())
+    path = tree / "val" / "masks" / "b.png"
+    numbers = np.asarray(Image.open(path))
+    for mode, white in (("P", 1), ("1", 255)):  # A mask may have a palette or one bit.
+        save(path, numbers * white, mode)
+        tiles = folder(tree).val.fetch_batch([4, 5])[1]
+        assert torch.equal(torch.cat([*tiles], dim=-1), torch.tensor(numbers).long())
     starts = {8: [0], 9: [0, 1], 16: [0, 8], 17: [0, 4, 9], 24: [0, 8, 16]}
     assert {length: _starts(length, 8) for length in starts} == starts  # few and even
     assert folder(tree, channels=1).train[0][0].shape == (1, 8, 8)  # grey
@@ -103,48 +107,21 @@ def test_tiles_cover_every_pixel(tree: Path) -> None:
     assert folder(tree).test is None
 
 
-def test_tiles_are_placed_once(tree: Path, monkeypatch: Patch) -> None:
-    placed: list[int] = []
-    count = partial(_starts, size=8)
-    monkeypatch.setattr(data, "_starts", lambda length, _: placed.append(length) or count(length))
-    tiles = folder(tree).val
-    for _ in range(2):
-        tiles.fetch_batch(range(len(tiles)))
-    assert placed == [12, 9, 9, 8, 16]  # height, then the width for each row of tiles
-
-
-@pytest.mark.parametrize("mode", ["P", "1"])
-def test_a_mask_may_have_a_palette_or_one_bit(tree: Path, mode: str) -> None:
-    path = tree / "val" / "masks" / "b.png"
-    numbers = np.asarray(Image.open(path))
-    save(path, numbers * (255 if mode == "1" else 1), mode)
-    targets = folder(tree).val.fetch_batch([4, 5])[1]
-    assert torch.equal(torch.cat([*targets], dim=-1), torch.tensor(numbers).long())
-
-
-NO_MASK = "not a readable PNG or BMP ("
-
-
-@pytest.mark.parametrize(
-    ("place", "pixels", "text"),
-    [
-        ("masks/b.png", np.full((8, 16), 2), "MASK: holds 2, and dataset.classes=2 allows 0 to 1;"),
-        ("masks/b.png", np.zeros((8, 15)), "MASK: is 15 x 8 pixels and IMAGE is 16 x 8; give both"),
-        ("masks/b.png", np.zeros((8, 16, 3)), f"MASK: {NO_MASK}its pixels are RGB, and not one nu"),
-        ("masks/b.png", None, "IMAGE: has no counterpart in TREE/val/masks; a photograph and its"),
-        ("masks/b.jpg", np.zeros((8, 16)), f"TREE/val/masks/b.jpg: {NO_MASK}cannot"),
-        ("images/b.bmp", np.zeros((12, 9, 3)), "IMAGE: TREE/val/images/b.bmp has the same name;"),
-    ],
-)
+@pytest.mark.parametrize(("place", "pixels", "text"), [
+    ("masks/b.png", np.full((8, 16), 2), "masks/b.png: holds 2, and dataset.classes=2 allows 0 t"),
+    ("masks/b.png", np.zeros((8, 15)), "masks/b.png: is 15 x 8 pixels and VAL/images/b.png is 16 "),
+    ("masks/b.png", np.zeros((8, 16, 3)), "masks/b.png: not a readable PNG or BMP (its pixels are"),
+    ("masks/b.png", None, "images/b.png: has no counterpart in VAL/masks; a photograph and its"),
+    ("masks/b.jpg", np.zeros((8, 16)), "masks/b.jpg: not a readable PNG or BMP (cannot"),
+    ("images/b.bmp", np.zeros((12, 9, 3)), "images/b.png: VAL/images/b.bmp has the same name;"),
+])  # fmt: skip
 def test_masks_that_do_not_fit(tree: Path, place: str, pixels: Any, text: str) -> None:
-    image, mask = (tree / "val" / kind / "b.png" for kind in ("images", "masks"))
+    val = tree / "val"
     if place.startswith("masks"):
-        mask.unlink()
+        (val / "masks" / "b.png").unlink()
     if pixels is not None:
-        save(tree / "val" / place, pixels)
-    for name, path in {"MASK": mask, "IMAGE": image, "TREE": tree}.items():
-        text = text.replace(name, str(path))
-    assert refused(DataError, folder, tree).startswith(text)
+        save(val / place, pixels)
+    assert refused(DataError, folder, tree).startswith(f"{val}/{text.replace('VAL', str(val))}")
 
 
 def test_trees_and_options_that_do_not_fit(tree: Path) -> None:

@@ -14,11 +14,9 @@ from vocabulary import HALVES, Kernels
 from mpframe import Precision
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
-from mpframe.tracking.dtype_map import dtype_map
 from mpframe.workloads import speech
 from mpframe.workloads.speech import LabelErrorRate, collapse, collate, ctc, phonemes
 
-MODES = [("fp32", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
 FEATURES, CLASSES = 6, 5
 
 
@@ -33,11 +31,6 @@ def network(**options: Any) -> nn.Module:
     return speech.LSTM(FEATURES, CLASSES, hidden=8, **options)
 
 
-def prepared(precision: Precision, **options: Any) -> Any:
-    model = network(**options)
-    return precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-
-
 @pytest.mark.parametrize("blank", [0, CLASSES - 1])
 def test_the_loss_is_torchs_own(blank: int) -> None:
     model, batch = network(), batch_of((12, 3), (9, 2), (7, 1))
@@ -50,10 +43,12 @@ def test_the_loss_is_torchs_own(blank: int) -> None:
     assert output.count == 3
 
 
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_how_far_a_sequence_is_padded_does_not_matter(mode: str, half: str) -> None:
-    precision = Precision(mode, half)
-    model, _ = prepared(precision, bidirectional=mode != "amp", layers=2)
+@pytest.mark.parametrize(
+    ("mode", "half"), [("fp32", "float16"), ("mixed", "bfloat16"), ("amp", "float16")]
+)
+def test_the_lstm_computes_in_half_whatever_is_padded_and_ctc_in_fp32(mode: str, half: str) -> None:
+    precision, model = Precision(mode, half), network(bidirectional=mode != "amp", layers=2)
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     sample, longer = batch_of((7, 2), (15, 3)), batch_of((7, 2))
     with torch.no_grad(), precision.cast():
         beside = model(sample["inputs"], sample["input_lengths"])[0, :7]
@@ -64,25 +59,17 @@ def test_how_far_a_sequence_is_padded_does_not_matter(mode: str, half: str) -> N
     # Products of other sizes may be summed in another order: 30 sums of at most 15 terms below 4.
     atol = 450 * 2.0**-22 + 4 * torch.finfo(alone.dtype).eps
     assert torch.allclose(beside.float(), alone.float(), atol=atol)
-
-
-@pytest.mark.parametrize(("mode", "half"), MODES)
-def test_the_lstm_computes_in_half_and_ctc_in_fp32(mode: str, half: str) -> None:
-    precision = Precision(mode, half)
-    model, optimizer = prepared(precision)
     states: list[torch.dtype] = []
     model.head.register_forward_pre_hook(lambda _, given: states.append(given[0].dtype))
     with Kernels() as kernels, precision.cast():
         output = compute(ctc, model, batch_of((12, 3), (9, 2)))
     output.loss.backward()
     result = optimizer.step()
+    assert result is None or not result.skipped
     given = {kernel.name: kernel.given for kernel in kernels.ran}
     assert states == [torch.float32 if mode == "fp32" else HALVES[half]]
     assert given["_log_softmax"] == given["_ctc_loss"] == {torch.float32}
     assert output.loss.dtype == output.outputs["logits"].dtype == torch.float32
-    assert result is None or not result.skipped
-    computes = {row.module: row.compute for row in dtype_map(precision, model)}
-    assert computes["lstm"] == computes["head"] == ("float32" if mode == "fp32" else half)
 
 
 def test_every_label_is_heard_in_its_order_with_silence_between_and_has_one_spectrum() -> None:
@@ -120,9 +107,7 @@ def test_what_is_read_of_the_frames_and_how_far_apart_two_readings_are() -> None
         ([2, 0, 0, 2, 0, 1, 2], 2, [0, 0, 1]),
     ):
         assert collapse(classes, blank=blank) == labels
-    for first, second, distance in (
-        *(("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2), ("abc", "bc", 1)),
-    ):
+    for first, second, distance in (("", "abc", 3), ("intention", "execution", 5), ("ab", "ba", 2)):
         own = speech.edit_distance
         assert own(first, second) == own(second, first) == distance
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from fixtures import Patch, refused
+from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.workloads.tables import data
 from mpframe.workloads.tables.data import csv_table, split_rows
 
 ROWS = 40
-Table = Callable[..., Any]
 
 
 def row(number: int, **changed: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Table:
+def table(tmp_path: Path) -> Callable[..., Any]:
     """Writes a table whose cells some changes replace, and reads it, split by its order.
 
     kinds: the letters of a second table, with their places in the alphabet.
@@ -53,7 +53,7 @@ def parts_of(task: Any) -> list[list[float]]:
     return [part.fetch_batch(range(len(part)))["target"].tolist() for part in parts]
 
 
-def test_the_numbers_of_a_row(table: Table) -> None:
+def test_the_numbers_of_a_row(table: Any) -> None:
     task = table()
     batch = task.train.fetch_batch([5])
     sizes = [number / 2 for number in range(32)]
@@ -61,13 +61,12 @@ def test_the_numbers_of_a_row(table: Table) -> None:
     assert torch.equal(batch["categorical"], torch.tensor([[2]]))  # b; 0 is what is unknown
     assert torch.equal(batch["continuous"], torch.tensor([[(2.5 - mean) / std]]))
     assert torch.equal(batch["target"], torch.tensor([6.0]))
-    sample = task.train[5]
-    assert all(torch.equal(sample[name], batch[name][0]) for name in batch)
+    assert not differing(task.train[5], {name: values[0] for name, values in batch.items()})
     logs = np.log(np.arange(1.0, 33.0))
     assert (task.objective.mean, task.objective.std) == (logs.mean(), logs.std())
 
 
-def test_a_category_of_later_rows_is_unknown_and_an_empty_cell_the_median(table: Table) -> None:
+def test_a_category_of_later_rows_is_unknown_and_an_empty_cell_the_median(table: Any) -> None:
     """Of the training rows."""
     changes = {(39, "kind"): "new", (3, "size"): "", (16, "size"): 8.0}
     task = table(changes, fill_missing=True)
@@ -79,15 +78,6 @@ def test_a_category_of_later_rows_is_unknown_and_an_empty_cell_the_median(table:
     assert told["continuous"]["size"].keys() == {"median", "mean", "std"}
     assert told["continuous"]["size"]["median"] == 8.0
     assert told["target"].keys() == {"log_mean", "log_std"}
-
-
-def test_odd_columns(table: Table) -> None:
-    constant = table({(number, "size"): 3 for number in range(ROWS)})
-    assert torch.equal(constant.train[0]["continuous"], torch.zeros(1))
-    zeros = table({(2, "price"): 0, (3, "price"): "0.0"}, drop_zeros=True)
-    assert sum(map(len, parts_of(zeros))) == ROWS - 2
-    assert table(continuous=[]).train[0]["continuous"].shape == (0,)
-    assert table(categorical={}).train[0]["categorical"].shape == (0,)
 
 
 @pytest.mark.parametrize("backwards", [True, False])
@@ -107,7 +97,20 @@ def test_the_last_days_test(tmp_path: Path, backwards: bool) -> None:
     assert told["when.weekday"] == list("1234567")
 
 
-def test_every_row_and_all_rows_of_one_time_are_in_one_part(table: Table) -> None:
+def test_columns_may_be_constant_without_a_target_none_or_of_a_second_table(table: Any) -> None:
+    constant = table({(number, "size"): 3 for number in range(ROWS)})
+    assert torch.equal(constant.train[0]["continuous"], torch.zeros(1))
+    zeros = table({(2, "price"): 0, (3, "price"): "0.0"}, drop_zeros=True)
+    assert sum(map(len, parts_of(zeros))) == ROWS - 2
+    assert table(continuous=[]).train[0]["continuous"].shape == (0,)
+    assert table(categorical={}).train[0]["categorical"].shape == (0,)
+    weights = table(kinds="dcba", continuous=["weight"])
+    assert weights.preprocessing["continuous"]["weight"]["mean"] == 2.5
+    values = weights.train.fetch_batch(range(4))["continuous"].flatten()
+    assert torch.equal(values.argsort(), torch.arange(4))
+
+
+def test_every_row_and_all_rows_of_one_time_are_in_one_part(table: Any) -> None:
     parts = parts_of(table(split="hold_out"))
     assert [len(part) for part in parts] == [32, 4, 4]
     assert sorted(parts[0] + parts[1] + parts[2]) == list(range(1, ROWS + 1))
@@ -117,13 +120,6 @@ def test_every_row_and_all_rows_of_one_time_are_in_one_part(table: Table) -> Non
     for when in ([0] * 40, [0] * 36 + [1] * 4, list(range(19))):
         text = refused(DataError, split_rows, "time", np.array(when))
         assert "make no training, validation and test part; give" in text
-
-
-def test_each_row_gets_the_columns_of_its_word_in_a_second_table(table: Table) -> None:
-    task = table(kinds="dcba", continuous=["weight"])
-    assert task.preprocessing["continuous"]["weight"]["mean"] == 2.5
-    values = task.train.fetch_batch(range(4))["continuous"].flatten()
-    assert torch.equal(values.argsort(), torch.arange(4))
 
 
 NO_NUMBER = "is not a finite number up to 1e30; correct the cell, or give dataset.fill_missing=tru"

@@ -37,19 +37,10 @@ def test_the_longest_sample_decides() -> None:
         assert not batch["input_ids"][:, 3:].any()
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert refused(ConfigError, word_piece, TEXTS, None, 200, 16) == (
-        "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
-    )
-
-
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "a naïve fox, boxes of foxes and Boxers; 3 taxis! wax, mixes, fixed vexed taxes axes exits"
 TEXTS = [f"{WORDS} {WORDS[number:]} {WORDS[::-1]}" for number in range(60)]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = "\n".join([*SPECIAL, ""]).encode()
-
-
 NEEDED = "needs pip install mpframe[text]"
 tokenizes = pytest.mark.skipif(not find_spec("tokenizers"), reason=NEEDED)
 
@@ -84,7 +75,7 @@ def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
 
 
 @tokenizes
-def test_what_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_vocabulary_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     for content, size, length, text in (
         (PIECES + b"fox\nbox", 6, 8, "dataset.vocab_size=6: FILE has 7 pieces; set it to 7"),
         (None, 8, 8, "dataset.vocab_size=8: the texts have 2 different"),
@@ -101,6 +92,10 @@ def test_what_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
         told = text.replace("FILE:", f"dataset.vocab={path}:").replace("FILE", f"{path}")
         given = None if content is None else str(path)
         assert told in refused(error, word_piece, ["ab"], given, size, length)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert refused(ConfigError, word_piece, TEXTS, None, 200, 16) == (
+        "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
+    )
 
 
 SIZES: dict[str, Any] = {"classes": 2, "vocab_size": 100, "max_tokens": 12}
@@ -115,9 +110,9 @@ def write(root: Path, count: int, content: Any) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("texts")
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (root := tmp_path / "texts").mkdir()
     (root / "empty").mkdir()
     (root / "readme.txt").write_text("of no class")
     write(root, 20, lambda name, number: (f"{name} " * number + "end").encode())
@@ -145,7 +140,7 @@ def test_no_text_is_in_two_parts_and_a_batch_is_what_bert_is_called_with(tree: P
 
 
 @tokenizes
-def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path) -> None:
+def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path, caplog: Log) -> None:
     firsts = {"art": 0x4E00, "sport": 0x4F00}  # each text has a character of its own
     write(tmp_path, 20, lambda name, number: chr(firsts[name] + number).encode())
     task: Any = text_folder(str(tmp_path), **SIZES)
@@ -153,36 +148,29 @@ def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path) -> None:
     for part, known in ((task.train, True), (task.val, False), (task.test, False)):
         for sample in part:
             assert (unknown not in sample["input_ids"].tolist()) == known
-
-
-@tokenizes
-def test_bytes_that_are_not_utf8_are_latin1(tmp_path: Path, caplog: Any) -> None:
-    write(tmp_path, 5, lambda name, number: "costs £5".encode("latin-1"))
-    (tmp_path / "art" / "00.txt").write_bytes("costs £5".encode())
+    texts = {"art": "costs £5".encode(), "sport": "costs £5".encode("latin-1")}
+    for path in tmp_path.glob("*/*.txt"):
+        path.write_bytes(texts[path.parent.name])
     with caplog.at_level(logging.INFO):
-        task: Any = text_folder(str(tmp_path), **SIZES)
-    assert "9 of 10 texts are not UTF-8 and read as Latin-1" in caplog.text
-    samples = {tuple(s["input_ids"].tolist()) for part in (task.train, task.val) for s in part}
-    assert len(samples) == 1
+        task = text_folder(str(tmp_path), **SIZES)
+    assert "20 of 40 texts are not UTF-8 and read as Latin-1" in caplog.text
+    assert len({tuple(sample["input_ids"].tolist()) for sample in task.train}) == 1
 
 
 @tokenizes
 def test_trees_and_options_that_do_not_fit(tree: Path, tmp_path: Path) -> None:
-    for changed, begin, end in (
-        ({"classes": 3}, "dataset.classes=3: ", "has 2; set dataset.classes=2"),
-        ({"pad_to": 0}, "dataset.pad_to=0: must be a whole number >= 1", ""),
+    for changed, text in (
+        ({"classes": 3}, f"dataset.classes=3: {tree} has 2; set dataset.classes=2"),
+        ({"pad_to": 0}, "dataset.pad_to=0: must be a whole number >= 1"),
     ):
-        text = refused(ConfigError, text_folder, str(tree), **{**SIZES, **changed})
-        assert text.startswith(begin)
-        assert end in text
+        assert text in refused(ConfigError, text_folder, str(tree), **{**SIZES, **changed})
     for root in (tree / "none", tree / "art"):
         text = refused(DataError, text_folder, str(root))
         assert text.startswith(f"dataset.root={root}: needs a folder of *.txt")
     write(tmp_path, 0, None)
     for name in ("art", "sport"):
         (tmp_path / name / "link.txt").symlink_to(tree / "readme.txt")
-    text = refused(DataError, text_folder, str(tmp_path))
-    assert "link.txt: cannot be read (A link, which is not" in text
+    assert "link.txt: cannot be read (A link" in refused(DataError, text_folder, str(tmp_path))
 
 
 HEAD = ["textID", "text", "selected_text", "sentiment"]
@@ -204,7 +192,6 @@ def test_rows_of_a_table_are_read_or_refused(tmp_path: Path, caplog: Log) -> Non
     assert "1 of 3 rows have no text and are left out" in caplog.text
     for row, head, text in (
         (("a b", "c", "neutral"), HEAD, "row 2: its selected_text is missing or not in its text"),
-        (("a b", " ", "neutral"), HEAD, "row 2: its selected_text is missing"),
         (("a b", "b", ""), HEAD, "row 2: its sentiment is missing"),
         (("", "", ""), HEAD[:2], "has no column selected_text; needed are textID, text, "),
     ):
@@ -212,8 +199,7 @@ def test_rows_of_a_table_are_read_or_refused(tmp_path: Path, caplog: Log) -> Non
         assert text in refused(DataError, read_tweets, path)
     empty = table(tmp_path / "empty.csv", (" ", "", "neutral"))
     assert "has no row with a text" in refused(DataError, read_tweets, empty)
-    none = refused(DataError, read_tweets, tmp_path / "none")
-    assert none.startswith(f"dataset.root={tmp_path}/none: cannot be read (No such file")
+    assert "none: cannot be read (No such" in refused(DataError, read_tweets, tmp_path / "none")
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +208,10 @@ def task() -> Any:
     return tweet_spans(vocab_size=512)
 
 
-def test_the_tokens_of_the_answer_are_its_text_behind_the_question(task: Any) -> None:
+def test_the_tokens_of_the_answer_share_a_character_with_it_behind_the_question(task: Any) -> None:
+    offsets = torch.tensor([[-1, -1], [0, 2], [2, 4], [4, 6], [6, 8]])
+    for begin, end, tokens in ((2, 6, (2, 3)), (3, 5, (2, 3)), (2, 4, (2, 2)), (8, 9, (1, 4))):
+        assert tweets._tokens_between(offsets, begin, end) == tokens
     pieces = task.preprocessing["vocab"].splitlines()
     for sample in map(task.train.__getitem__, range(20)):
         arguments, offsets = sample["arguments"], sample["offsets"]
@@ -239,13 +228,10 @@ def test_the_tokens_of_the_answer_are_its_text_behind_the_question(task: Any) ->
         assert torch.equal(offsets[:, 0] >= 0, of_text)
     loader = Loader(task.train, 16, shuffle=True, collate=task.collate)
     arguments, targets = next(loader.epoch(0))
-    shape = arguments["input_ids"].shape
-    assert shape[1] % 8 == 0
-    assert arguments["token_type_ids"].shape == arguments["attention_mask"].shape == shape
-    assert arguments["start_positions"].shape == arguments["end_positions"].shape == (16,)
-    assert targets["offsets"].shape == (*shape, 2)
+    shapes = {name: own.shape for name, own in arguments.items()}
+    assert shapes.pop("start_positions") == shapes.pop("end_positions") == (16,)
+    assert {*shapes.values()} == {targets["offsets"].shape[:2]}
     assert (targets["offsets"][arguments["attention_mask"] == 0] == -1).all()
-    assert len(targets["text"]) == len(targets["selected"]) == 16
     assert [len(part) for part in (task.train, task.val, task.test)] == [2400, 300, 300]
 
 
@@ -263,15 +249,8 @@ def test_answers_of_odd_signs(task: Any, tmp_path: Path) -> None:
     text = refused(ConfigError, tweet_spans, vocab_size=512, max_tokens=10)
     assert text.startswith("dataset.max_tokens=10: a text has more tokens ('")
     rows = [("fine", "fine", "neutral"), ("\u0007", "\u0007", "bad")] * 5
-    empty = table(tmp_path / "train.csv", *rows)
-    text = refused(DataError, tweet_spans, str(empty), vocab_size=60)
-    assert text.startswith("dataset: '\\x07' has no token; remove the row")
-
-
-def test_the_tokens_of_an_answer_share_a_character_with_it() -> None:
-    offsets = torch.tensor([[-1, -1], [0, 2], [2, 4], [4, 6], [6, 8]])
-    for begin, end, tokens in ((2, 6, (2, 3)), (3, 5, (2, 3)), (2, 4, (2, 2)), (8, 9, (1, 4))):
-        assert tweets._tokens_between(offsets, begin, end) == tokens
+    empty = str(table(tmp_path / "train.csv", *rows))
+    assert "'\\x07' has no token; rem" in refused(DataError, tweet_spans, empty, vocab_size=60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -298,8 +277,5 @@ def test_the_words_in_common_by_hand_and_their_mean_over_uneven_batches(dtype: t
     # The sum of 1/3, 2/3 and 1 in float64.
     assert metric.compute().item() == pytest.approx(2 / 3, rel=1e-15)
     assert metric.compute().dtype == torch.float64
-    for found, true, value in (
-        *(("Good  DAY", "good day", 1.0), ("a good day", "good", 1 / 3)),
-        *(("no no no", "no way", 1 / 2), ("", "two", 0.0), ("", " ", 1.0)),
-    ):
-        assert jaccard(found, true) == value
+    assert jaccard("Good  DAY", "good day") == jaccard("", " ") == 1.0
+    assert (jaccard("no no no", "no way"), jaccard("", "two")) == (1 / 2, 0.0)
