@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 import torch
 import torch.nn.functional as F
-from test_storage import Reads, prepare
+from test_storage import prepare
 from torch import nn
 from vocabulary import HALVES, Kernels, in_another_thread, inside
 
@@ -110,63 +110,37 @@ class TestWeightsOfABlock:
                 del weight
 
 
-def forward(m, x):
-    body = m.body(x)
-    cell, _ = m.cell(body)
-    return [tensor.dtype for tensor in (body, cell, m.head(cell))]
-
-
-@pytest.fixture
-def pinned():
-    """A precision, a model whose head it pins, and the formats of its forward pass."""
-    parts = {"body": nn.Linear(8, 8), "cell": nn.GRU(8, 8), "head": nn.Linear(8, 8)}
-    model, ops = Reads(forward, **parts), replace(OpLists.named(), modules={"head": "fp32"})
-    precision = Precision("amp", ops=ops)
+@pytest.mark.parametrize("first_out", [True, False])
+def test_blocks_of_two_threads_overlap_and_end_on_their_own(first_out) -> None:
+    """Whether casts are on is a matter of the present thread, also in a pinned module."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = Precision("amp", ops=replace(OpLists.named(), modules={"1": "fp32"}))
     precision.attach(model)
-    return precision, model, lambda: model(torch.rand(2, 3, 8))
+    opened, leave = Event(), Event()
 
+    def formats():
+        return [model[0](X).dtype, model(X).dtype]
 
-class TestThreads:
-    """Whether casts are on is a matter of the present thread: blocks of two do not meet."""
-
-    @pytest.mark.parametrize("first_out", [True, False])
-    def test_blocks_that_overlap_end_on_their_own(self, pinned, first_out) -> None:
-        (precision, _, formats), expected = pinned, [HALF, HALF, FP32]
-        opened, leave = Event(), Event()
-
-        def hold():
-            outside = formats()
-            with precision.cast():
-                with Precision("fp32").cast():
-                    opened.set()
-                    leave.wait(10)
-                return outside, formats()
-
-        with ThreadPoolExecutor(1) as threads:
-            with precision.cast():
-                other = threads.submit(hold)
-                opened.wait(10)
-                if not first_out:
-                    leave.set()
-                    other.result()
-                assert formats() == expected
-            leave.set()
-            assert other.result() == ([FP32] * 3, expected)
-        assert formats() == [FP32] * 3
-
-    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
-        precision, model, formats = pinned
-        within, leave = Event(), Event()
-
-        def hold(*_) -> None:
-            within.set()
+    def hold(*_) -> None:
+        with Precision("fp32").cast():
+            opened.set()
             leave.wait(10)
 
-        model.head.register_forward_pre_hook(hold)
-        with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(inside(precision, formats))
-            within.wait(10)
-            with precision.cast():
-                assert (X @ X).dtype == HALF
+    def run():
+        outside, hook = formats(), model[1].register_forward_pre_hook(hold)
+        with precision.cast():
+            model(X)
+            hook.remove()
+            return outside, formats()
+
+    with ThreadPoolExecutor(1) as threads:
+        with precision.cast():
+            other = threads.submit(run)
+            opened.wait(10)
+            if not first_out:
                 leave.set()
-                assert other.result() == [HALF, HALF, FP32]
+                other.result()
+            assert model[0](X).dtype == HALF
+        leave.set()
+        assert other.result() == ([FP32, FP32], [HALF, FP32])
+    assert formats() == [FP32, FP32]

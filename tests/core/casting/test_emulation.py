@@ -4,15 +4,10 @@ y = half(op(fp32(x), ...)), dx = half(d op(fp32(x), ...) . fp32(dy)): plain fp32
 roundings, which shares nothing with the package.
 """
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from checkout import HELPERS
 from op_table import TABLE
 from test_listed_ops import LISTS
 from torch import Tensor, nn
@@ -24,7 +19,6 @@ from mpframe.core.casting.emulation import half_values, is_faulty, round_to
 from mpframe.core.casting.policy import has_native_half
 
 ALLOWED = set().union(*(lists.allow for lists in LISTS.values()))
-FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
 
 
 def emulated(half="float16"):
@@ -53,14 +47,15 @@ def found(spelling, inputs, half, block):
     return results, [g for g in gradients if g is not None]
 
 
-# In float16 there are subnormal results, and those beyond the range.
-SCALES = [("amp", "float16", 2.0**-12), ("amp", "float16", 2.0**9)]
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", [(mode, "bfloat16", 1.0) for mode in ("mixed", "amp")] + SCALES)
-def test_every_half_op_is_what_the_definition_says(case) -> None:
-    mode, half, scale = case
+@pytest.mark.parametrize(
+    ("mode", "half", "scale"),
+    [  # In float16 there are subnormal results, and those beyond the range.
+        *(("mixed", "bfloat16", 1.0), ("amp", "bfloat16", 1.0)),
+        *(("amp", "float16", 2.0**-12), ("amp", "float16", 2.0**9)),
+    ],
+)
+def test_every_half_op_is_what_the_definition_says(mode, half, scale) -> None:
     dtype, wrong = HALVES[half], []
     for op in sorted(ALLOWED):
         lists = next(lists for lists in LISTS.values() if op in lists.allow)
@@ -78,10 +73,13 @@ def test_every_half_op_is_what_the_definition_says(case) -> None:
     assert wrong == []
 
 
-def test_rounding_helpers() -> None:
+def test_rounding_helpers_and_the_op_in_a_compiled_graph_whose_result_is_never_its_input() -> None:
     x, half = torch.tensor([1 + 2.0**-12, 1e-3, -70000.0, float("nan")]), torch.float16
     assert same_bits([half_values(x, half), round_to(x, half)], [x.half().float(), x.half()])
     assert round_to(torch.arange(3), half).dtype == torch.int64
+    result = torch.ops.mpframe.convert(x, torch.float32)
+    assert same_bits([result], [x])
+    assert result.data_ptr() != x.data_ptr()
 
 
 class TestAWeightUsedAgain:
@@ -127,22 +125,16 @@ class TestAWeightUsedAgain:
 
 # Along some axis the kernel lies wholly inside at no position; by op, shapes and settings.
 FAULTY_CALLS = [
-    ("conv3d", (2, 6, 6), (3, 3, 3), {"padding": 1}),
-    ("conv3d", (6, 1, 6), (1, 5, 1), {"padding": (0, 2, 0)}),
     ("conv3d", (5, 4, 4), (5, 2, 2), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
     ("conv3d", (4, 6, 6), (3, 3, 3), {"padding": (2, 1, 1), "dilation": (2, 1, 1)}),
     ("conv_transpose3d", (2, 5, 5), (7, 2, 5), {"padding": (3, 1, 2), "stride": (2, 2, 1)}),
-    ("conv2d", (1, 6), (5, 3), {"padding": (2, 1), "stride": 2}),
     ("conv_transpose2d", (7, 1), (2, 7), {"padding": (1, 3), "stride": (3, 2)}),
     ("conv1d", (2,), (7,), {"padding": 3, "stride": 3}),
-    ("conv_transpose1d", (2,), (3,), {"padding": 2, "stride": 3}),
 ]
 SOUND_CALLS = [
-    ("conv3d", (3, 6, 6), (3, 3, 3), {"padding": 1}),
     ("conv3d", (8, 6, 6), (7, 3, 3), {"padding": (3, 1, 1), "stride": (2, 1, 1)}),
     ("conv3d", (4, 4, 4), (3, 3, 3), {"padding": "same"}),
     ("conv_transpose3d", (2, 3, 3), (2, 2, 2), {"stride": 2}),
-    ("conv2d", (4, 4), (3, 3), {"padding": 1, "stride": 2}),
     ("conv1d", (5,), (3,), {"padding": 2, "dilation": 2}),
 ]
 NATIVE = pytest.mark.skipif(not has_native_half("bfloat16"), reason="needs bfloat16 instructions")
@@ -185,30 +177,3 @@ class TestKernelsThatAreWrong:
         assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
         assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
         assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
-
-    @NATIVE
-    @pytest.mark.slow
-    def test_they_are_still_wrong(self) -> None:
-        """In a process of its own, because they write beyond the end of their memory."""
-        native = """
-import torch, test_emulation as t
-for call in t.FAULTY_CALLS[:2]:
-    ours, theirs = (t.convolve(call, c)[0][2] for c in ('emulated', 'torch'))
-    error = (ours - theirs).norm() / ours.norm()
-    assert error < 2**-6, float(error)
-"""
-        places = [str(Path(__file__).parent), HELPERS, os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
-        done = subprocess.run([sys.executable, "-c", native], env=environment, capture_output=True)
-        assert b"No module named" not in done.stderr
-        ours, seen = (v.partition("+")[0].split(".")[:3] for v in (torch.__version__, FAULTY_IN))
-        assert done.returncode or [*map(int, ours)] <= [*map(int, seen)], (
-            f"torch {torch.__version__} has mended them: emulate only torch <= {FAULTY_IN}"
-        )
-
-
-def test_what_a_compiled_graph_rounds_is_never_its_input() -> None:
-    given = torch.ones(3, dtype=torch.bfloat16)  # An op of torch.library must not return it.
-    result = torch.ops.mpframe.convert(given, torch.bfloat16)
-    assert torch.equal(result, given)
-    assert result.data_ptr() != given.data_ptr()

@@ -1,6 +1,11 @@
-"""Every op of every shipped list, in every spelling: what its kernels are given and give."""
+"""Every op of every shipped list, in every spelling: what its kernels are given and give.
 
+The default lists are also held beside torch's CUDA autocast, which fake tensors show without a GPU.
+"""
+
+import logging
 import warnings
+from contextlib import nullcontext
 from itertools import chain, product, repeat
 
 import pytest
@@ -8,6 +13,7 @@ import torch
 from fixtures import has_torch
 from op_table import TABLE
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, tensors
 
@@ -106,3 +112,57 @@ def test_backward_runs_in_the_formats_of_forward(half) -> None:
         if not given <= {frozenset({HALVES[half]})} or formats(gradients) != {FP32}:
             wrong.append((op, given, formats(gradients)))
     assert wrong == []
+
+
+# Fake tensors have no format to compare here: integer results, or no fake kernel. The norms of
+# vectors are as in CUDA autocast.
+SAME = {"linalg_lstsq", "linalg_matrix_sqrth", "torchvision.nms"}
+SAME |= {"linalg_norm", "linalg_vector_norm"}
+# No half kernel on a CPU: fp32, on every device. So are coordinates, which it computes in half.
+# Given two formats autocast fails, and here the widest counts. It leaves `_grouped_mm` in the
+# format of its inputs, and refuses `binary_cross_entropy`, which is unsafe in half.
+DIFFERENT = """
+    cholesky_inverse cholesky_solve complex histogramdd logdet lu lu_solve nanquantile ormqr
+    pinverse polar quantile stft svd triangular_solve view_as_complex
+    cartesian_prod isclose lerp masked_scatter meshgrid scatter scatter_reduce _grouped_mm
+    binary_cross_entropy
+"""
+FAMILIES = ("fft_", "linalg_", "special_", "grid_sampler", "torchvision.")
+NOT_FAKEABLE = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(leaf):
+    return torch.empty_like(leaf, device="cuda") if isinstance(leaf, Tensor) else leaf
+
+
+def outcome(spelling, inputs, block):
+    with FAKE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = tree_map(fake, inputs)
+        try:
+            with block:
+                return formats(spelling(*inputs))
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error).__name__
+
+
+@pytest.mark.slow
+def test_the_default_lists_are_those_of_cuda_autocast(caplog) -> None:
+    """Without a GPU `torch.autocast("cuda")` would switch itself off."""
+    caplog.set_level(logging.CRITICAL, "torch._subclasses.fake_tensor")  # Errors take time.
+    default, different = LISTS["default"], set()
+    for op, how in product((default.allow | default.deny | default.infer) - NOT_FAKEABLE, HOW):
+        if how == "both" and sum(t.is_floating_point() for t in tensors(TABLE[op].inputs)) < 2:
+            continue  # As fp32.
+        call, inputs = TABLE[op].spellings[-1], inputs_as(TABLE[op], how, torch.float16)
+        ours = outcome(call, inputs, Precision("amp").cast())
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            theirs = outcome(call, inputs, nullcontext())
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        different |= {op} if ours != theirs else set()
+    of_families = {op for op in default.deny if op.startswith(FAMILIES)}
+    assert different == of_families - SAME | {*DIFFERENT.split()}

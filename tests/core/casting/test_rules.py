@@ -1,4 +1,7 @@
-"""What a rule casts and what it leaves alone: formats, explicit dtypes, statistics, writes."""
+"""What a rule casts and what it leaves alone: formats, explicit dtypes, statistics, writes.
+
+Torch's Python functions that hide many ops behind one name are opened for it.
+"""
 
 import math
 from functools import partial
@@ -7,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor
-from vocabulary import HALVES, inside, same_bits
+from torch import Tensor, nn
+from vocabulary import HALVES, CalledOps, Kernels, inside, same_bits
 
 from mpframe import OpLists, Precision
+from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
 
 FP32, FP64, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
@@ -116,16 +120,13 @@ WRITES = [
     lambda x, y: x.masked_scatter_(MASK, y),
     lambda x, y: x.put_(ROWS, y[0, :2]),
     lambda x, y: x.scatter_(0, ROWS.expand(4, 2), y),
-    lambda x, y: x.scatter_add_(0, ROWS.expand(4, 2), y),
     lambda x, y: x.scatter_reduce_(0, ROWS.expand(4, 2), y, "sum"),
     lambda x, y: put(x, 1, y[1]),
-    lambda x, y: put(x, ROWS, y[0, 0]),
     lambda x, y: put(x, MASK, y[0]),
 ]
 FILLS = [
     lambda x, v: x.masked_fill(MASK, v),
     lambda x, v: torch.masked_fill(input=x, mask=MASK, value=v),
-    lambda x, v: x.clone().masked_fill_(MASK, v),
     lambda x, v: x.masked_fill(MASK, torch.tensor(v)),
     lambda x, v: x.index_fill(0, ROWS, v),
     torch.full_like,
@@ -141,7 +142,6 @@ FILLS = [
 BOUNDS = [
     lambda x, v: x.clamp(min=v, max=-v),
     lambda x, v: x.clone().clamp_(v, -v),
-    lambda x, v: x.clip(v, -v),
     torch.clamp_min,
     lambda x, v: F.hardtanh(x, v, -v),
 ]
@@ -158,12 +158,6 @@ class TestWrites:
                 write(expected, y.to(source).to(target))
                 inside(amp(half), write)(written, y.to(source))
                 assert same_bits([written], [expected])
-
-    def test_gradients_flow_to_a_source_of_another_format(self, half) -> None:
-        source = torch.rand(2, 4).to(HALVES[half]).requires_grad_()
-        written = inside(amp(half), torch.zeros(4, 4).index_add_)(0, ROWS, source)
-        (gradient,) = torch.autograd.grad(written.sum(), source)
-        assert torch.equal(gradient, torch.ones(2, 4, dtype=HALVES[half]))
 
     def test_a_number_beyond_the_range_is_held_and_an_infinity_stays_one(self, half) -> None:
         x, end = torch.rand(4, 4).to(HALVES[half]), torch.finfo(HALVES[half]).max
@@ -194,3 +188,60 @@ def test_lists_that_name_an_op_of_a_library_move_it() -> None:
     for destination, dtype in (("deny", FP32), ("allow", HALF), ("none", FP32)):
         with amp(**{"torchvision.roi_align": destination}).cast():
             assert torchvision.ops.roi_align(image, [boxes], 2).dtype == dtype
+
+
+WORDS, WEIGHT = torch.arange(3), torch.rand(3, 2)
+IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
+CALLS = {
+    "batch_norm": lambda f: f(IMAGES, *STATISTICS, *STATISTICS, training=True),
+    "embedding": lambda f: f(WORDS, WEIGHT, max_norm=0.5),
+    "instance_norm": lambda f: f(IMAGES, *STATISTICS),
+    "max_pool2d_with_indices": lambda f: f(IMAGES, 2, return_indices=True),
+}
+# They ask for a shape, move memory, or write a weight in its own format: no list moves them.
+OTHERS = {"size", "dim", "__get__", "contiguous", "detach", "embedding_renorm_"}
+
+
+def test_those_that_stay_shut_call_the_op_of_their_own_name_and_no_other() -> None:
+    assert CALLS.keys() == _CALL_THEIR_OP
+    for name, call in CALLS.items():
+        function = getattr(F, name)
+        assert unwrap(function) is None
+        with CalledOps() as seen:
+            call(_copy_with_answer(function))
+        assert set(seen.names) - OTHERS == {name}
+
+
+def ran(call, half="float16"):
+    with Kernels() as kernels, Precision("amp", half, compute="native").cast():
+        call()
+    return {(kernel.name, dtype) for kernel in kernels.computing() for dtype in kernel.given}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
+def test_transformer(norm_first, training, half) -> None:
+    x, dtype = torch.rand(2, 3, 8), HALVES[half]
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    seen = ran(lambda: encoder(x), half)
+    assert {("addmm", dtype), ("native_layer_norm", FP32)} <= seen
+    assert seen.isdisjoint({("addmm", FP32), ("native_layer_norm", dtype)})
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    with_weights = ran(lambda: attention(x, x, x), half)
+    assert {("addmm", dtype), ("bmm", dtype), ("_softmax", FP32)} <= with_weights
+
+
+def test_what_is_hidden_in_a_function() -> None:
+    for call, kernel in (
+        (lambda x: 1 / x, "reciprocal"),
+        (lambda x: 2**x, "pow"),
+        (lambda x: x.__rpow__(2), "pow"),
+        (F.gumbel_softmax, "_softmax"),
+        (F.normalize, "linalg_vector_norm"),
+        (torch.norm, "linalg_vector_norm"),
+        (lambda x: F.local_response_norm(x[None, None], 2), "pow"),
+        (lambda x: F.gaussian_nll_loss(x, x, x.abs() + 1), "log"),
+    ):
+        seen = ran(partial(call, torch.rand(4, 4).half()))
+        assert {dtype for name, dtype in seen if name == kernel} == {FP32}
