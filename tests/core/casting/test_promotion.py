@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_storage import Reads
 from torch import nn
-from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
+from vocabulary import HALVES, NoSilentPromotion, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config import CONF
@@ -89,11 +89,3 @@ def test_amp_in_bfloat16_is_torchs_autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
                 own.append(trainer.train_step((IMAGES, TARGETS)).loss)
     assert same_bits(*losses)
-
-
-def test_without_lists_or_masters_all_is_half_also_the_norms() -> None:
-    precision = Precision("mixed", "bfloat16", ops=OpLists.named("none"), master_weights=False)
-    trainer = trainer_of("cnn", precision)
-    with NoSilentPromotion():
-        trainer.train_step((IMAGES, TARGETS))
-    assert formats(list(trainer.model.parameters())) == {torch.bfloat16}

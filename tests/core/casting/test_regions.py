@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_storage import Reads, prepare
-from torch import Tensor, nn
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn
 from torch.amp import custom_bwd, custom_fwd
 from vocabulary import HALVES, in_another_thread, inside, same_bits
 
@@ -34,7 +34,7 @@ def _nothing_is_left_behind():
 
 
 def answers(device="cpu"):
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return is_autocast_enabled(device), get_autocast_dtype(device)
 
 
 def product():
@@ -42,15 +42,25 @@ def product():
 
 
 class TestAnswers:
-    def test_a_block_is_torch_autocast_to_whoever_asks(self) -> None:
-        for precision in (Precision("amp"), Precision("mixed", "bfloat16")):
-            half = precision.policy.half_dtype
-            ask = inside(precision, lambda x: (x @ x, *answers()))
-            for run in (ask, torch.compile(ask, backend="eager", fullgraph=True)):
-                assert run(A)[1:] == (True, half)
-            with precision.cast():
-                assert answers("cuda") == (False, FP16)  # the model is on a CPU
-                assert not in_another_thread(answers)[0]
+    def test_a_block_is_torch_autocast_to_whoever_asks_also_in_a_graph(self) -> None:
+        outer, bf16, fp32 = Precision("amp"), Precision("mixed", "bfloat16"), Precision("fp32")
+
+        def ask(x):
+            found = []
+            with outer.cast():
+                for inner in (outer, bf16, fp32):
+                    with inner.cast():
+                        found.append(((x @ x).dtype, is_autocast_enabled("cpu")))
+                found.append(((x @ x).dtype, get_autocast_dtype("cpu")))
+            return [*found, (x @ x).dtype]
+
+        expected = [(FP16, True), (BF16, True), (FP32, False), (FP16, FP16), FP32]
+        for run in (ask, torch.compile(ask, backend="eager", fullgraph=True)):
+            assert run(A) == expected
+        with bf16.cast():
+            assert answers() == (True, BF16)
+            assert answers("cuda") == (False, FP16)  # the model is on a CPU
+            assert not in_another_thread(answers)[0]
 
     def test_a_block_that_casts_nothing(self) -> None:
         blocks = [Precision("fp32"), Precision("fp32", products="mxfp8")]

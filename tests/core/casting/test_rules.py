@@ -1,6 +1,6 @@
 """What a rule casts and what it leaves alone: formats, explicit dtypes, statistics, writes.
 
-Torch's Python functions that hide many ops behind one name are opened for it.
+And what an OpHandler sees, replaces and remembers.
 """
 
 import math
@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from vocabulary import HALVES, CalledOps, Kernels, inside, same_bits
+from vocabulary import HALVES, inside, same_bits
 
+import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import OpLists, Precision
-from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
+from mpframe.core.casting.handlers import OpHandler
+from mpframe.core.errors import ConfigError
 
-FP32, FP64, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+FP32, FP64, HALF = torch.float32, torch.float64, torch.float16
+Y = torch.arange(12.0).reshape(3, 4)
 
 
 def amp(half="float16", compute="auto", **move):
@@ -190,58 +193,63 @@ def test_lists_that_name_an_op_of_a_library_move_it() -> None:
             assert torchvision.ops.roi_align(image, [boxes], 2).dtype == dtype
 
 
-WORDS, WEIGHT = torch.arange(3), torch.rand(3, 2)
-IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
-CALLS = {
-    "batch_norm": lambda f: f(IMAGES, *STATISTICS, *STATISTICS, training=True),
-    "embedding": lambda f: f(WORDS, WEIGHT, max_norm=0.5),
-    "instance_norm": lambda f: f(IMAGES, *STATISTICS),
-    "max_pool2d_with_indices": lambda f: f(IMAGES, 2, return_indices=True),
-}
-# They ask for a shape, move memory, or write a weight in its own format: no list moves them.
-OTHERS = {"size", "dim", "__get__", "contiguous", "detach", "embedding_renorm_"}
+class Count(OpHandler):
+    def __init__(self) -> None:
+        self.asked, self.seen = set(), 0
+
+    def handler_of(self, op, recipe):
+        self.asked.add((op, recipe))
+        return self.count if op == "linear" else None
+
+    def count(self, func, args, kwargs):
+        self.seen += 1
+        return NotImplemented
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state) -> None:
+        self.seen = state.get("seen", 0)
 
 
-def test_those_that_stay_shut_call_the_op_of_their_own_name_and_no_other() -> None:
-    assert CALLS.keys() == _CALL_THEIR_OP
-    for name, call in CALLS.items():
-        function = getattr(F, name)
-        assert unwrap(function) is None
-        with CalledOps() as seen:
-            call(_copy_with_answer(function))
-        assert set(seen.names) - OTHERS == {name}
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+def test_a_handler_sees_its_ops_and_leaves_them_to_the_lists(mode) -> None:
+    count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = Precision(mode, op_handlers=[count])
+    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    expected, y = inside(Precision(mode), model)(Y), inside(precision, model)(Y)
+    assert precision.state_dict() == {"seen": 2}
+    assert same_bits([y], [expected])
+    with precision.preserve_state(), precision.cast():
+        model(Y)
+    assert count.seen == 2
+    precision.load_state_dict({"seen": 7})
+    assert count.seen == 7
 
 
-def ran(call, half="float16"):
-    with Kernels() as kernels, Precision("amp", half, compute="native").cast():
-        call()
-    return {(kernel.name, dtype) for kernel in kernels.computing() for dtype in kernel.given}
+def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
+    hard, replacement = OpHandler(), lambda func, args, kwargs: nn.functional.hardsigmoid(*args)
+    hard.handler_of = lambda op, recipe: replacement if op == "sigmoid" else None
+    precision = Precision("amp", op_handlers=[Count(), hard])
+    run = inside(precision, Tensor.sigmoid)
+    for call in (run, torch.compile(run, fullgraph=True, backend="eager")):
+        assert torch.equal(call(Y), nn.functional.hardsigmoid(Y))
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
-def test_transformer(norm_first, training, half) -> None:
-    x, dtype = torch.rand(2, 3, 8), HALVES[half]
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    seen = ran(lambda: encoder(x), half)
-    assert {("addmm", dtype), ("native_layer_norm", FP32)} <= seen
-    assert seen.isdisjoint({("addmm", FP32), ("native_layer_norm", dtype)})
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
-    with_weights = ran(lambda: attention(x, x, x), half)
-    assert {("addmm", dtype), ("bmm", dtype), ("_softmax", FP32)} <= with_weights
+@pytest.mark.parametrize(  # for all, or for a module
+    ("products", "pin"), [("fp8_tensorwise", "none"), ("none", "fp8_tensorwise")]
+)
+def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products, pin, monkeypatch) -> None:
+    def naming(count):
+        ops = OpLists.from_mapping({"allow": ["linear"], "modules": {"0": pin}})
+        return Precision("amp", ops=ops, products=products, op_handlers=[count])
 
-
-def test_what_is_hidden_in_a_function() -> None:
-    for call, kernel in (
-        (lambda x: 1 / x, "reciprocal"),
-        (lambda x: 2**x, "pow"),
-        (lambda x: x.__rpow__(2), "pow"),
-        (F.gumbel_softmax, "_softmax"),
-        (F.normalize, "linalg_vector_norm"),
-        (torch.norm, "linalg_vector_norm"),
-        (lambda x: F.local_response_norm(x[None, None], 2), "pow"),
-        (lambda x: F.gaussian_nll_loss(x, x, x.abs() + 1), "log"),
-    ):
-        seen = ran(partial(call, torch.rand(4, 4).half()))
-        assert {dtype for name, dtype in seen if name == kernel} == {FP32}
+    count, model = Count(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = naming(count)
+    precision.attach(model)
+    inside(precision, model)(Y)
+    assert count.seen == 2
+    assert {recipe for op, recipe in count.asked if op == "linear"} == {"fp8_tensorwise", None}
+    monkeypatch.setattr("mpframe.core.precision.find_recipes", None)  # lowbit is not imported.
+    with pytest.raises(ConfigError, match=r"^dtype\.products or ops\.modules: fp8_tensorwise: r"):
+        naming(Count())
