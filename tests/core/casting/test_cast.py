@@ -146,6 +146,7 @@ def test_blocks_of_two_threads_overlap_and_end_on_their_own(first_out) -> None:
                 leave.set()
                 other.result()
             assert model[0](X).dtype == HALF
+            assert X.half().softmax(-1).dtype == FP32  # torch's autocast would leave it.
         leave.set()
         assert other.result() == ([FP32, FP32], [HALF, FP32])
     assert formats() == [FP32, FP32]

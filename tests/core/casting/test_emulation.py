@@ -16,7 +16,6 @@ from vocabulary import HALVES, Kernels, inside, same_bits, tensors
 
 from mpframe import Precision
 from mpframe.core.casting.emulation import half_values, is_faulty, round_to
-from mpframe.core.casting.policy import has_native_half
 
 ALLOWED = set().union(*(lists.allow for lists in LISTS.values()))
 
@@ -120,56 +119,45 @@ class TestAWeightUsedAgain:
         assert torch.equal(*(vmap(torch.func.grad(f))(many) for f in (cast, total)))
 
 
-# Along some axis the kernel lies wholly inside at no position; by op, shapes and settings.
-FAULTY_CALLS = [
-    ("conv3d", (5, 4, 4), (5, 2, 2), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
-    ("conv3d", (4, 6, 6), (3, 3, 3), {"padding": (2, 1, 1), "dilation": (2, 1, 1)}),
-    ("conv_transpose3d", (2, 5, 5), (7, 2, 5), {"padding": (3, 1, 2), "stride": (2, 2, 1)}),
-    ("conv_transpose2d", (7, 1), (2, 7), {"padding": (1, 3), "stride": (3, 2)}),
-    ("conv1d", (2,), (7,), {"padding": 3, "stride": 3}),
-]
-SOUND_CALLS = [
-    ("conv3d", (8, 6, 6), (7, 3, 3), {"padding": (3, 1, 1), "stride": (2, 1, 1)}),
-    ("conv3d", (4, 4, 4), (3, 3, 3), {"padding": "same"}),
-    ("conv_transpose3d", (2, 3, 3), (2, 2, 2), {"stride": 2}),
-    ("conv1d", (5,), (3,), {"padding": 2, "dilation": 2}),
+# Faulty are those whose kernel along some axis lies wholly inside at no position.
+CALLS = [  # by op, shapes and settings
+    ("conv3d", (5, 4, 4), (5, 2, 2), {"padding": (1, 0, 0), "stride": (2, 1, 1)}, True),
+    ("conv3d", (4, 6, 6), (3, 3, 3), {"padding": (2, 1, 1), "dilation": (2, 1, 1)}, True),
+    ("conv_transpose3d", (2, 5, 5), (7, 2, 5), {"padding": (3, 1, 2), "stride": (2, 2, 1)}, True),
+    ("conv_transpose2d", (7, 1), (2, 7), {"padding": (1, 3), "stride": (3, 2)}, True),
+    ("conv1d", (2,), (7,), {"padding": 3, "stride": 3}, True),
+    ("conv3d", (8, 6, 6), (7, 3, 3), {"padding": (3, 1, 1), "stride": (2, 1, 1)}, False),
+    ("conv3d", (4, 4, 4), (3, 3, 3), {"padding": "same"}, False),
+    ("conv_transpose3d", (2, 3, 3), (2, 2, 2), {"stride": 2}, False),
+    ("conv1d", (5,), (3,), {"padding": 2, "dilation": 2}, False),
 ]
 
 
-def convolve(call, compute):
-    """Result, gradients and kernels of a convolution in bfloat16; `torch` is torch.autocast."""
-    casts = torch.autocast("cpu", torch.bfloat16)
-    if compute != "torch":
-        casts = Precision("amp", "bfloat16", compute=compute).cast()
-    op, size, kernel, settings = call
+@pytest.mark.parametrize(("op", "size", "kernel", "settings", "faulty"), CALLS, ids=str)
+def test_kernels_that_are_wrong_are_emulated_and_others_run(
+    op, size, kernel, settings, faulty
+) -> None:
+    bfloat16, found = torch.bfloat16, []
     torch.manual_seed(0)
-    x = torch.randn(2, 16, *size, requires_grad=True)
-    weight, bias = nn.Parameter(torch.randn(16, 16, *kernel)), nn.Parameter(torch.randn(16))
-    with Kernels() as kernels, casts:
-        y = getattr(nn.functional, op)(x, weight, bias, **settings)
-        y.backward(torch.randn(y.shape).to(y.dtype))
-    return [y.detach(), *(leaf.grad for leaf in (x, weight, bias))], kernels.ran
+    inputs, weights = torch.randn(2, 16, *size), torch.randn(16, 16, *kernel)
+    native, other = (Precision("amp", "bfloat16", compute=c) for c in ("native", "emulated"))
+    for casts in (native.cast(), other.cast() if faulty else torch.autocast("cpu", bfloat16)):
+        x, weight, bias = (t.clone().requires_grad_() for t in (inputs, weights, torch.ones(16)))
+        with Kernels() as kernels, casts:
+            y = getattr(nn.functional, op)(x, weight, bias, **settings)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+        found.append([y.detach(), x.grad, weight.grad, bias.grad])
+        given = {kernel.given for kernel in kernels.ran if kernel.name.startswith("convolution")}
+        assert (frozenset({bfloat16}) in given) is not faulty
+    assert same_bits(*found)
 
 
-class TestKernelsThatAreWrong:
-    @pytest.mark.parametrize("call", FAULTY_CALLS, ids=str)
-    def test_they_are_emulated(self, call) -> None:
-        assert same_bits(convolve(call, "native")[0], convolve(call, "emulated")[0])
-
-    @pytest.mark.skipif(not has_native_half("bfloat16"), reason="needs bfloat16 instructions")
-    @pytest.mark.parametrize("call", SOUND_CALLS, ids=str)
-    def test_others_run_natively(self, call) -> None:
-        (auto, ran), (native, _) = convolve(call, "auto"), convolve(call, "torch")
-        assert same_bits(auto, native)
-        given = {kernel.given for kernel in ran if kernel.name.startswith("convolution")}
-        assert given == {frozenset({torch.bfloat16})}
-
-    def test_an_input_without_a_batch(self) -> None:
-        weight = torch.ones(16, 16, 3, 3, 3, dtype=torch.bfloat16)
-        assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, 1, (1, 1, 1))
-        assert not is_faulty("conv3d", torch.ones(16, 3, 6, 6), weight, None, 1, (1, 1, 1))
-        # As deep as the input: with steps of 2 from -1 it is inside at no position.
-        assert is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, None, 2, 1)
-        assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
-        assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
-        assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
+def test_a_kernel_is_judged_wrong_also_without_a_batch() -> None:
+    weight = torch.ones(16, 16, 3, 3, 3, dtype=torch.bfloat16)
+    assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, 1, (1, 1, 1))
+    assert not is_faulty("conv3d", torch.ones(16, 3, 6, 6), weight, None, 1, (1, 1, 1))
+    # As deep as the input: with steps of 2 from -1 it is inside at no position.
+    assert is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, None, 2, 1)
+    assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
+    assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
+    assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)

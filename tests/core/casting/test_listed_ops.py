@@ -92,28 +92,6 @@ def test_formats(mode, half, compute) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_backward_runs_in_the_formats_of_forward(half) -> None:
-    """Native: the gradient kernels of a half op are given half; fp32 weights get fp32 gradients."""
-    wrong = []
-    for op in LISTS["default"].allow:
-        inputs = inputs_as(TABLE[op], "fp32", HALVES[half])
-        leaves = [t.requires_grad_() for t in tensors(inputs) if t.is_floating_point()]
-        precision = Precision("amp", half, compute="native")
-        _, result = run(TABLE[op].spellings[-1], inputs, precision)
-        results = [t for t in tensors(result) if t.requires_grad]
-        with Kernels() as kernels, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            gradients = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
-        # Gradients of an fp32 leaf that is used twice are added in fp32. Attention keeps the
-        # logarithm of its normalizer in fp32 for its backward pass.
-        computing = (k for k in kernels.computing() if k.name != "add")
-        given = {k.given - {FP32} if "attention" in k.name else k.given for k in computing}
-        if not given <= {frozenset({HALVES[half]})} or formats(gradients) != {FP32}:
-            wrong.append((op, given, formats(gradients)))
-    assert wrong == []
-
-
 # Fake tensors have no format to compare here: integer results, or no fake kernel. The norms of
 # vectors are as in CUDA autocast.
 SAME = {"linalg_lstsq", "linalg_matrix_sqrth", "torchvision.nms"}

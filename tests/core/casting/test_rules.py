@@ -26,31 +26,24 @@ def amp(half="float16", compute="auto", **move):
     return Precision("amp", half, compute=compute, ops=OpLists.named().moved(move))
 
 
-class TestNeverCast:
-    def test_formats(self) -> None:
-        calls = [lambda x: torch.cat([x, x]), Tensor.sum, lambda x: x @ x]
-        formats = (FP64, 3), (torch.complex64, 3), (torch.int64, 3), (torch.bool, 2)
-        for dtype, count in (*formats, (torch.float8_e4m3fn, 1)):
-            x = torch.eye(4).to(dtype)
-            for call in calls[:count]:
-                cast = inside(amp(), call)(x)
-                assert (cast.dtype, cast.tolist()) == (call(x).dtype, call(x).tolist())
-
-    def test_what_is_beside_float64_or_complex(self) -> None:
-        """1 + 2^-12 would be 1 in float16."""
-        x, half, wide = torch.tensor([1 + 2.0**-12]), torch.ones(1).half(), torch.ones(1).double()
-        with amp(mul="allow").cast():
-            for beside in (wide, wide.to(torch.complex64)):
-                assert (x * beside).real.item() == 1 + 2.0**-12
-            assert (half + wide).dtype == F.mse_loss(half, wide).dtype == FP64
-
-    def test_kernels_called_by_hand(self) -> None:
-        """A list that names `mm` does not mean `torch.ops.aten.mm`."""
-        x = torch.rand(4, 4)
-        assert "mm" in OpLists.named().allow
-        with amp().cast():
-            for kernel in (torch.ops.aten.mm, torch.ops.aten.mm.default):
-                assert kernel(x, x).dtype == FP32
+def test_never_cast_are_other_formats_what_is_beside_float64_and_kernels_called_by_hand() -> None:
+    calls = [lambda x: torch.cat([x, x]), Tensor.sum, lambda x: x @ x]
+    formats = (FP64, 3), (torch.complex64, 3), (torch.int64, 3), (torch.bool, 2)
+    for dtype, count in (*formats, (torch.float8_e4m3fn, 1)):
+        x = torch.eye(4).to(dtype)
+        for call in calls[:count]:
+            cast = inside(amp(), call)(x)
+            assert (cast.dtype, cast.tolist()) == (call(x).dtype, call(x).tolist())
+    # 1 + 2^-12 would be 1 in float16.
+    x, half, wide = torch.tensor([1 + 2.0**-12]), torch.ones(1).half(), torch.ones(1).double()
+    with amp(mul="allow").cast():
+        for beside in (wide, wide.to(torch.complex64)):
+            assert (x * beside).real.item() == 1 + 2.0**-12
+        assert (half + wide).dtype == F.mse_loss(half, wide).dtype == FP64
+        # A list that names `mm` does not mean `torch.ops.aten.mm`.
+        for kernel in (torch.ops.aten.mm, torch.ops.aten.mm.default):
+            assert kernel(Y, Y.T).dtype == FP32
+    assert "mm" in OpLists.named().allow
 
 
 def test_an_explicit_dtype_wins() -> None:
