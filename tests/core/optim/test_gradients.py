@@ -58,15 +58,6 @@ def test_a_half_gradient_is_fp32_before_it_is_unscaled_and_before_its_norm() -> 
         assert torch.equal(optimizer.master_of(weight), before - value / scale)
 
 
-def test_sparse_half_duplicates_are_summed_in_fp32() -> None:
-    """64000 + 64000 is beyond float16, and both were finite."""
-    weight, optimizer = one(torch.zeros(2, 1, dtype=HALF), lr=2.0**-10)
-    values = torch.full((2, 1), 64000.0, dtype=HALF)
-    weight.grad = small.sparse([1, 1], values, (2, 1))
-    assert optimizer.step(Static(2.0)).amax.item() == 64000.0
-    assert optimizer.master_of(weight).flatten().tolist() == [0.0, -62.5]
-
-
 def test_sums_of_finite_gradients_are_no_overflow() -> None:
     """3e38 + 3e38 is inf; neither gradient is. Only a norm beyond fp32 cannot be clipped to."""
     weight, optimizer = one(torch.zeros(2), lr=1e-38)
@@ -136,6 +127,20 @@ def test_the_scaler_sees_the_largest_micro_batch(values, seen, amax) -> None:
     assert result.amax.item() == pytest.approx(amax)
     assert (bool(result.skipped), int(result.dropped or 0)) == (amax == INF, 0)
     assert bool(weight) is (amax != INF)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(INF, -3.0), (0.0, -2.0)])
+def test_sparse_micro_batches_and_duplicates_are_summed_in_fp32(last, expected) -> None:
+    """64000 + 64000 is beyond float16, and both were finite."""
+    weight, optimizer = one(torch.zeros(3, 1, dtype=HALF))
+    for row, value in ((0, 2.0), (0, 4.0), (2, last)):
+        weight.grad = small.sparse([row], torch.full((1, 1), value, dtype=HALF), (3, 1))
+        optimizer.accumulate()
+    optimizer.step()
+    assert optimizer.master_of(weight).flatten().tolist() == [expected, 0.0, 0.0]
+    weight.grad = small.sparse([1, 1], torch.full((2, 1), 64000.0, dtype=HALF), (3, 1))
+    assert optimizer.step(Static(2.0)).amax.item() == 64000.0
+    assert optimizer.master_of(weight).flatten().tolist() == [expected, -64000.0, 0.0]
 
 
 @pytest.mark.parametrize("size", [2**22, 1])
