@@ -161,7 +161,7 @@ def test_a_teacher_copied_after_prepare_moves_in_fp32(half, way) -> None:
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize(
     ("half", "grouped", "way"),
-    [("float16", True, "BYOL"), ("float16", False, "DINO"), ("bfloat16", True, "MoCo")],
+    [("float16", False, "BYOL"), ("float16", True, "DINO"), ("bfloat16", True, "MoCo")],
 )
 def test_a_teacher_inside_the_model_turns_fp32_where_it_is_moved(
     half, grouped, way, looks, monkeypatch, caplog
