@@ -71,14 +71,10 @@ def full(value, dtype=torch.float32):
     return torch.full((4, 4), value, dtype=dtype)
 
 
-def new_data(model) -> None:
-    model.weight.data = torch.ones_like(model.weight.data)
-
-
 WRITES = {
     "load_state_dict": lambda m: m.load_state_dict(nn.Linear(*m.weight.shape).state_dict()),
     "copy_": lambda model: model.weight.detach().copy_(torch.ones_like(model.weight)),
-    "data =": new_data,
+    "data =": lambda m: setattr(m.weight, "data", torch.ones_like(m.weight)),
     "data.clamp_": lambda model: model.weight.data.clamp_(-0.1, 0.1),
     "data transposed": lambda model: setattr(model.weight, "data", model.weight.data.t()),
     "data.neg_": lambda model: model.weight.data.neg_(),
