@@ -1,15 +1,20 @@
-"""Which casts of weights a block keeps, and how blocks of several threads stay apart."""
+"""A block: which casts of weights it keeps, beside those of other threads, and compiled."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from threading import Event
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_storage import Reads, prepare
+from test_regions import gradients
+from test_storage import prepare
 from torch import nn
-from vocabulary import HALVES, Kernels, in_another_thread, inside
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
+from torch.utils.checkpoint import checkpoint
+from vocabulary import HALVES, Kernels, in_another_thread, inside, same_bits
 
 from mpframe import OpLists, Precision
 
@@ -110,63 +115,138 @@ class TestWeightsOfABlock:
                 del weight
 
 
-def forward(m, x):
-    body = m.body(x)
-    cell, _ = m.cell(body)
-    return [tensor.dtype for tensor in (body, cell, m.head(cell))]
-
-
-@pytest.fixture
-def pinned():
-    """A precision, a model whose head it pins, and the formats of its forward pass."""
-    parts = {"body": nn.Linear(8, 8), "cell": nn.GRU(8, 8), "head": nn.Linear(8, 8)}
-    model, ops = Reads(forward, **parts), replace(OpLists.named(), modules={"head": "fp32"})
-    precision = Precision("amp", ops=ops)
+@pytest.mark.parametrize("first_out", [True, False])
+def test_blocks_of_two_threads_overlap_and_end_on_their_own(first_out) -> None:
+    """Whether casts are on is a matter of the present thread, also in a pinned module."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = Precision("amp", ops=replace(OpLists.named(), modules={"1": "fp32"}))
     precision.attach(model)
-    return precision, model, lambda: model(torch.rand(2, 3, 8))
+    opened, leave = Event(), Event()
 
+    def formats():
+        return [model[0](X).dtype, model(X).dtype]
 
-class TestThreads:
-    """Whether casts are on is a matter of the present thread: blocks of two do not meet."""
-
-    @pytest.mark.parametrize("first_out", [True, False])
-    def test_blocks_that_overlap_end_on_their_own(self, pinned, first_out) -> None:
-        (precision, _, formats), expected = pinned, [HALF, HALF, FP32]
-        opened, leave = Event(), Event()
-
-        def hold():
-            outside = formats()
-            with precision.cast():
-                with Precision("fp32").cast():
-                    opened.set()
-                    leave.wait(10)
-                return outside, formats()
-
-        with ThreadPoolExecutor(1) as threads:
-            with precision.cast():
-                other = threads.submit(hold)
-                opened.wait(10)
-                if not first_out:
-                    leave.set()
-                    other.result()
-                assert formats() == expected
-            leave.set()
-            assert other.result() == ([FP32] * 3, expected)
-        assert formats() == [FP32] * 3
-
-    def test_a_block_begun_while_another_thread_is_in_a_pinned_module(self, pinned) -> None:
-        precision, model, formats = pinned
-        within, leave = Event(), Event()
-
-        def hold(*_) -> None:
-            within.set()
+    def hold(*_) -> None:
+        with Precision("fp32").cast():
+            opened.set()
             leave.wait(10)
 
-        model.head.register_forward_pre_hook(hold)
-        with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(inside(precision, formats))
-            within.wait(10)
-            with precision.cast():
-                assert (X @ X).dtype == HALF
+    def run():
+        outside, hook = formats(), model[1].register_forward_pre_hook(hold)
+        with precision.cast():
+            model(X)
+            hook.remove()
+            return outside, formats()
+
+    with ThreadPoolExecutor(1) as threads:
+        with precision.cast():
+            other = threads.submit(run)
+            opened.wait(10)
+            if not first_out:
                 leave.set()
-                assert other.result() == [HALF, HALF, FP32]
+                other.result()
+            assert model[0](X).dtype == HALF
+            assert X.half().softmax(-1).dtype == FP32  # torch's autocast would leave it.
+        leave.set()
+        assert other.result() == ([FP32, FP32], [HALF, FP32])
+    assert formats() == [FP32, FP32]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+
+@pytest.mark.slow
+def test_one_graph_without_a_first_run() -> None:
+    """Traced cold, no rule of an op has been found before: also what torch's functions hide."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    pins, x = {"self_attn": "fp32", "norm2": "half"}, torch.rand(2, 3, 8)
+    precision = Precision("mixed", ops=replace(OpLists.named(), modules=pins))
+    precision.prepare(model, sgd(model))
+
+    def forward(x):
+        held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
+        y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
+        return F.normalize(1 / (y + 9), dim=-1)
+
+    run = inside(precision, forward)
+    assert same_bits([torch.compile(run, fullgraph=True, backend="eager")(x)], [run(x)])
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_steps_share_one_graph(around) -> None:
+    precision, model = amp("bfloat16"), nn.Linear(4, 4)
+    graphs, optimizer = CompileCounter(), sgd(model)
+    run = model if around else inside(precision, model)
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
+    for _ in range(3):
+        with precision.cast() if around else nullcontext():
+            compiled(X).float().sum().backward()
+        optimizer.step()
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_roundings_of_emulation_survive_the_compiler(inductor) -> None:
+    """Inductor drops casts to half and back, and no op that it cannot look into. 1 + 2^-12 must be
+    1, and 300 * 300 must be inf."""
+    precision, recorded = Precision("amp", compute="emulated"), AotEagerAndRecordGraphs()
+    forward = inside(precision, lambda a, b: F.relu(a @ b) @ a)
+    compiled = torch.compile(forward, backend="inductor" if inductor else recorded, fullgraph=True)
+    numbers = (1 + 2.0**-12, 300.0, 300.0)
+    fine, large, other = (torch.full((4, 4), n, requires_grad=True) for n in numbers)
+    assert compiled(fine, large)[0, 0].item() == 4800
+    assert compiled(large, other).isinf().all()
+    found = [torch.autograd.grad(f(fine, large).float().sum(), fine) for f in (compiled, forward)]
+    assert same_bits(*found)
+    for graph, *others in () if inductor else (recorded.fw_graphs, recorded.bw_graphs):
+        assert "mpframe.convert.default" in {str(node.target) for node in graph.graph.nodes}
+        assert not others
+
+
+def plain(model, x):
+    return model(x)
+
+
+def by_cond(model, x):
+    return torch.cond(x.sum() > 0, lambda x: model(x), lambda x: -model(x), (x,))
+
+
+by_region = torch.compiler.nested_compile_region(plain)
+by_checkpoint, by_reentrant = (partial(checkpoint, use_reentrant=own) for own in (False, True))
+
+
+def found(precision, call, backend, at=""):
+    """Result and gradients; the block stands in the compiled function, or around it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    run, around = partial(call, model), precision.cast
+    if at != "around":
+        run, around = inside(precision, run), nullcontext
+    run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
+    return gradients(model, run, around)
+
+
+@pytest.mark.parametrize(
+    ("call", "at", "backend", "half", "compute"),
+    [
+        (by_cond, "", None, "float16", "emulated"),
+        (by_cond, "inside", "eager", "float16", "emulated"),
+        (by_checkpoint, "inside", "aot_eager", "bfloat16", "native"),
+        (by_reentrant, "around", "aot_eager", "bfloat16", "native"),
+        (by_region, "inside", "aot_eager", "float16", "emulated"),
+    ],
+)
+@pytest.mark.slow
+def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
+    precision = Precision("amp", half, compute=compute)
+    own = found(precision, call, backend, at)
+    assert own[0].dtype == HALVES[half]
+    assert same_bits(own, found(precision, plain, None))

@@ -1,17 +1,14 @@
 """Which weights `mixed` stores in half: those that only half ops read, as a traced step shows."""
 
-import copy
-import random
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from vocabulary import differing, inside, same_bits, tensors
+from vocabulary import inside, same_bits, tensors
 
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
@@ -63,22 +60,10 @@ def written(m, x):
     return x @ weight
 
 
-READ = {
-    "addmm": lambda m, x: torch.addmm(m.bias, x, m.weight),
-    "joined": lambda m, x: F.linear(x, torch.cat([m.q, m.k.t().contiguous(), m.v.clone()])),
-    "twice": lambda m, x: F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias),
-    "multiplied": lambda m, x: x @ m.weight.clone().mul_(0.1),
-    "added": lambda m, x: x @ m.weight.clone().__iadd__(0.1),
-    "complex": lambda weight: torch.complex(*weight.unbind(-1)),
-    "self": lambda m, x: m.own(x, x, x, need_weights=False)[0],
-    "of a lender": lambda m, x: F.linear(x, m.lender.weight),
-    "of a list": lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1],
-}
-
-
 def addmm(inputs=4, outputs=4):
     """Hugging Face's linear layer of GPT-2: a class of its own around addmm."""
-    return Reads(READ["addmm"], weight=(inputs, outputs), bias=(outputs,))
+    run = lambda m, x: torch.addmm(m.bias, x, m.weight)  # noqa: E731
+    return Reads(run, weight=(inputs, outputs), bias=(outputs,))
 
 
 def read_by_linear(read):
@@ -88,11 +73,26 @@ def read_by_linear(read):
 
 
 def borrowing():
-    return Reads(READ["of a lender"], lender=Reads(None, weight=(3, 4)))
+    return Reads(lambda m, x: F.linear(x, m.lender.weight), lender=Reads(None, weight=(3, 4)))
 
 
 def listed():
-    return Reads(READ["of a list"], own=nn.ParameterList([torch.randn(4, 4), torch.randn(4)]))
+    run = lambda m, x: torch.einsum("ni,io->no", x, m.own[0]) * m.own[1]  # noqa: E731
+    return Reads(run, own=nn.ParameterList([torch.randn(4, 4), torch.randn(4)]))
+
+
+def joined():
+    run = lambda m, x: F.linear(x, torch.cat([m.q, m.k.t().contiguous(), m.v.clone()]))  # noqa: E731
+    return Reads(run, q=(4, 4), k=(4, 4), v=(4, 4))
+
+
+def twice(m, x):
+    return F.linear(F.linear(x, m.weight, m.bias) * m.bias, m.weight, m.bias)
+
+
+def attention():
+    run = lambda m, x: m.own(x, x, x, need_weights=False)[0]  # noqa: E731
+    return Reads(run, own=nn.MultiheadAttention(4, 2))
 
 
 def complex_product(made_complex):
@@ -115,19 +115,18 @@ CASES = {
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ROWS, "bias"),
     "borrowing": (borrowing, ROWS, "lender.weight"),
     "listed": (listed, ROWS, "own.0"),
-    "joined": (lambda: Reads(READ["joined"], q=(4, 4), k=(4, 4), v=(4, 4)), ROWS, "q k v"),
-    "twice": (lambda: Reads(READ["twice"], weight=(4, 4), bias=(4,)), ROWS, "weight"),
+    "joined": (joined, ROWS, "q k v"),
+    "twice": (lambda: Reads(twice, weight=(4, 4), bias=(4,)), ROWS, "weight"),
     "tied": (lambda: Reads(tied, embedding=(7, 4), head=(7, 4)), WORDS, "head"),
     "shapes": (lambda: Reads(looks_at_shapes, weight=(4, 4)), SQUARE, "weight"),
-    "multiplied": (lambda: read_by_linear(READ["multiplied"]), SQUARE, ""),
-    "added": (lambda: read_by_linear(READ["added"]), SQUARE, ""),
+    "multiplied": (lambda: read_by_linear(lambda m, x: x @ m.weight.clone().mul_(0.1)), SQUARE, ""),
     "written": (lambda: read_by_linear(written), SQUARE, ""),
-    "attention": (lambda: Reads(READ["self"], own=nn.MultiheadAttention(4, 2)), LINE, ATTENTION),
+    "attention": (attention, LINE, ATTENTION),
     "lstm": (lambda: nn.LSTM(4, 3), LINE, "weight_ih_l0 weight_hh_l0 bias_ih_l0 bias_hh_l0"),
     "layer_norm": (lambda: nn.LayerNorm(4), ROWS, ""),
     "prelu": (lambda: nn.PReLU(), ROWS, "weight"),
     "complex view": (lambda: complex_product(torch.view_as_complex), ROWS, LINEAR),
-    "complex of 2": (lambda: complex_product(READ["complex"]), ROWS, LINEAR),
+    "complex of 2": (lambda: complex_product(lambda w: torch.complex(*w.unbind(-1))), ROWS, LINEAR),
     "complex of 1": (lambda: complex_product(lambda w: w[..., 0].cfloat()), ROWS, LINEAR),
     "statistics": (lambda: nn.BatchNorm1d(4), ROWS, ""),
 }
@@ -165,6 +164,24 @@ def test_half_is_what_only_half_ops_read(name, half, compute) -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_what_no_trace_reached_goes_by_its_class_and_a_compiled_model_is_traced() -> None:
+    untraced = nn.Sequential(nn.Linear(4, 4), addmm())
+    prepare(untraced)
+    assert in_half(untraced) == LINEAR
+    model = Reads(lambda m, x: m.taken(x), taken=addmm(), left_out=untraced.float())
+    prepare(model, ROWS)
+    assert in_half(model) == "taken.weight taken.bias left_out.0.weight left_out.0.bias"
+    prepare(torch.compile(untraced.float(), backend="aot_eager"), ROWS)
+    assert in_half(untraced) == f"{LINEAR} 1.weight 1.bias"
+    script = torch.jit.script(nn.BatchNorm1d(4))  # It takes no hooks, and its ops are not seen.
+    model = nn.Sequential(addmm(), script)
+    precision, _ = prepare(model, ROWS)
+    assert in_half(model) == LINEAR
+    assert torch.equal(script.running_mean, torch.zeros(4))
+    assert "never called" not in describe(precision, model)
+
+
 @pytest.mark.parametrize("op", ["batch_norm", "instance_norm"])
 def test_weights_beside_statistics_stay_fp32_in_any_list(op) -> None:
     read = lambda m, x: getattr(F, op)(x, torch.zeros(3), torch.ones(3), m.weight)  # noqa: E731
@@ -173,15 +190,6 @@ def test_weights_beside_statistics_stay_fp32_in_any_list(op) -> None:
     reads = set().union(*map(precision.uses(model).by_weight.get, model.parameters()))
     assert [read.op for read in reads] == [op]
     assert in_half(model) == ""
-
-
-def test_what_no_trace_reached_goes_by_its_class() -> None:
-    untraced = nn.Sequential(nn.Linear(4, 4), addmm())
-    prepare(untraced)
-    assert in_half(untraced) == LINEAR
-    model = Reads(lambda m, x: m.taken(x), taken=addmm(), left_out=untraced.float())
-    prepare(model, ROWS)
-    assert in_half(model) == "taken.weight taken.bias left_out.0.weight left_out.0.bias"
 
 
 def test_what_an_example_may_be() -> None:
@@ -223,28 +231,6 @@ def test_an_op_computes_under_the_pin_of_its_caller_and_the_weights_own_pin_come
         assert in_half(model) == expected
 
 
-def test_a_trace_moves_no_buffers_random_numbers_or_gradients() -> None:
-    def noisy(m, x):
-        m.last = x * random.random() * np.random.rand()
-        m.register_buffer("more", x)
-        return m.layers(x)
-
-    def generators():
-        numpy = np.random.get_state()[1]
-        return [torch.get_rng_state().tolist(), random.getstate(), numpy.tolist()]
-
-    model = Reads(noisy, layers=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()))
-    model.register_buffer("last", None)
-    model.register_buffer("same", torch.zeros(1).expand(3))
-    before, drawn = copy.deepcopy(model.state_dict()), generators()
-    Precision("mixed").trace(model, ROWS)
-    assert generators() == drawn
-    assert differing(model.state_dict(), before) == []
-    assert model.last is None
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_a_model_that_fails_is_left_as_it_was() -> None:
     def fails(m, x):
         m.norm(x)
@@ -259,54 +245,29 @@ def test_a_model_that_fails_is_left_as_it_was() -> None:
         prepare(model, ROWS, mode)
 
 
-def test_a_compiled_model_is_traced_as_it_is_written() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), addmm())
-    prepare(torch.compile(model, backend="aot_eager"), ROWS)
-    assert in_half(model) == "0.weight 0.bias 1.weight 1.bias"
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_a_script_is_looked_into_by_nobody() -> None:
-    """It takes no hooks, and its ops are not seen: its weights go by their class."""
-    script = torch.jit.script(nn.BatchNorm1d(4))
-    model = nn.Sequential(addmm(), script)
-    precision, _ = prepare(model, ROWS)
-    assert in_half(model) == LINEAR
-    assert torch.equal(script.running_mean, torch.zeros(4))
-    assert "never called" not in describe(precision, model)
-
-
-@pytest.fixture
-def lazy():
-    return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Dropout())
-
-
-@pytest.mark.parametrize("mode", ["mixed", "amp"])
-def test_lazy_layers_are_taken_once_the_model_ran_and_refused_before(lazy, mode) -> None:
-    text = r"^model: parameter '1\.weight' is lazy, it has no shape before the first forward pass; "
-    with pytest.raises(ConfigError, match=text):
-        prepare(lazy, mode=mode)
-    assert (lazy[0].weight.dtype, *lazy[0]._forward_pre_hooks) == (FP32,)
-    lazy(ROWS)
-    prepare(lazy, mode=mode)
-
-
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
-def test_lazy_layers_get_their_shapes_from_an_example(lazy, mode) -> None:
-    precision, optimizer = prepare(lazy, ROWS, mode)
-    assert lazy[1].weight.shape == (3, 4)
-    assert (lazy[2].running_mean.tolist(), lazy[2].num_batches_tracked) == ([0] * 3, 0)
-    assert all(module.training for module in lazy.modules())
-    assert in_half(lazy) == ("0.weight 0.bias 1.weight 1.bias" if mode == "mixed" else "")
-    before = optimizer.master_of(lazy[1].weight).clone()
-    gradients(lazy, precision, ROWS)
-    optimizer.step()
-    assert not torch.equal(optimizer.master_of(lazy[1].weight), before)
+def test_lazy_layers_need_their_shapes_from_an_example_or_a_first_run(mode) -> None:
+    """But not in fp32."""
 
+    def lazy():
+        own = nn.LazyLinear(3), nn.LazyBatchNorm1d()
+        return nn.Sequential(nn.Linear(4, 4), *own, nn.Dropout())
 
-def test_lazy_layers_are_taken_without_a_shape_in_fp32(lazy) -> None:
-    precision, optimizer = prepare(lazy, mode="fp32")
-    gradients(lazy, precision, ROWS)
-    before = lazy[1].weight.clone()
-    optimizer.step()
-    assert not torch.equal(lazy[1].weight, before)
+    text = r"^model: parameter '1\.weight' is lazy, it has no shape before the first forward pass; "
+    for example in (None, ROWS):
+        model = lazy()
+        if example is None and mode != "fp32":
+            with pytest.raises(ConfigError, match=text):
+                prepare(model, mode=mode)
+            assert (model[0].weight.dtype, *model[0]._forward_pre_hooks) == (FP32,)
+            model(ROWS)
+        precision, optimizer = prepare(model, example, mode)
+        if example is not None:
+            assert model[1].weight.shape == (3, 4)
+            assert (model[2].running_mean.tolist(), model[2].num_batches_tracked) == ([0] * 3, 0)
+            assert all(module.training for module in model.modules())
+            assert in_half(model) == (f"{LINEAR} 1.weight 1.bias" if mode == "mixed" else "")
+        gradients(model, precision, ROWS)
+        before = optimizer.master_of(model[1].weight).clone()
+        optimizer.step()
+        assert not torch.equal(optimizer.master_of(model[1].weight), before)

@@ -1,25 +1,32 @@
-"""A step is all or nothing: it skips without a trace, and consumes its gradients."""
+"""A step is all or nothing: it skips without a trace, and consumes its gradients.
+
+An update by buckets equals one over everything bit for bit, and holds few fp32 gradients.
+"""
 
 import itertools
+import weakref
 
 import pytest
 import small_steps as small
 import torch
-from fixtures import needs_torch, refused
+from fixtures import has_torch, refused
 from small_steps import BFLOAT16, FP32, HALF, INF, NAN, SGD, STEPPING, AdamW, give, one, wrapped
-from vocabulary import same_bits
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, LogMax, MasterWeights, Static
 from mpframe.core.errors import ConfigError
+from mpframe.core.optim import gradients, master_weights
+from mpframe.core.optim.masters import round_into
 
 Adagrad, SparseAdam = torch.optim.Adagrad, torch.optim.SparseAdam
 WAYS = [(0, FP32, INF, 1.0), (2, HALF, NAN, None), (2, BFLOAT16, -INF, None)]
+DENSE, FUSED = [c for c in STEPPING if c is not SparseAdam], {"fused": True}
 SKIPS = [
-    *((c, {}, *w) for c, w in zip(STEPPING, itertools.cycle(WAYS)) if c is not SparseAdam),
-    *((SGD, {"fused": True, "momentum": 0.9}, *way) for way in WAYS),
-    *((cls, {"fused": True}, *WAYS[0]) for cls in (torch.optim.Adam, Adagrad)),
-    (AdamW, {"fused": True}, *WAYS[1]),
-    (SGD, {}, *WAYS[1]),
+    *((cls, {}, *way) for cls, way in zip(DENSE, itertools.cycle(WAYS))),
+    *((SGD, FUSED | {"momentum": 0.9}, *way) for way in WAYS),
+    *((AdamW, FUSED, *WAYS[1]), (Adagrad, FUSED, *WAYS[0])),
     (SGD, {}, 0, FP32, NAN, None),
 ]
 
@@ -43,17 +50,8 @@ def test_a_skip_leaves_every_bit(cls, options, steps_before, dtype, bad, clip) -
     assert not small.unchanged(before, optimizer, params)
 
 
-skips_by_itself = needs_torch("2.15", "has a fused Adagrad that skips by itself")
-
-
 @pytest.mark.parametrize(
-    ("cls", "waits"),
-    [
-        (SGD, False),
-        (SGD, True),
-        (AdamW, True),
-        pytest.param(Adagrad, True, marks=skips_by_itself),
-    ],
+    ("cls", "waits"), [(SGD, False), (SGD, True), (AdamW, True), (Adagrad, has_torch("2.15"))]
 )
 def test_after_a_skip_the_next_steps_are_as_if_it_had_not_been(cls, waits, request) -> None:
     """Also where the fused kernel takes the verdict, and where the first step is skipped."""
@@ -145,3 +143,93 @@ def test_a_step_leaves_no_gradient_and_a_second_one_is_refused(dtype, keep, way,
     ):
         between()
         optimizer.step()
+
+
+BY_PARAMETER = sorted(master_weights._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
+BUCKETED = [
+    *((cls, "", half) for cls, half in zip(BY_PARAMETER, itertools.cycle(HALVES))),
+    *((cls, "fused", half) for cls, half in zip((SGD, AdamW), HALVES, strict=True)),
+    *((cls, "foreach", half) for cls, half in zip((AdamW, SGD), HALVES, strict=True)),
+    (Adagrad, "fused", "bfloat16"),
+]
+SHAPES = [(3, 4), (4, 4), (5, 3), (2, 2)]
+
+
+def shaped(*dtypes):
+    generator, dtype = torch.Generator().manual_seed(0), itertools.cycle(dtypes)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(next(dtype))) for s in SHAPES]
+
+
+def give_shaped(params, step, scale=1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    grads = [torch.randn(p.shape, generator=generator) for p in params]
+    small.set_gradients(params, grads, scale)
+
+
+@pytest.mark.parametrize(("cls", "kind", "half"), BUCKETED)
+def test_buckets_equal_one_step_bit_for_bit(cls, kind, half, monkeypatch) -> None:
+    """Also where fp32 weights are among them, and one has no gradient in some of the steps."""
+    runs = []
+    for size, few in ((20, 0), (10**9, 0), (10**9, 10**9)):
+        monkeypatch.setattr(gradients, "_SIZE_ON_CPU", size)
+        monkeypatch.setattr(gradients, "_FEW", few)
+        params = shaped(HALVES[half], FP32, HALVES[half], HALVES[half])
+        optimizer = MasterWeights(cls(params, lr=0.05, **({kind: True} if kind else {})))
+        assert len(optimizer._buckets) == (2 if size == 20 else 1)
+        scaler = Backoff(init_scale=2.0**10, half=half)
+        results = []
+        for step in range(4):
+            give_shaped(params, step, 2.0**10)
+            if step == 1:
+                params[0].grad = None
+            if step == 2:
+                params[3].grad = torch.full_like(params[3], torch.inf)
+            results.append(optimizer.step(scaler, max_norm=1.0))
+        assert [bool(result.skipped) for result in results] == [False, False, True, False]
+        masters = [optimizer.master_of(p) for p in params]
+        numbers = [x for result in results for x in (result.amax, result.grad_norm)]
+        runs.append([*params, *masters, *small.state_tensors(optimizer.optimizer), *numbers])
+    assert same_bits(runs[0], runs[1])
+    assert same_bits(runs[0], runs[2])
+
+
+@pytest.mark.parametrize(
+    "who", ["torch's optimizer", "someone's optimizer", "a hook", "a hook on all"]
+)
+def test_half_gradients_are_given_back_as_they_are_used_but_who_looks_at_all_is_stepped_once(
+    who, monkeypatch, request
+) -> None:
+    """Two weights of `SHAPES` are in the last bucket, one in each of the others; none are few."""
+    monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 20)
+    monkeypatch.setattr(gradients, "_FEW", 0)
+    params = shaped(HALF)
+    cls = type("GlobalNorm", (SGD,), {}) if who == "someone's optimizer" else SGD
+    optimizer = MasterWeights(cls(params, lr=0.1))
+    if who == "a hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    elif who == "a hook on all":
+        request.addfinalizer(register_optimizer_step_pre_hook(lambda *_: None).remove)
+    give_shaped(params, 0)
+    alive, left, step = [weakref.ref(p.grad) for p in params], [], optimizer.optimizer.step
+
+    def look():
+        left.append(sum(ref() is not None for ref in alive))
+        return step()
+
+    monkeypatch.setattr(optimizer.optimizer, "step", look)
+    optimizer.step(max_norm=1.0)
+    assert left == ([3, 2, 0] if who == "torch's optimizer" else [0])
+
+
+@pytest.mark.parametrize(("half", "size"), [("float16", 10), ("float16", 2**15), ("bfloat16", 10)])
+def test_rounding_holds_what_is_beyond_the_range(half, size) -> None:
+    """A small weight is clamped, a large one is looked at first."""
+    end = torch.finfo(HALVES[half]).max
+    fine = torch.randn(3, size)
+    above, below = fine.clone(), fine.clone()
+    above[0, 0], below[1, 1] = torch.inf, -torch.inf
+    above[2, 2], below[2, 3] = 2 * 70000.0, -70000.0  # Beyond float16 alone.
+    masters = [fine, above, below]
+    weights = [torch.empty_like(m, dtype=HALVES[half]) for m in masters]
+    round_into(zip(weights, masters, strict=True))
+    assert same_bits(weights, [m.clamp(-end, end).to(HALVES[half]) for m in masters])

@@ -58,15 +58,6 @@ def test_a_half_gradient_is_fp32_before_it_is_unscaled_and_before_its_norm() -> 
         assert torch.equal(optimizer.master_of(weight), before - value / scale)
 
 
-def test_sparse_half_duplicates_are_summed_in_fp32() -> None:
-    """64000 + 64000 is beyond float16, and both were finite."""
-    weight, optimizer = one(torch.zeros(2, 1, dtype=HALF), lr=2.0**-10)
-    values = torch.full((2, 1), 64000.0, dtype=HALF)
-    weight.grad = small.sparse([1, 1], values, (2, 1))
-    assert optimizer.step(Static(2.0)).amax.item() == 64000.0
-    assert optimizer.master_of(weight).flatten().tolist() == [0.0, -62.5]
-
-
 @pytest.mark.parametrize("count", [1, torch.tensor(1)])
 def test_sums_of_finite_gradients_are_no_overflow(count) -> None:
     """3e38 + 3e38 is inf; neither gradient is. Only a norm beyond fp32 cannot be clipped to."""
@@ -83,8 +74,7 @@ def test_sums_of_finite_gradients_are_no_overflow(count) -> None:
     assert result.amax.item() == pytest.approx(3e38)
 
 
-@pytest.mark.parametrize("count", [0, torch.tensor(0)])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("count", "window"), [(0, 1), (0, 2), (torch.tensor(0), 1)])
 def test_a_clipped_step_without_samples_is_skipped(count, window) -> None:
     """Its norm is finite."""
     weight, optimizer = one(torch.zeros(2))
@@ -144,25 +134,18 @@ def test_the_scaler_sees_the_largest_micro_batch(values, seen, amax) -> None:
     assert bool(weight) is (amax != INF)
 
 
-def test_small_terms_are_not_lost() -> None:
-    """2048 + 1 = 2048 in float16. Gradients left at the step are the last micro-batch."""
-    weight, optimizer = one(torch.zeros(1, dtype=HALF))
-    for value in (2048.0, 1.0):
-        weight.grad = torch.full((1,), value, dtype=HALF)
-        optimizer.accumulate()
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert optimizer.master_of(weight).item() == pytest.approx(-2050 / 3)
-
-
 @pytest.mark.parametrize(("last", "expected"), [(INF, -3.0), (0.0, -2.0)])
-def test_sparse_micro_batches(last, expected) -> None:
+def test_sparse_micro_batches_and_duplicates_are_summed_in_fp32(last, expected) -> None:
+    """64000 + 64000 is beyond float16, and both were finite."""
     weight, optimizer = one(torch.zeros(3, 1, dtype=HALF))
     for row, value in ((0, 2.0), (0, 4.0), (2, last)):
         weight.grad = small.sparse([row], torch.full((1, 1), value, dtype=HALF), (3, 1))
         optimizer.accumulate()
     optimizer.step()
     assert optimizer.master_of(weight).flatten().tolist() == [expected, 0.0, 0.0]
+    weight.grad = small.sparse([1, 1], torch.full((2, 1), 64000.0, dtype=HALF), (3, 1))
+    assert optimizer.step(Static(2.0)).amax.item() == 64000.0
+    assert optimizer.master_of(weight).flatten().tolist() == [expected, -64000.0, 0.0]
 
 
 @pytest.mark.parametrize("size", [2**22, 1])
@@ -173,7 +156,7 @@ def test_a_window_is_the_mean_of_its_good_micro_batches(dtype, size, monkeypatch
     weights = [nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(2)]
     optimizer = MasterWeights(SGD(weights, lr=1.0))
     torch.manual_seed(0)
-    first, bad, last = (torch.randint(-8, 8, (3, 5)).to(dtype) for _ in range(3))
+    first, bad, last = (torch.randint(-128, 128, (3, 5)).to(dtype) for _ in range(3))
     bad[2, 4], last = NAN, last[:1].expand(3, 5)
     for value, count in ((first, 1), (bad.t().contiguous().t(), 3), (last, 2)):
         weights[0].grad = value

@@ -179,11 +179,6 @@ def test_all_steps_are_read_at_once_where_a_callback_is_due_or_after_100_steps_o
         assert callback.steps == list(range(1, 9))
 
 
-def states(trainer):
-    state = trainer.state_dict()
-    return state["weights"], state.get("ema", {})
-
-
 @pytest.mark.parametrize(
     ("mode", "half", "scheduled"),
     [("fp32", "float16", False), ("mixed", "float16", True), ("amp", "bfloat16", False)],
@@ -209,9 +204,12 @@ def test_steps_skipped_on_the_device_change_nothing_at_all_also_in_a_run_saved_w
     assert (progress.steps, progress.skipped, progress.pending) == (3, 3, 0)
     for batch in given[6:]:
         resumed.train_step(batch)
-    assert all(value.isfinite().all() for value in tensors(states(late)))
-    for trainer in (late, each, resumed):
-        assert differing(states(late), states(trainer)) == []
+    states = [
+        (own["weights"], own["ema"]) for own in map(Trainer.state_dict, (late, each, resumed))
+    ]
+    assert all(value.isfinite().all() for value in tensors(states))
+    for trainer, state in zip((late, each, resumed), states, strict=True):
+        assert differing(states[0], state) == []
         progress = trainer.progress
         assert (progress.steps, progress.skipped, progress.skipped_in_a_row) == (6, 4, 1)
         assert (progress.pending, ema_of(trainer).updates) == (0, 6)
@@ -228,20 +226,17 @@ def test_the_last_step_is_the_planned_one_though_skipped_ones_do_not_count(reads
 @pytest.mark.parametrize("skip", ["each", "all"])
 def test_the_schedules_of_several_losses_do_not_lag(skip) -> None:
     """With fused optimizers: the learning rate of a step is the one after the step before."""
-    model = nn.ModuleDict({"first": nn.Linear(6, 2), "second": nn.Linear(6, 2)})
-    plain = {name: SGD(own.parameters(), lr=1.0, fused=True) for name, own in model.items()}
-    schedules = {n: torch.optim.lr_scheduler.ExponentialLR(own, 0.5) for n, own in plain.items()}
-    rates = []
-    for own in plain.values():
-        own.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
-
-    def objective(part):
-        return lambda model, batch: StepOutput(model[part](batch[0]).square().mean())
-
-    parts = {name: Precision().prepare(model, own)[1] for name, own in plain.items()}
+    model, rates = nn.ModuleDict({"first": nn.Linear(6, 2), "second": nn.Linear(6, 2)}), []
+    parts, losses, schedules = {}, {}, {}
+    for name, part in model.items():
+        plain = SGD(part.parameters(), lr=1.0, fused=True)
+        plain.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
+        schedules[name] = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+        parts[name] = Precision().prepare(model, plain)[1]
+        losses[name] = lambda _, batch, part=part: StepOutput(part(batch[0]).square().mean())
     optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
-    losses, schedule = {name: objective(name) for name in parts}, Schedules(schedules)
-    trainer = MultiObjectiveTrainer(model, optimizer, losses, algorithms={"schedule": schedule})
+    algorithms = {"schedule": Schedules(schedules)}
+    trainer = MultiObjectiveTrainer(model, optimizer, losses, algorithms=algorithms)
     for batch in batches(4):
         trainer.train_step(batch)
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]

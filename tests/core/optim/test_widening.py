@@ -15,9 +15,8 @@ from mpframe.core.objective import supervised
 from mpframe.core.optim import masters as core_masters
 from mpframe.core.optim.widening import fp32_weights
 from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 
-OBJECTIVE = supervised(nn.CrossEntropyLoss())
+FP32 = torch.float32
 
 
 def batches(count):
@@ -29,9 +28,9 @@ def batches(count):
 class Head(nn.Module):
     """As heads of metric learning have it: the weight follows the format of the embedding."""
 
-    def __init__(self):
+    def __init__(self, by_data=True):
         super().__init__()
-        self.W, self.by_data = nn.Parameter(torch.randn(16, 8)), True
+        self.W, self.by_data = nn.Parameter(torch.randn(16, 8)), by_data
 
     def forward(self, z):
         if self.by_data:
@@ -39,21 +38,11 @@ class Head(nn.Module):
         return F.normalize(z) @ F.normalize(self.W.to(z.dtype), dim=0) * 8
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), Head())
-
-
-def follow(trainer, given) -> None:
-    """Train, and move a teacher if there is one."""
-    for batch in given:
-        trainer.train_step(batch)
-        if isinstance(trainer.model, Student):
-            move(trainer.model.teacher, trainer.model.online)
-
-
-def adamw(parameters, **options):
-    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+def trainer_of(precision, model, trained=None, fused=False):
+    plain = torch.optim.AdamW((trained or model).parameters(), lr=1e-2, fused=fused)
+    model, optimizer = precision.prepare(model, plain)
+    objective, scaler = supervised(nn.CrossEntropyLoss()), Backoff(2.0**10)
+    return Trainer(model, optimizer, objective, precision, scaler)
 
 
 @pytest.mark.parametrize(
@@ -65,74 +54,57 @@ def adamw(parameters, **options):
         ("mixed", "bfloat16", 1, True),
     ],
 )
-@pytest.mark.parametrize("several", [False, True])
-def test_a_weight_turned_half_is_stepped_as_if_it_were_cast(
-    mode, half, parts, fused, several
+def test_a_weight_turned_half_is_stepped_as_if_it_were_cast_and_goes_on_and_resumes(
+    mode, half, parts, fused
 ) -> None:
-    """By one optimizer, or by one for each module. The third step overflows."""
-    runs = []
-    for by_data in (True, False):
-        precision, model, scaler = Precision(mode, half), net(), Backoff(2.0**10)
-        model[1].by_data = by_data
-        stepped = {"trunk": model[0], "head": model[1]} if several else {"all": model}
-        own = {name: adamw(part.parameters(), fused=fused) for name, part in stepped.items()}
-        optimizer = MultiOptimizer(
-            {name: precision.prepare(model, plain)[1] for name, plain in own.items()}
-        )
-        losses = []
-        for number, given in enumerate(batches(5)):
-            optimizer.zero_grad()
-            for x, y in zip(*(whole.chunk(parts) for whole in given), strict=True):
-                with precision.cast():
-                    losses.append(F.cross_entropy(model(x), y))
-                (losses[-1] * scaler.scale * (torch.inf if number == 2 else 1.0)).backward()
-                if parts > 1:
-                    optimizer.accumulate(scaler.scale)
-            assert optimizer.step(scaler).skipped == (number == 2)
-        masters = [optimizer.master_of(p).detach() for p in model.parameters()]
-        runs.append([*losses, *masters])
-        assert formats(masters) == {torch.float32}
-    assert same_bits(*runs)
+    """The third step overflows."""
+
+    def make(by_data):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Head(by_data))
+        own = trainer_of(Precision(mode, half), model, fused=fused)
+        ema = Ema({p: own.optimizer.master_of(p) for p in model.parameters()}, 0.9)
+        own.algorithms["ema"] = AverageWeights(ema, model)
+        return own
+
+    cast, whole, first, second = map(make, (False, True, True, True))
+    given = [list(zip(x.chunk(parts), y.chunk(parts), strict=True)) for x, y in batches(6)]
+    given[2] = [(x * torch.inf, y) for x, y in given[2]]
+    for number, window in enumerate(given):
+        results = [own.train_step(*window) for own in (cast, whole)]
+        assert [bool(result.skipped) for result in results] == [number == 2] * 2
+        assert same_bits(*([result.loss] for result in results))
+    masters = [list(own.optimizer.masters_by_name(own.model).values()) for own in (cast, whole)]
+    assert formats(masters) == {FP32}
+    assert same_bits(*masters)
+    for window in given[:4]:
+        first.train_step(*window)
+    with torch.no_grad(), ema_of(first).apply(), first.precision.cast():
+        first.model(given[0][0][0])  # The averages are rounded, too, and put back.
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for own in (first, second):
+        for window in given[4:]:
+            own.train_step(*window)
+        assert differing(whole.state_dict(), own.state_dict()) == []
 
 
 @pytest.mark.parametrize(("named", "half"), [(True, "float16"), (False, "bfloat16")])
 def test_a_weight_turned_half_outside_of_the_casts_is_rounded_once_and_said(
     named, half, caplog
 ) -> None:
-    model, dtype = net(), HALVES[half]
-    plain = torch.optim.SGD(model[1].parameters(), lr=1.0)
+    model, dtype = nn.Sequential(Head()), HALVES[half]
+    weight, plain = model[0].W, torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = Precision().prepare(model, plain)[1] if named else MasterWeights(plain)
-    moved = model[1].W.detach().to(dtype).float()
+    moved = weight.detach().to(dtype).float()
     for _ in range(3):
-        model[1].W.data = model[1].W.data.to(dtype)
-        model[1].W.grad = torch.full_like(model[1].W, 2.0**-14)  # Lost beside 1 in half.
+        weight.data = weight.data.to(dtype)
+        weight.grad = torch.full_like(weight, 2.0**-14)  # Lost beside 1 in half.
         optimizer.step()
         moved -= 2.0**-14
-    assert torch.equal(model[1].W, moved)
-    what = "1.W" if named else "a weight of shape (16, 8)"
+    assert torch.equal(weight, moved)
+    what = "0.W" if named else "a weight of shape (16, 8)"
     said = f"optimizer: {what} turned half outside of cast(), and was rounded once"
     assert caplog.messages == [said]
-
-
-@pytest.mark.parametrize(("mode", "half"), [("amp", "bfloat16"), ("mixed", "float16")])
-def test_a_trainer_whose_weight_turned_half_goes_on_and_resumes_bit_for_bit(mode, half) -> None:
-    def trainer():
-        model, precision = net(), Precision(mode, half)
-        model, optimizer = precision.prepare(model, adamw(model.parameters()))
-        ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9)
-        algorithms = {"ema": AverageWeights(ema, model)}
-        return Trainer(model, optimizer, OBJECTIVE, precision, algorithms=algorithms)
-
-    given = batches(6)
-    whole, first, second = trainer(), trainer(), trainer()
-    follow(whole, given)
-    follow(first, given[:3])
-    with torch.no_grad(), ema_of(first).apply(), first.precision.cast():
-        first.model(given[0][0])  # The averages are rounded, too, and put back.
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for own in (first, second):
-        follow(own, given[3:])
-        assert differing(whole.state_dict(), own.state_dict()) == []
 
 
 @torch.no_grad()
@@ -163,74 +135,55 @@ class Student(nn.Module):
 
 
 def student(half="float16", grouped=True, **options):
-    """One with its optimizer, in which the teacher has its place or not."""
-    precision, model = Precision("mixed", half, **options), Student()
-    plain = adamw((model if grouped else model.online).parameters())
-    return model, precision.prepare(model, plain)[1], precision
-
-
-def steps(model, optimizer, precision, count):
-    """Trains, and yields after each step."""
-    for inputs, targets in batches(count):
-        optimizer.zero_grad()
-        with precision.cast():
-            loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        yield
+    """A trainer of one whose teacher has its place in the optimizer or not."""
+    model = Student()
+    return trainer_of(Precision("mixed", half, **options), model, None if grouped else model.online)
 
 
 @pytest.mark.parametrize(("half", "way"), [("float16", "BYOL"), ("bfloat16", "DINO")])
 def test_a_teacher_copied_after_prepare_moves_in_fp32(half, way) -> None:
     """Beside a copy of the masters that is moved by the same half weights."""
-    precision, online = Precision("mixed", half), Student().online
-    _, optimizer = precision.prepare(online, adamw(online.parameters()))
+    online = Student().online
+    trainer = trainer_of(Precision("mixed", half), online)
     teacher = copy.deepcopy(online).requires_grad_(False)
     with fp32_weights(online):
         expected = copy.deepcopy(online)
     assert same_bits(teacher.parameters(), expected.parameters())
     assert online[0].weight.dtype == HALVES[half]
-    for _ in steps(online, optimizer, precision, 4):
+    for batch in batches(4):
+        trainer.train_step(batch)
         move(teacher, online, way)
         move(expected, online, way)
     assert same_bits(teacher.parameters(), expected.parameters())
-    assert teacher[0].weight.dtype == torch.float32
+    assert teacher[0].weight.dtype == FP32
 
 
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize(
     ("half", "grouped", "way"),
-    [("float16", True, "BYOL"), ("float16", False, "DINO"), ("bfloat16", True, "MoCo")],
+    [("float16", False, "BYOL"), ("float16", True, "DINO"), ("bfloat16", True, "MoCo")],
 )
 def test_a_teacher_inside_the_model_turns_fp32_where_it_is_moved(
-    half, grouped, way, caplog
+    half, grouped, way, looks, monkeypatch, caplog
 ) -> None:
-    model, optimizer, precision = student(half, grouped)
-    copies = []
-    for _ in steps(model, optimizer, precision, 20):
-        for own in (model.teacher, *copies):
-            move(own, model.online, way)
-        if model.teacher[0].weight.dtype == torch.float32 and not copies:
-            copies.append(copy.deepcopy(model.teacher))
+    """An accelerator compares values in the first steps alone: `.data.mul_` raises no counter."""
+    if not looks:
+        monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
+    trainer = student(half, grouped)
+    teacher, online, copies = trainer.model.teacher, trainer.model.online, []
+    for batch in batches(20):
+        trainer.train_step(batch)
+        for own in (teacher, *copies):
+            move(own, online, way)
+        if teacher[0].weight.dtype == FP32 and not copies:
+            copies.append(copy.deepcopy(teacher))
     # It is the second step that notices: the first move is rounded to half, no other one is.
     # Small biases may take some steps until a move shows in half.
-    assert torch.equal(model.teacher[0].weight, copies[0][0].weight)
-    assert model.online[0].weight.dtype == HALVES[half]
+    assert torch.equal(teacher[0].weight, copies[0][0].weight)
+    assert online[0].weight.dtype == HALVES[half]
     said = ": frozen, and written outside of the step: stored in float32 from now on"
     assert "teacher.0.weight" in caplog.messages[0]
     assert caplog.messages[0].endswith(said)
-
-
-@pytest.mark.parametrize(("way", "grouped"), [("BYOL", False), ("DINO", True), ("MoCo", True)])
-def test_a_teacher_turns_fp32_as_on_an_accelerator(way, grouped, monkeypatch) -> None:
-    """There values are compared in the first steps alone: `.data.mul_` raises no counter."""
-    monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
-    model, *rest = student("bfloat16", grouped)
-    for _ in steps(model, *rest, 3):
-        move(model.teacher, model.online, way)
-    assert model.teacher[0].weight.dtype == torch.float32
-    before = model.teacher[0].weight.detach().clone()
-    list(steps(model, *rest, 1))
-    assert torch.equal(model.teacher[0].weight, before)  # No master writes over it.
 
 
 @pytest.mark.parametrize(("looks", "half"), [(True, "float16"), (False, "bfloat16")])
@@ -239,36 +192,38 @@ def test_a_teacher_that_nobody_moves_stays_half(half, looks, monkeypatch, caplog
     caplog.set_level(logging.INFO)
     if not looks:
         monkeypatch.setattr(core_masters, "_compares_values", lambda _: False)
-    model, *rest = student(half, grouped=False)
-    weight = model.teacher[0].weight.detach()
+    trainer = student(half, grouped=False)
+    weight = trainer.model.teacher[0].weight.detach()
     weight.fill_(0.5)
-    for _ in steps(model, *rest, 6):
+    for batch in batches(6):
+        trainer.train_step(batch)
         kept = weight.clone()
         weight.fill_(1.0)
         weight.copy_(kept)
-    assert model.teacher[0].weight.dtype == HALVES[half]
+    assert trainer.model.teacher[0].weight.dtype == HALVES[half]
     assert (weight.unique().tolist(), caplog.messages) == ([0.5], [])
 
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_resumed_run_moves_its_teacher_in_fp32_at_once(grouped) -> None:
-    students = (student("bfloat16", grouped) for _ in range(2))
-    whole, second = (Trainer(model, own, OBJECTIVE, how) for model, own, how in students)
-    given = batches(8)
-    follow(whole, given[:4])
-    second.load_state_dict(copy.deepcopy(whole.state_dict()))
-    follow(whole, given[4:])
-    follow(second, given[4:])
+    given, whole, second = batches(8), student("bfloat16", grouped), student("bfloat16", grouped)
+    for number, batch in enumerate(given):
+        if number == 4:
+            second.load_state_dict(copy.deepcopy(whole.state_dict()))
+        for own in (whole,) if number < 4 else (whole, second):
+            own.train_step(batch)
+            move(own.model.teacher, own.model.online)
     assert differing(whole.state_dict(), second.state_dict()) == []
     assert whole.state_dict()["widened"] != []
 
 
 def test_without_lists_a_teacher_stays_half() -> None:
     """No op is cast there, so that all weights need one format."""
-    model, *rest = student("bfloat16", ops=OpLists())
-    for _ in steps(model, *rest, 4):
-        move(model.teacher, model.online)
-    assert formats([*model.parameters()]) == {torch.bfloat16}
+    trainer = student("bfloat16", ops=OpLists())
+    for batch in batches(4):
+        trainer.train_step(batch)
+        move(trainer.model.teacher, trainer.model.online)
+    assert formats([*trainer.model.parameters()]) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -281,13 +236,12 @@ def test_without_lists_a_teacher_stays_half() -> None:
 )
 def test_torchs_averaged_model_averages_masters(mode, half, arguments) -> None:
     """Made before the weights turn half, or after."""
-    precision, model = Precision(mode, half), Student().online
-    early = AveragedModel(model, **arguments)
-    _, optimizer = precision.prepare(model, adamw(model.parameters()))
-    reference = nn.ParameterList(optimizer.master_of(p) for p in model.parameters())
+    model = Student().online
+    early, trainer = AveragedModel(model, **arguments), trainer_of(Precision(mode, half), model)
+    reference = nn.ParameterList(trainer.optimizer.master_of(p) for p in model.parameters())
     late, expected = (AveragedModel(own, **arguments) for own in (model, reference))
-
-    for _ in steps(model, optimizer, precision, 3):
+    for batch in batches(3):
+        trainer.train_step(batch)
         for averaged, own in ((early, model), (late, model), (expected, reference)):
             averaged.update_parameters(own)
     for averaged in (early, late):
