@@ -1,18 +1,15 @@
 """The moving average of the weights: its equation, its precision, and its use for evaluation."""
 
-import copy
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from prepared import prepared
 from torch import nn
 
-from mpframe import Trainer
 from mpframe.checkpoint.state import weights_of
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 
 
 def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:
@@ -99,29 +96,3 @@ def test_each_name_of_a_tied_weight_has_its_average_in_an_export() -> None:
     state = {"trainer": {"weights": model.state_dict(), "ema": saved}}
     for average in weights_of(state, "ema", Path("checkpoint")).values():
         assert torch.equal(average, torch.zeros(4, 2))
-
-
-def averaging(steps: int = 0) -> tuple[Trainer, Ema]:
-    torch.manual_seed(0)
-    trainer = prepared(nn.Linear(4, 2), nn.MSELoss(), "mixed")
-    ema = Ema({p: trainer.optimizer.master_of(p) for p in trainer.model.parameters()}, 0.99)
-    trainer.algorithms = {"ema": AverageWeights(ema, trainer.model)}
-    train(trainer, steps)
-    return trainer, ema
-
-
-def train(trainer: Trainer, steps: int) -> None:
-    for step in range(steps):
-        trainer.train_step((torch.full((2, 4), 1.0 + step), torch.ones(2, 2)))
-
-
-def test_a_checkpoint_counts_the_updates_and_loaded_weights_start_anew() -> None:
-    (whole, own), (resumed, again) = averaging(3), averaging()
-    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
-    for trainer in (whole, resumed):
-        train(trainer, 3)
-    assert own.updates == again.updates == 6
-    first, second = own.by_name(whole.model), again.by_name(resumed.model)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    whole.load_weights(copy.deepcopy(whole.weights()))
-    assert own.updates == 0

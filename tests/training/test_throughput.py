@@ -11,16 +11,12 @@ from in_process import scalars, train
 from prepared import Batches, prepared
 from torch import nn
 
-from mpframe import Trainer, checkpoint
+from mpframe import Curves, Evaluator, Plan, StepResult, Trainer, checkpoint
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
-from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks import utilization
-from mpframe.training.callbacks.records import Curves
 from mpframe.training.callbacks.results import Throughput
 from mpframe.training.callbacks.utilization import Utilization
-from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
 
 BATCH = 4
 
