@@ -26,6 +26,7 @@ from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
 SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
+HISTOGRAM = "numerics/weights/exponents/head"
 
 
 def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
@@ -78,23 +79,6 @@ def test_the_page_says_what_every_tag_means() -> None:
 def test_names_are_filled_into_the_meaning_of_a_tag(tag: str, told: str) -> None:
     meaning = meaning_of(tag)
     assert re.fullmatch(told, meaning.markdown if meaning else "")
-
-
-def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
-    tag = "numerics/weights/exponents/head"
-    with Tracker(tmp_path) as tracker:
-        for step in (1, 2):
-            tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0, "mine": 2.0})
-            tracker.histogram(tag, [1.0], [0.0, 1.0], step)
-    read = events(tmp_path)
-    data = read.SummaryMetadata(Tag.LOSS_TRAIN)
-    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
-    # The fast reader wants these two beside it.
-    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
-    assert read.SummaryMetadata(tag).summary_description.startswith("**Exponents of `head`**")
-    assert scalars(tmp_path)["mine"] == [(1, 2.0), (2, 2.0)]
-    with pytest.raises(KeyError):
-        read.SummaryMetadata("mine")
 
 
 def test_columns_that_differ_success_and_another_type_that_is_refused(tmp_path: Path) -> None:
@@ -215,7 +199,7 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
     with Tracker(tmp_path / "run") as tracker:
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
         tracker.scalars(2, {Tag.LOSS_TRAIN: math.inf})
-        tracker.histogram("counts", [1.0, 3.0], [0.0, 1.0, 2.0], 2)
+        tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], 2)
         kept = tracker.last_step()
         tracker.scalars(3, {Tag.LOSS_TRAIN: 3.0})
     with Tracker(tmp_path / folder, purge_step=2) as tracker:
@@ -224,8 +208,12 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
         assert len(tracker.last_step()["events"]) == 3
     found, curves = events(tmp_path / folder), scalars(tmp_path / folder)
     assert [curves[Tag.LOSS_TRAIN][-1], *curves[Tag.LOSS_VAL]] == [(2, math.inf), (2, 5.0)]
-    assert [e.step for e in found.Histograms("counts")] == [2]
-    assert found.SummaryMetadata(Tag.LOSS_TRAIN).summary_description
+    assert [e.step for e in found.Histograms(HISTOGRAM)] == [2]
+    data = found.SummaryMetadata(Tag.LOSS_TRAIN)
+    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
+    assert found.SummaryMetadata(HISTOGRAM).summary_description.startswith("**Exponents of `head`")
+    # The fast reader wants these two beside it.
+    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
 
 
 def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:

@@ -111,13 +111,6 @@ def init(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def bert() -> nn.Module:
-    transformers: Any = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 300}
-    config = transformers.BertConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
-    return transformers.AutoModelForMaskedLM.from_config(config)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(30, 30),
     "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.ConvTranspose2d(64, 4, 3)),
@@ -134,7 +127,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     # torch sets the weight into the memory of what its `right_inverse` returns.
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(20, 20)),
     **{name: lambda name=name: parts(name)[0] for name in ("tied", "gpt", "resnet18")},
-    "bert": bert,
+    "bert": lambda: (own := pytest.importorskip("transformers")).BertForMaskedLM(own.BertConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4)),
 }  # fmt: skip
 
 

@@ -297,23 +297,13 @@ def by_hand(make: Any) -> list[float]:
     return seen
 
 
-def hugging_face(optimizer: Optimizer) -> object:
-    transformers: Any = pytest.importorskip("transformers")
-    return transformers.get_cosine_schedule_with_warmup(optimizer, 2, 22)
-
-
-def timm_by_epochs(optimizer: Optimizer) -> object:
-    scheduler: Any = pytest.importorskip("timm.scheduler")
-    return scheduler.StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5)
-
-
 @pytest.mark.parametrize(("make", "words"), [
     (lambda own: schedules.exponential(own, 0.9, begin=0.5, unit=11), "scheduler=exponential scheduler.begin=0.5"),
     (lambda own: schedules.transformer(own, d_model=4, warmup_steps=2), "scheduler=transformer scheduler.d_model=4"),
     (lambda own: schedules.piecewise_constant(own, [0.5, 1], [0.1, 0.01], unit=11), "scheduler=piecewise_constant scheduler.boundaries=[0.5,1]"),
     (lambda own: OneCycleLR(own, max_lr=0.1, total_steps=22), f"scheduler._target_={TORCH}.OneCycleLR scheduler.max_lr=0.1"),
-    (hugging_face, "scheduler._target_=transformers.get_cosine_schedule_with_warmup scheduler.num_warmup_steps=${plan:total_steps,0.1} scheduler.num_training_steps=${plan:total_steps}"),
-    (timm_by_epochs, "scheduler._target_=timm.scheduler.StepLRScheduler scheduler.decay_t=1 scheduler.decay_rate=0.5"),
+    (lambda own: pytest.importorskip("transformers").get_cosine_schedule_with_warmup(own, 2, 22), "scheduler._target_=transformers.get_cosine_schedule_with_warmup scheduler.num_warmup_steps=${plan:total_steps,0.1} scheduler.num_training_steps=${plan:total_steps}"),
+    (lambda own: pytest.importorskip("timm.scheduler").StepLRScheduler(own, decay_t=1, decay_rate=0.5), "scheduler._target_=timm.scheduler.StepLRScheduler scheduler.decay_t=1 scheduler.decay_rate=0.5"),
 ])  # fmt: skip
 def test_a_chosen_schedule_gets_the_numbers_of_the_plan_and_resumes(make: Any, words: str) -> None:
     wanted = by_hand(make)
