@@ -19,29 +19,8 @@ from mpframe.core.objective import StepOutput
 from mpframe.data import Accuracy, Task
 from mpframe.data.images import digits
 from mpframe.training.objectives import model_loss
-from mpframe.training.run_context import RunContext
 
 WORDS = 12
-
-
-class Losses(Callback):
-    """Keeps the numbers of all steps, over resumes, and writes them."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self.losses = name, []
-
-    def setup(self, trainer: Trainer, context: RunContext) -> None:
-        self._path = context.folder / f"{self._name}.txt"
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self.losses.append(float(trainer.progress.global_step))
-        self._path.write_text(" ".join(map(str, self.losses)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
 
 
 class Breaks(Callback):
@@ -86,11 +65,6 @@ class LikeTorchmetrics(nn.Module):
 
     def reset(self) -> None:
         self.counts = torch.zeros(2)
-
-
-class Vector(LikeTorchmetrics):
-    def compute(self) -> Any:
-        return torch.ones(10)
 
 
 class OnlyCompute:

@@ -13,16 +13,10 @@ from hydra.types import RunMode
 from in_process import composed
 from omegaconf import OmegaConf
 
+from mpframe import OpLists
 from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
-from mpframe.core.casting.op_lists import OpLists
-from mpframe.run.description import (
-    _options_text,
-    find_varied,
-    format_section,
-    hparams,
-    ops_in_words,
-)
+from mpframe.run.description import _options_text, find_varied, hparams, ops_in_words
 from mpframe.tracking.environment import environment_text, format_command
 
 ALWAYS = {
@@ -45,36 +39,28 @@ def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
     both, _ = hparams(config_of("dtype=fp32", "optimizer=muon_adamw"), "none", {})
     names = "Muon lr=0.02 weight_decay=0.01 + AdamW lr=0.003 weight_decay=0.01"
     assert (both["dtype"], both["optimizer"]) == ("fp32", names)
-    assert (format_section(None), find_varied(None)) == ("none", {})
+    assert find_varied(None) == {}
 
 
-@pytest.mark.parametrize(
-    ("words", "sweep", "columns"),
-    [
-        (  # A fixed option is in no column, nor one that changes no number.
-            "model=mlp dtype=mixed trainer.epochs=3 trainer.log_every=1",
-            "model=cnn,mlp dtype=fp32,mixed trainer.epochs=3 trainer.log_every=1,2",
-            {"model": MLP, "dtype": "mixed float16"},
-        ),
-        (  # null is no number, so no value is one
-            "model.width=8 model.dropout=0.5 optimizer.weight_decay=1",
-            "model.width=range(8,17,8) model.dropout=0,0.5 optimizer.weight_decay=1,null",
-            {"model.width": 8, "model.dropout": 0.5, "optimizer.weight_decay": "1"},
-        ),
-        ("dtype=amp_bf16", "dtype=glob(*bf16)", {"dtype": "amp bfloat16"}),
-        (  # What a searcher draws comes first, then what it adds.
-            "optimizer.lr=0.02 model=mlp model.depth=2",
-            "optimizer.lr=tag(log,interval(1e-4,1e-1)) model=mlp",
-            {"optimizer.lr": 0.02, "model.depth": 2},
-        ),
-        ("dtype=amp ~scheduler", None, {"dtype": "amp float16"}),  # What is left out has no value.
-        (  # The options of a single run's command line.
-            "dtype=amp dtype.half=bfloat16 ++ops.move.softmax=allow run_name=a",
-            None,
-            {"dtype": "amp bfloat16", "ops.move.softmax": "allow"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "sweep", "columns"), [
+    # A fixed option is in no column, nor one that changes no number.
+    ("model=mlp dtype=mixed trainer.epochs=3 trainer.log_every=1",
+     "model=cnn,mlp dtype=fp32,mixed trainer.epochs=3 trainer.log_every=1,2",
+     {"model": MLP, "dtype": "mixed float16"}),
+    # null is no number, so no value is one
+    ("model.width=8 model.dropout=0.5 optimizer.weight_decay=1",
+     "model.width=range(8,17,8) model.dropout=0,0.5 optimizer.weight_decay=1,null",
+     {"model.width": 8, "model.dropout": 0.5, "optimizer.weight_decay": "1"}),
+    ("dtype=amp_bf16", "dtype=glob(*bf16)", {"dtype": "amp bfloat16"}),
+    # What a searcher draws comes first, then what it adds.
+    ("optimizer.lr=0.02 model=mlp model.depth=2",
+     "optimizer.lr=tag(log,interval(1e-4,1e-1)) model=mlp",
+     {"optimizer.lr": 0.02, "model.depth": 2}),
+    ("dtype=amp ~scheduler", None, {"dtype": "amp float16"}),  # What is left out has no value.
+    # The options of a single run's command line.
+    ("dtype=amp dtype.half=bfloat16 ++ops.move.softmax=allow run_name=a", None,
+     {"dtype": "amp bfloat16", "ops.move.softmax": "allow"}),
+])  # fmt: skip
 def test_what_differs_comes_first_and_has_a_column_of_its_own(
     words: str, sweep: str | None, columns: dict[str, object], tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.logger import Loggers
@@ -27,6 +26,7 @@ from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
 SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
+HISTOGRAM = "numerics/weights/exponents/head"
 
 
 def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
@@ -34,37 +34,27 @@ def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
     return {tag: HParamsPluginData.FromString(content) for tag, content in contents.items()}
 
 
-class CountedTransfers(TorchFunctionMode):
-    """Counts the calls that wait for a device, each on the shape of what it reads."""
-
-    WAITING = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__)
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.WAITING:
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
-def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(tmp_path: Path) -> None:
+def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     """torch promotes float16 beside int64 to float16, whose largest number is 65504."""
+    read, transfers = Tensor.tolist, []
+    monkeypatch.setattr(Tensor, "tolist", lambda t: transfers.append(tuple(t.shape)) or read(t))
     small = {"half": torch.ones(()).half(), "truth": torch.tensor(True)}
     small |= {"count": torch.tensor(100_000)}
     wide = {"double": torch.tensor(1 / 3, dtype=torch.double, requires_grad=True) * 2}
     wide |= {"bfloat16": torch.tensor(2.0, dtype=torch.bfloat16), "inf": torch.tensor(-math.inf)}
     plain = {"number": 3, "plain inf": math.inf, "many": 2**24, Tag.LOSS_TRAIN: 0.5}
-    with Loggers(Tracker(tmp_path)) as tracker, CountedTransfers() as transfers:
+    with Loggers(Tracker(tmp_path)) as tracker:
         tracker.scalars(3, small | plain)
         tracker.scalars(3, wide | {"nan": torch.tensor(math.nan)})
-    assert transfers.shapes == [(3,), (4,)]
-    found, read = scalars(tmp_path), events(tmp_path)
+    assert transfers == [(3,), (4,)]
+    found, shown = scalars(tmp_path), events(tmp_path)
     assert math.isnan(found.pop("nan")[0][1])
     values = {"half": 1.0, "truth": 1.0, "count": 100_000.0, "bfloat16": 2.0, "inf": -math.inf}
     values |= {"double": torch.tensor(2 / 3).item(), **plain}
     assert found == {tag: [(3, value)] for tag, value in values.items()}
-    assert len({read.Scalars(tag)[0].wall_time for tag in small | plain}) == 1
+    assert len({shown.Scalars(tag)[0].wall_time for tag in small | plain}) == 1
 
 
 def test_the_page_says_what_every_tag_means() -> None:
@@ -80,35 +70,15 @@ def test_the_page_says_what_every_tag_means() -> None:
     assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]
 
 
-@pytest.mark.parametrize(
-    ("tag", "told"),
-    [
-        ("metric/top5/val", r"\*\*Validation `top5`\*\* \(unit: its own\): the metric `top5` .*"),
-        ("loss/train/generator", r"\*\*Training loss of `generator`\*\* \(unit: loss\): .*"),
-        ("numerics/updates/headroom_bits/a.b", r"\*\*Headroom of `a\.b`\*\* \(unit: bits\): .*"),
-        *((tag, "") for tag in ("mine/anything", "numerics/mine/headroom_bits/a", "losses")),
-    ],
-)
+@pytest.mark.parametrize(("tag", "told"), [
+    ("metric/top5/val", r"\*\*Validation `top5`\*\* \(unit: its own\): the metric `top5` .*"),
+    ("loss/train/generator", r"\*\*Training loss of `generator`\*\* \(unit: loss\): .*"),
+    ("numerics/updates/headroom_bits/a.b", r"\*\*Headroom of `a\.b`\*\* \(unit: bits\): .*"),
+    *((tag, "") for tag in ("mine/anything", "numerics/mine/headroom_bits/a", "losses")),
+])  # fmt: skip
 def test_names_are_filled_into_the_meaning_of_a_tag(tag: str, told: str) -> None:
     meaning = meaning_of(tag)
     assert re.fullmatch(told, meaning.markdown if meaning else "")
-
-
-def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
-    tag = "numerics/weights/exponents/head"
-    with Tracker(tmp_path) as tracker:
-        for step in (1, 2):
-            tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0, "mine": 2.0})
-            tracker.histogram(tag, [1.0], [0.0, 1.0], step)
-    read = events(tmp_path)
-    data = read.SummaryMetadata(Tag.LOSS_TRAIN)
-    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
-    # The fast reader wants these two beside it.
-    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
-    assert read.SummaryMetadata(tag).summary_description.startswith("**Exponents of `head`**")
-    assert scalars(tmp_path)["mine"] == [(1, 2.0), (2, 2.0)]
-    with pytest.raises(KeyError):
-        read.SummaryMetadata("mine")
 
 
 def test_columns_that_differ_success_and_another_type_that_is_refused(tmp_path: Path) -> None:
@@ -163,18 +133,13 @@ def test_a_text_charts_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -
     assert list(zip(counted.bucket_limit, counted.bucket, strict=True)) == [(2, 2), (3, 0), (4, 1)]
 
 
-def test_a_resumed_run_shows_every_curve_and_page_once(tmp_path: Path) -> None:
-    few = "dataset.batch_size=256"
-    train(tmp_path, *SMALL, few, "trainer.epochs=1")
-    train(tmp_path, *SMALL, few, "trainer.epochs=2", "resume=auto")
-    found, accuracy = events(tmp_path), metric_tag("accuracy")
-    tags, pages = {*found.Tags()["scalars"]}, {*found.Tags()["tensors"]}
-    assert tags | pages - {"custom_scalars__config__"} == (
-        {*map(str, Tag), accuracy, metric_tag("accuracy", "test")} - {Tag.TEXT_PROFILE, Tag.FIND_LR}
-    )
-    steps = [[e.step for e in found.Scalars(tag)] for tag in (Tag.LOSS_TRAIN, accuracy)]
-    assert steps == [list(range(1, 11)), [5, 10]]
-    for tag in tags | pages - {"custom_scalars__config__"}:
+def test_all_curves_and_pages_of_a_run_carry_their_meaning(tmp_path: Path) -> None:
+    train(tmp_path, *SMALL, "trainer.max_steps=2")
+    found, metric = events(tmp_path), metric_tag("accuracy")
+    tags = {*found.Tags()["scalars"], *found.Tags()["tensors"]} - {"custom_scalars__config__"}
+    never = {Tag.TEXT_PROFILE, Tag.FIND_LR}
+    assert tags == {*map(str, Tag), metric, metric_tag("accuracy", "test")} - never
+    for tag in tags:
         told = found.SummaryMetadata(tag).summary_description
         assert told == meaning_of(tag).markdown, tag
     for tag, *words in (
@@ -234,7 +199,7 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
     with Tracker(tmp_path / "run") as tracker:
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
         tracker.scalars(2, {Tag.LOSS_TRAIN: math.inf})
-        tracker.histogram("counts", [1.0, 3.0], [0.0, 1.0, 2.0], 2)
+        tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], 2)
         kept = tracker.last_step()
         tracker.scalars(3, {Tag.LOSS_TRAIN: 3.0})
     with Tracker(tmp_path / folder, purge_step=2) as tracker:
@@ -243,8 +208,12 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
         assert len(tracker.last_step()["events"]) == 3
     found, curves = events(tmp_path / folder), scalars(tmp_path / folder)
     assert [curves[Tag.LOSS_TRAIN][-1], *curves[Tag.LOSS_VAL]] == [(2, math.inf), (2, 5.0)]
-    assert [e.step for e in found.Histograms("counts")] == [2]
-    assert found.SummaryMetadata(Tag.LOSS_TRAIN).summary_description
+    assert [e.step for e in found.Histograms(HISTOGRAM)] == [2]
+    data = found.SummaryMetadata(Tag.LOSS_TRAIN)
+    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
+    assert found.SummaryMetadata(HISTOGRAM).summary_description.startswith("**Exponents of `head`")
+    # The fast reader wants these two beside it.
+    assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
 
 
 def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
@@ -260,38 +229,24 @@ def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
     assert scalars(tmp_path)["mine"] == [(2, 1.0), (6, 3.0)]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "run"
-    assert refused(MpframeError, Tracker, folder) == (
-        f"run folder {folder}: the event file cannot be written (Not a directory); "
-        "free space or set hydra.run.dir to a writable folder"
-    )
-
-
-def test_a_full_disk_loses_nothing_and_does_not_hide_what_went_wrong(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: Patch) -> None:
+    """And what waits for room is written later."""
     raising, failed = Tracker(tmp_path / "a"), Tracker(tmp_path / "b")
+    record = AmaxRecord(tmp_path)
+    record.add(torch.tensor(2.0))
     with monkeypatch.context() as patched:
-        patched.setattr("mpframe.tracking.tracker.append_whole", full)
+        for module in ("tracker", "records"):
+            patched.setattr(f"mpframe.tracking.{module}.append_whole", full)
         for tracker in (raising, failed):
             tracker.scalars(1, {"a": 1.0})
         with pytest.raises(MpframeError, match=r"written \(No space left on device\); free space"):
             raising.flush()
         with pytest.raises(ZeroDivisionError), failed:
             raise ZeroDivisionError
-    raising.close()
-    assert scalars(tmp_path / "a")["a"] == [(1, 1.0)]
-
-
-def test_amax_that_found_no_room_is_written_later(tmp_path: Path, monkeypatch: Patch) -> None:
-    record = AmaxRecord(tmp_path)
-    record.add(torch.tensor(2.0))
-    with monkeypatch.context() as patched:
-        patched.setattr("mpframe.tracking.records.append_whole", full)
         with pytest.raises(OSError, match="No space left"):
             record.flush()
+    raising.close()
+    assert scalars(tmp_path / "a")["a"] == [(1, 1.0)]
     record.add(torch.tensor(4.0))
     record.flush()
     assert read_amax(tmp_path).tolist() == [2.0, 4.0]

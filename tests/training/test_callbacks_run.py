@@ -8,35 +8,30 @@ import pytest
 import torch
 from fixtures import Log, refused
 from in_process import csv_rows, scalars, train, trained
-from own_parts import LikeTorchmetrics, Losses
+from own_parts import LikeTorchmetrics
 from prepared import context, prepared
-from torch import Tensor, nn
+from torch import nn
 
-from mpframe import Trainer, checkpoint
+from mpframe import Callback, Curves, EarlyStopping, checkpoint
 from mpframe.checkpoint.folder import best_in
-from mpframe.core.callback import Callback
-from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.data import RMSPE, Accuracy, Dice, Perplexity
 from mpframe.run.resume import restore
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks.records import Curves
-from mpframe.training.evaluation import NamedMetric
-from mpframe.training.run_context import RunContext, set_up
+from mpframe.training.evaluation import Best, NamedMetric
+from mpframe.training.run_context import set_up
 from mpframe.training.trainer import run_callbacks
 from mpframe.workloads.gan import Fooled
 
 FAILING = r"^callbacks\.mine: Failing raised ConnectionError \(no route to the server\) at [^\n]*$"
 
 
-class Told(Callback):
-    def __init__(self, name: str, said: list[str]) -> None:
-        self._name, self._said = name, said
-
-    def setup(self, trainer: Trainer, context: RunContext) -> None:
-        self._said.append(f"setup {self._name} in {context.folder.name}")
-
-    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        self._said.append(f"teardown {self._name} {error!r}")
+def told(name: str, said: list[str]) -> Any:
+    """A callback that writes what it is told."""
+    own: Any = Callback()
+    own.setup = lambda _, run: said.append(f"setup {name} in {run.folder.name}")
+    own.teardown = lambda _, error: said.append(f"teardown {name} {error!r}")
+    return own
 
 
 class Failing(Callback):
@@ -47,25 +42,22 @@ class Failing(Callback):
         raise ConnectionError("no route to the server")
 
 
-def trainer_with(callbacks: dict[str, Callback]) -> Trainer:
+def trainer_with(callbacks: dict[str, Callback]) -> Any:
     return prepared(nn.Linear(2, 1), nn.MSELoss(), callbacks=callbacks)
 
 
-GONE = (
-    "warning: the checkpoint holds the state of callbacks.gone, callbacks.lost, and this run has no "
-    "such callback: the next checkpoint is without"
-)
+STATE = {"best": Best("accuracy", 0.5, 3).state_dict(), "waited": 1}
 
 
 @pytest.mark.parametrize(("saved", "said"), [
-    ({"a": {"losses": [1.0]}}, []),
-    ({"a": {"losses": [1.0]}, "gone": {"x": 1}, "lost": {}}, [GONE]),
+    ({"a": STATE}, []),
+    ({"a": STATE, "gone": {"x": 1}, "lost": {}}, ["warning: the checkpoint holds the state of callbacks.gone, callbacks.lost, and this run has no such callback: the next checkpoint is without"]),
     ({}, ["warning: the checkpoint holds no state of callbacks.a, which begins without"]),
 ])  # fmt: skip
 def test_states_of_no_callback_and_the_reverse_are_said(saved: Any, said: Any, caplog: Log) -> None:
-    own = Losses("a")
+    own = EarlyStopping()
     restore({"a": own, "none": Callback()}, saved)
-    assert (own.losses, caplog.messages) == (saved.get("a", {}).get("losses", []), said)
+    assert (own.state_dict() == STATE, caplog.messages) == ("a" in saved, said)
     for state in (7, {"other": 1}):
         with pytest.raises(CheckpointError, match=r"^its state of callbacks\.a does not fit \("):
             restore({"a": own}, {"a": state})
@@ -73,7 +65,7 @@ def test_states_of_no_callback_and_the_reverse_are_said(saved: Any, said: Any, c
 
 def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, caplog: Log) -> None:
     said: list[str] = []
-    a, b, run = Told("a", said), Told("b", said), context(tmp_path / "run")
+    a, b, run = told("a", said), told("b", said), context(tmp_path / "run")
     with set_up(trainer_with({"a": a, "b": b}), run):
         said.append("trained")
     assert said[:3] == ["setup a in run", "setup b in run", "trained"]
@@ -99,27 +91,8 @@ def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, ca
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]
 OFTEN = ["trainer.log_every=3", "trainer.eval_every=2", "scheduler=none"]
-MINE = ["+callbacks.mine._target_=own_parts.Losses", "+callbacks.mine.name=mine"]
 HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
-
-
-def table(folder: Path) -> list[dict[str, str]]:
-    return csv_rows(folder / "metrics.csv")
-
-
 plain = trained(*SMALL, *OFTEN, HITS)
-
-
-def test_a_users_callback_sees_every_step_once_over_a_resume(tmp_path: Path) -> None:
-    """Another one of its class, which begins with the second start, keeps a state of its own."""
-    other = ["+callbacks.other._target_=own_parts.Losses", "+callbacks.other.name=other"]
-    train(tmp_path, *SMALL, *MINE, "trainer.max_steps=3")
-    train(tmp_path, *SMALL, *MINE, *other, "trainer.max_steps=5", "resume=auto")
-    assert (tmp_path / "mine.txt").read_text() == "1.0 2.0 3.0 4.0 5.0"
-    assert (tmp_path / "other.txt").read_text() == "4.0 5.0"
-    state = checkpoint.read(tmp_path).state["callbacks"]
-    assert state["mine"] == {"losses": [1.0, 2.0, 3.0, 4.0, 5.0]}
-    assert list(state) == [*("results", "throughput", "curves", "csv", "autopsy", "mine", "other")]
 
 
 def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> None:
@@ -132,7 +105,8 @@ def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> 
 
 
 def test_the_table_has_a_row_for_each_log_and_each_validation_and_every_metric(plain: Path) -> None:
-    (*rows, tested), summary, curves = table(plain), Summary.read(plain), scalars(plain)
+    (*rows, tested), summary = csv_rows(plain / "metrics.csv"), Summary.read(plain)
+    curves = scalars(plain)
     assert (tested["step"], bool(tested["test_loss"])) == ("8", True)
     assert [row["step"] for row in rows] == ["2", "3", "4", "6", "8"]
     assert all(row["train_loss"] and row["grad_amax"] and row["skipped_steps"] for row in rows)
@@ -144,16 +118,6 @@ def test_the_table_has_a_row_for_each_log_and_each_validation_and_every_metric(p
     assert summary.other_metrics["hits"] == pytest.approx(summary.val_metric, rel=2.0**-24)
     assert curves["metric/hits/val"] == curves["metric/accuracy/val"]
     assert "val_hits" in rows[0]
-
-
-def test_the_table_is_the_same_with_skips_on_the_device(plain: Path, tmp_path: Path) -> None:
-    """Whose steps are told of late; without the curves nothing else asks for them."""
-    train(tmp_path, *SMALL, *OFTEN, "callbacks.curves=null", "+optimizer.fused=true")
-    first, fused = (
-        [(row["step"], bool(row["train_loss"]), bool(row["val_loss"])) for row in table(folder)]
-        for folder in (plain, tmp_path)
-    )
-    assert first == fused
 
 
 def test_a_resumed_run_has_the_table_of_the_undisturbed_one(plain: Path, tmp_path: Path) -> None:
@@ -209,38 +173,24 @@ def test_a_misspelt_event_is_warned_of_with_the_nearest(caplog: Log) -> None:
         ]
 
 
-@pytest.mark.parametrize("value", [torch.zeros((), device="meta"), torch.tensor(1j)])
-def test_a_value_that_is_no_real_number_is_blamed_on_its_metric(value: torch.Tensor) -> None:
+@pytest.mark.parametrize(("value", "line"), [
+    (torch.zeros((), device="meta"), "SimpleNamespace raised RuntimeError ("),
+    (torch.tensor(1j), "SimpleNamespace raised RuntimeError ("),
+    (torch.ones(10), "SimpleNamespace gave float32 [10] as its value; it must be one number"),
+])  # fmt: skip
+def test_a_value_that_is_no_real_number_is_blamed_on_its_metric(value: Any, line: str) -> None:
     own = SimpleNamespace(update=print, compute=lambda: value, reset=lambda: None)
-    said = refused(UserCodeError, NamedMetric("f1", own).compute)
-    assert said.startswith("metrics.f1: SimpleNamespace raised RuntimeError (")
-
-
-class Renamed(Accuracy):
-    name = "renamed"
-
-
-class CountsMore(Accuracy):
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        super().update(outputs, targets)
-
-
-class CountsMoreAndMerges(CountsMore):
-    def merge(self, other: Any) -> None:
-        super().merge(other)
+    assert refused(UserCodeError, NamedMetric("f1", own).compute).startswith(f"metrics.f1: {line}")
 
 
 def test_an_inherited_merge_is_not_trusted_with_an_update_of_the_class_itself() -> None:
-    for metric, merges in (
-        *((Accuracy, True), (Perplexity, True), (RMSPE, True), (Dice, True), (Fooled, True)),
-        *(
-            (Renamed, True),
-            (CountsMore, False),
-            (CountsMoreAndMerges, True),
-            (LikeTorchmetrics, False),
-        ),
-    ):
-        assert NamedMetric("own", metric).merges == merges, metric
+    renamed = type("Renamed", (Accuracy,), {"name": "renamed"})
+    counts_more = type("CountsMore", (Accuracy,), {"update": print})
+    merges_more = type("MergesMore", (counts_more,), {"merge": print})
+    for kind in (Accuracy, Perplexity, RMSPE, Dice, Fooled, renamed, merges_more):
+        assert NamedMetric("own", kind).merges, kind
+    for kind in (counts_more, LikeTorchmetrics):
+        assert not NamedMetric("own", kind).merges, kind
 
 
 OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"
@@ -251,14 +201,12 @@ OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"
     ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
     ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
     ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_parts.Nope: "),
-    ([f"+metrics.f1.{OWN}.Vector"], UserCodeError, "metrics.f1: Vector gave float32 [10] as its value; it must be one number"),
     ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, "callbacks.checkpoints: every run has a callback of this name; give yours another name"),
     ([f"{MINE_IS}=builtins.dict"], ConfigError, "callbacks.mine._target_=builtins.dict: must return a mpframe.core.callback.Callback, got dict\n"),
     ([f"{MINE_IS}=nowhere.Mine"], ConfigError, "callbacks.mine._target_=nowhere.Mine: "),
     ([f"{MINE_IS}=mpframe.training.callbacks.records.Curves", "+callbacks.mine.log_evry=1"], ConfigError, "callbacks.mine.log_evry=1: mpframe.training.callbacks.records.Curves takes no such argument; nearest: log_every\n"),
 ])  # fmt: skip
-def test_what_is_no_metric_no_callback_or_replaces_a_runs_own_is_refused_in_one_line(
-    tmp_path: Path, options: list[str], error: type[MpframeError], line: str
-) -> None:
+def test_what_is_none_is_refused(tmp_path: Path, options: Any, error: Any, line: str) -> None:
+    """No metric, no callback, or one that would replace a run's own."""
     said = refused(error, train, tmp_path, *SMALL, *options, "trainer.max_steps=1")
     assert line in f"{said}\n"

@@ -1,24 +1,46 @@
-"""The step as one graph makes the same steps as op by op, from a record for each kind of step."""
+"""The step as one graph: the same steps as op by op, from a record for each kind of step.
 
+What cannot be one graph is refused: before the first step, or when a step is recorded.
+"""
+
+import copy
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled import OVERFLOW, Model, batches, calm, net, run, trainer
+from fixtures import Patch, refused
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from vocabulary import differing
 
-from mpframe import Backoff, LogMax, Trainer
+import mpframe.lowbit  # noqa: F401  Its products.
+from mpframe import Backoff, LogMax, Precision, Schedules, Trainer
+from mpframe.core.callback import Algorithm
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.training import compiled_step
 from mpframe.training.callbacks.ema import AverageWeights, Ema
-from mpframe.training.callbacks.schedules import Schedules
+from mpframe.training.callbacks.guards import LossSpikes
+from mpframe.training.callbacks.step_hooks import Penalty
 from mpframe.training.compiled_step import CompiledTrainer
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
+from mpframe.training.step_record import StepRecord
+
+
+@pytest.fixture
+def op_by_op(monkeypatch: Patch) -> None:
+    """Run the records themselves: the same ops, so the same bits."""
+    monkeypatch.setattr(StepRecord, "compile", lambda record, inputs: None)
 
 
 def both(windows: list[Any], options: Callable[[], dict[str, Any]]) -> tuple[Any, Any]:
@@ -29,19 +51,15 @@ def both(windows: list[Any], options: Callable[[], dict[str, Any]]) -> tuple[Any
     return plain, compiled
 
 
-@pytest.mark.parametrize("clip", [None, 0.25])
-@pytest.mark.parametrize(
-    ("mode", "half", "scaler"),
-    [
-        ("fp32", "float16", None),
-        ("amp", "bfloat16", None),
-        ("mixed", "bfloat16", None),
-        ("amp", "float16", Backoff),
-        ("mixed", "float16", Backoff),
-        ("mixed", "float16", partial(Backoff, hysteresis=2, growth_interval=2)),
-        ("mixed", "float16", LogMax),
-    ],
-)
+@pytest.mark.parametrize(("mode", "half", "scaler", "clip"), [
+    ("fp32", "float16", None, 0.25),
+    ("amp", "bfloat16", None, None),
+    ("mixed", "bfloat16", None, 0.25),
+    ("amp", "float16", Backoff, 0.25),
+    ("mixed", "float16", Backoff, None),
+    ("mixed", "float16", partial(Backoff, hysteresis=2, growth_interval=2), 0.25),
+    ("mixed", "float16", LogMax, None),
+])  # fmt: skip
 def test_a_record_makes_the_steps_of_the_trainer(op_by_op, mode, half, scaler, clip) -> None:
     """With one skipped, a rate that changes, an average of the weights, dropout and BatchNorm."""
     ended = []
@@ -58,24 +76,10 @@ def test_a_record_makes_the_steps_of_the_trainer(op_by_op, mode, half, scaler, c
     assert len(made._records) == len(made._confirmed) == 1
 
 
-def test_a_skipped_step_changes_nothing_but_the_scale(op_by_op) -> None:
-    made = trainer(CompiledTrainer, "mixed", scaler=Backoff(), optimizer=torch.optim.AdamW)
-    good, bad = batches()[0], batches()[OVERFLOW]
-    run(made, [[good], [good], [good]])
-    before = {n: t.clone() for n, t in enumerate(made._undone() + list(made.model.buffers()))}
-    run(made, [[bad]])
-    assert differing(before, dict(enumerate(made._undone() + list(made.model.buffers())))) == []
-    assert made.scaler.scale == 2.0**15
-    assert made.progress.skipped == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [
-        *[(name, False) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad")],
-        *[(name, True) for name in ("Adam", "AdamW", "Adagrad")],
-    ],
-)
+@pytest.mark.parametrize(("name", "fused"), [
+    *[(name, False) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad")],
+    *[(name, True) for name in ("Adam", "AdamW", "Adagrad")],
+])  # fmt: skip
 def test_an_optimizer_counts_its_steps_in_tensors(op_by_op, name, fused) -> None:
     """A plain optimizer computes 1 - b^t in float64, a recorded one in float32. For b = 0.999 and t
     = 1 that is 0.001, rounded to 2^-24: 6e-5 of it, and 3e-5 of its root. No step moves a weight by
@@ -150,30 +154,18 @@ class Weighted:
         return self(model, batch)
 
 
-def clip_more(made: Any) -> None:
-    made.plan = replace(made.plan, clip_norm=2.0**-7)
-
-
-def smooth(made: Any) -> None:
-    made.objectives[0].objective.loss.label_smoothing = 0.5
-
-
-def set_share(made: Any) -> None:
-    made.objectives[0].objective.__self__.share = 1.0
-
-
-def double(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output * 2
+def objective_of(made: Any) -> Any:
+    return made.objectives[0].objective
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "number": lambda made: setattr(made.model, "share", 1.0),
     "probability": lambda made: setattr(made.model[3], "p", 0.75),
-    "hook": lambda made: made.model[0].register_forward_hook(double),
+    "hook": lambda made: made.model[0].register_forward_hook(lambda m, x, output: output * 2),
     "module": lambda made: setattr(made.model, "2", nn.Tanh()),
-    "loss": smooth,
-    "objective": set_share,
-    "plan": clip_more,
+    "loss": lambda made: setattr(objective_of(made).loss, "label_smoothing", 0.5),
+    "objective": lambda made: setattr(objective_of(made).__self__, "share", 1.0),
+    "plan": lambda made: setattr(made, "plan", replace(made.plan, clip_norm=2.0**-7)),
 }
 
 
@@ -204,13 +196,15 @@ def test_an_attribute_that_is_set_to_its_value_is_no_change(op_by_op) -> None:
 def test_a_resumed_run_goes_on_exactly(op_by_op) -> None:
     """Its first step is recorded, as the state of its optimizer is there."""
     make = partial(trainer, CompiledTrainer, "mixed", optimizer=torch.optim.AdamW)
-    windows = [[batch] for batch in batches(12)]
-    whole, first, second = make(scaler=LogMax()), make(scaler=LogMax()), make(scaler=LogMax())
+    windows, whole, resumed = (
+        [[b] for b in batches(12)],
+        make(scaler=LogMax()),
+        make(scaler=LogMax()),
+    )
     run(whole, windows[:6])
-    run(first, windows[:6])
-    second.load_state_dict(first.state_dict())
-    assert differing(run(whole, windows[6:]), run(second, windows[6:])) == []
-    assert differing(whole.state_dict(), second.state_dict()) == []
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    assert differing(run(whole, windows[6:]), run(resumed, windows[6:])) == []
+    assert differing(whole.state_dict(), resumed.state_dict()) == []
 
 
 def start_from_one(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -234,16 +228,14 @@ def test_a_step_that_writes_into_its_batch_does_so_once(op_by_op) -> None:
     assert differing(*ended) == []
 
 
-# What a graph of fused ops may do: leave out roundings to half, and add in another order.
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "half", "scaler"),
-    [("fp32", "float16", None), ("amp", "bfloat16", None), ("mixed", "float16", LogMax)],
-)
+@pytest.mark.parametrize(("mode", "half", "scaler"), [
+    ("fp32", "float16", None), ("amp", "bfloat16", None), ("mixed", "float16", LogMax),
+])  # fmt: skip
 def test_inductor_makes_the_same_steps(mode, half, scaler) -> None:
-    """R = 16 roundings of size u, half a unit in the last place, on the way to a loss, so n R u
+    """But a graph of fused ops leaves out roundings to half, and adds in another order.
+
+    R = 16 roundings of size u, half a unit in the last place, on the way to a loss, so n R u
     max|loss| after n steps. Whether a step is skipped, its scale and the rate are equal, and so is
     dropout, which draws the numbers of torch."""
     plain, compiled = ended = [
@@ -264,3 +256,129 @@ def test_inductor_makes_the_same_steps(mode, half, scaler) -> None:
     before = [tensor.clone() for tensor in compiled._undone()]
     assert compiled.train_step(batches()[OVERFLOW]).known.skipped
     assert differing(before, compiled._undone()) == []
+
+
+def count_calls(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.calls += 1
+    return y
+
+
+changing = itertools.count()
+READ = r"a number is read from a tensor \(%s at test_\w+.py:\d+\)"
+# Ends of a forward pass that make the step depend on what a graph does not hold, and the reason
+# that is given for each.
+ENDS: dict[str, tuple[Any, str]] = {
+    "item": (lambda model, x, y: y * y.sum().item(), READ % "local_scalar_dense"),
+    "lengths": (lambda model, x, y: pack_padded_sequence(y[:, None], [len(y)]).data[:, :4],
+                READ % "pack_padded_sequence"),
+    "shape": (lambda model, x, y: y + y[y > 0].sum(),
+              r"a shape depends on the numbers of a tensor \(index at test_\w+\.py:\d+\)"),
+    # Reads that are no op of torch.
+    "list": (lambda model, x, y: y * x.flatten().tolist()[0], READ % "tolist"),
+    "numpy": (lambda model, x, y: y * float(x.numpy()[0, 0]), READ % "numpy"),
+    "array": (lambda model, x, y: y * float(np.asarray(x)[0, 0]), READ % "array"),
+    "constant": (lambda model, x, y: y * next(changing),
+                 r"two steps ran other ops \(%mul.*, then %mul.*\)"),
+    "random": (lambda model, x, y: y * random.random(),
+               "a step draws random numbers of Python or numpy"),
+    "attribute": (count_calls, "a step sets the attribute calls of a module to 2"),
+    "tensor": (lambda model, x, y: y + 0 * model.seen.add_(1),
+               "a step writes into a tensor that is no parameter, buffer or optimizer state"),
+    "sparse": (lambda model, x, y: y + model.words(torch.arange(len(y))),
+               r"a tensor is sparse \(aten.*\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"), [*((what, "fp32") for what in ENDS), ("item", "mixed"), ("list", "mixed")]
+)
+def test_a_step_that_depends_on_python_is_refused(op_by_op, what: str, mode: str) -> None:
+    end, why = ENDS[what]
+    plain = partial(torch.optim.SGD, lr=0.1)
+    made = trainer(CompiledTrainer, mode, model=Model(end), optimizer=plain)
+    line = rf"^trainer\.compile=step: {why}; use trainer\.compile=true$"
+    with pytest.raises(ConfigError, match=line):
+        run(made, calm(4))
+
+
+FP8 = Precision("mixed", "bfloat16", products="fp8_tensorwise")
+OTHER = "does not compile its steps, which takes one loss and one optimizer without a closure"
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"comm": SimpleNamespace(size=2)}, "2 ranks average their gradients within a step"),
+    ({"algorithms": {"spikes": LossSpikes("skip")}},
+     "callbacks.loss_spikes decides within a step whether it is skipped"),
+    ({"scaler": SimpleNamespace(scale=torch.tensor(1.0))},
+     "loss_scaling=SimpleNamespace is not derived from mpframe's Scaler"),
+    ({"mode": FP8}, "dtype.products=fp8_tensorwise runs ops by a handler, which may keep state"),
+    ({"cls": Trainer, "plan": {"compile": "step"}}, f"Trainer {OTHER}"),
+    ({"cls": ClosureTrainer, "plan": {"compile": "step"}}, f"ClosureTrainer {OTHER}"),
+])  # fmt: skip
+def test_a_trainer_that_cannot_compile_its_steps_is_not_made(options: Any, why: str) -> None:
+    said = refused(ConfigError, trainer, **{"cls": CompiledTrainer, "mode": "mixed", **options})
+    assert said == f"trainer.compile=step: {why}; use trainer.compile=true"
+
+
+class Chooses(Algorithm):
+    def before_update(self, trainer: Any, losses: list[Tensor]) -> Tensor | None:
+        return losses[0] > 100
+
+
+def cycle(made: Any) -> Schedules:
+    return Schedules(OneCycleLR(made.optimizer, 0.1, total_steps=9))  # Moves momentum as well.
+
+
+PENALTY = Penalty(lambda weight: weight.square().sum(), 0.1)
+
+
+@pytest.mark.parametrize(("add", "why"), [
+    (lambda made: made.optimizer.register_step_pre_hook(PENALTY), "Penalty hooks into the optim"),
+    (lambda made: made.algorithms.update(mine=Chooses()), "callbacks.mine decides within a step w"),
+    (lambda made: made.algorithms.update(schedule=cycle(made)),
+     "momentum of the optimizer changes from step to step; use trainer.compile=true"),
+])  # fmt: skip
+def test_what_acts_within_a_step_is_refused_when_it_is_there(op_by_op, add: Any, why: str) -> None:
+    made = trainer(CompiledTrainer)
+    add(made)
+    assert refused(ConfigError, run, made, calm(4)).startswith(f"trainer.compile=step: {why}")
+
+
+class Counts(torch.optim.Optimizer):
+    """SGD, whose rate depends on how often it stepped, which it counts as it is told."""
+
+    def __init__(self, parameters: Any, lr: float, where: str) -> None:
+        super().__init__(parameters, {"lr": lr, "calls": 0})
+        self.where = where
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["calls"] += self.where == "group"
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", 0) + (self.where == "state")
+            if self.where == "tensor":
+                state["last"] = parameter.grad.clone()
+            steps = group["calls"] + state["calls"]
+            parameter -= group["lr"] / (1 + steps) * parameter.grad
+
+
+@pytest.mark.parametrize(("where", "why"), [
+    ("group", "the optimizer keeps calls, which changes, outside of tensors"),
+    ("state", "the optimizer keeps calls, which changes, outside of tensors"),
+    ("tensor", "the optimizer replaces tensors of its state"),
+])  # fmt: skip
+def test_an_optimizer_that_counts_in_python_is_refused(op_by_op, where: str, why: str) -> None:
+    made = trainer(CompiledTrainer, optimizer=partial(Counts, lr=0.1, where=where))
+    assert refused(ConfigError, run, made, calm(4)).startswith(f"trainer.compile=step: {why}")
+
+
+def test_an_error_of_the_compiler_is_one_line(monkeypatch: Patch) -> None:
+    def compile_graph(*_: Any) -> None:
+        raise RuntimeError("no C++ compiler was found\nin any place")
+
+    monkeypatch.setattr(StepRecord, "compile", compile_graph)
+    with pytest.raises(ConfigError, match=r"step: torch's compiler raised RuntimeError \(no C\+\+"):
+        run(trainer(CompiledTrainer), calm(3))
+    assert not torch.compiler.is_compiling()

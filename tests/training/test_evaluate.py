@@ -1,38 +1,188 @@
-"""mpframe evaluate: the run's numbers bit for bit; a stored configuration is data."""
+"""The test at the end of a run, and mpframe evaluate: the same numbers bit for bit.
+
+The best weights are tested, on data that chose nothing, and nothing moves. A stored configuration
+is data.
+"""
 
 import json
+import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from fixtures import Patch, Shown, refused
-from in_process import train
-from in_process import trained as made_by
+from fixtures import Log, Patch, Shown, refused
+from in_process import composed, csv_rows, differing, scalars, train
 
-from mpframe import checkpoint
+from mpframe import Task, Trainer, checkpoint
+from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
+from mpframe.config.command_line import check_config
 from mpframe.config.stored import config_of
-from mpframe.core.errors import CheckpointError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.data.images import digits
+from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
+from mpframe.training.evaluation import Evaluation
 
-SMALL = ["trainer.max_steps=4", "trainer.eval_every=2", "trainer.log_every=100"]
-CNN = [*SMALL, "model.width=8", "trainer.ema_decay=0.9", "dtype=mixed"]
+# The learning rate is too high on purpose: the last weights are not the best ones.
+OPTIONS = ["model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1"]
+OPTIONS += ["trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3"]
+OPTIONS += ["trainer.log_every=4", "dataset.batch_size=128", "seed=3"]
+MLP = [*OPTIONS[1:], "model=mlp", "model.hidden=8"]
 
 
-trained = made_by(*CNN, "trainer.checkpoint_every=2", "trainer.keep_last=9")
+def trainer_of(folder: Path, *options: str) -> Any:
+    """Of a run that has ended."""
+    own = composed("callbacks.progress_bar=null", *options)
+    run = Run(check_config(own), own, folder)
+    run.train()
+    return run.trainer
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run whose best checkpoint is not its last, made once; and the trainer that it had."""
+    folder = tmp_path_factory.mktemp("tested")
+    return folder, trainer_of(folder, *OPTIONS)
 
 
 @pytest.fixture
-def run_copy(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def done(tested: tuple[Path, Any]) -> Path:
+    return tested[0]
+
+
+def row_of_the_test(folder: Path) -> dict[str, str]:
+    """It holds nothing else."""
+    (row,) = (row for row in csv_rows(folder / "metrics.csv") if row["test_loss"])
+    return {name: cell for name, cell in row.items() if cell}
+
+
+def test_the_best_weights_are_tested_and_all_places_say_the_same(done: Path) -> None:
+    summary, (best,), last = Summary.read(done), best_in(done, 1), checkpoint.newest(done)
+    row = row_of_the_test(done)
+    assert best != last
+    assert summary.tested == "best"
+    for path, split in ((done, None), (best, "test")):
+        found = evaluate(path, [], split=split)
+        assert (found.split, found.samples, found.weights) == ("test", 180, "ema")
+        assert found.evaluation.loss == summary.test_loss
+        assert found.evaluation.metrics == summary.test_metrics
+    assert evaluate(last, [], split="test").evaluation.loss != summary.test_loss
+    # The event file keeps 32 bits of each number, metrics.csv nine digits.
+    curve = [(6, pytest.approx(summary.test_metric, rel=2.0**-24))]
+    assert scalars(done)["metric/accuracy/test"] == curve
+    assert float(row["test_accuracy"]) == pytest.approx(summary.test_metric, rel=1e-8)
+    assert row.keys() == {"step", "epoch", "test_loss", "test_accuracy"}
+
+
+def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) -> None:
+    folder, trainer = tested
+    saved = checkpoint.load(folder)["trainer"]
+    assert not differing(saved, trainer.state_dict())
+    assert saved["ema_updates"] == 6
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.equal(saved["weights"][name].to(parameter.dtype)), name
+
+
+def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """A memory that grows, and one that is not persistent: the best has less of both."""
+    model = "model._target_=own_parts.NoisyNet"
+    trainer = trainer_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32", "optimizer.lr=3")
+    summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
+    assert best != checkpoint.newest(tmp_path)
+    assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss
+    saved = checkpoint.load(tmp_path)["trainer"]
+    assert not differing(saved, trainer.state_dict())
+    assert set(saved["extra_state"]) == {"means", "sum", "count"}
+
+
+def validated_with(monkeypatch: Patch, accuracies: dict[int, float]) -> None:
+    evaluate = Trainer.evaluate
+
+    def planned(trainer: Trainer, loader: Any, split: str = "validation") -> Evaluation:
+        done, step = evaluate(trainer, loader, split), trainer.progress.global_step
+        own = {"accuracy": accuracies.get(step, 0.25)}
+        return done if split == "test" else replace(done, metrics=own)
+
+    monkeypatch.setattr(Trainer, "evaluate", planned)
+
+
+def test_best_weights_gone_are_not_claimed(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
+    """Others are left, which would be taken for the best ones."""
+    written = checkpoint.save
+
+    def save(folder: Path, snapshot: checkpoint.Snapshot) -> Path:
+        path = written(folder, snapshot)
+        if snapshot.global_step == 4:
+            shutil.rmtree(path)
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    validated_with(monkeypatch, {2: 0.5, 4: 0.75, 6: 0.25})
+    caplog.set_level("INFO")
+    summary = train(tmp_path, *MLP, "trainer.keep_last=9")
+    assert (summary.tested, summary.best, summary.best_step) == ("last", 0.75, 4)
+    assert summary.searched == 0.25  # A search goes by the weights that were tested.
+    assert (
+        "warning: trainer.keep_best=1: the best validation, accuracy 0.75 (step 4), has no "
+        "checkpoint in this folder, so the last weights are tested"
+    ) in caplog.messages
+    assert "(last weights), val_accuracy 0.2500, " in caplog.messages[-1]
+    assert evaluate(tmp_path, []).evaluation.loss == summary.test_loss
+
+
+def test_best_weights_are_saved_after_a_skipped_step(tmp_path: Path, monkeypatch: Patch) -> None:
+    validated_with(monkeypatch, {2: 0.75, 4: 0.5, 6: 0.25})
+    scaler = "init_scale=1 growth_interval=1 growth_factor=1e30 max_scale=1e30 backoff_factor=1e-30"
+    skips_each_second_step = [f"loss_scaling.{word}" for word in scaler.split()]
+    summary = train(tmp_path, *MLP, "loss_scaling=Backoff", *skips_each_second_step)
+    progress = checkpoint.load(tmp_path / "checkpoints/step_00000002")["trainer"]["progress"]
+    assert (progress["steps"], progress["skipped_in_a_row"]) == (1, 1)
+    assert (summary.tested, summary.best_step, summary.searched) == ("best", 2, 0.75)
+
+
+def test_a_test_cut_short_is_made_anew(done: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    made = Trainer.test
+
+    def signalled(trainer: Trainer, loader: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return made(trainer, loader)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "test", signalled)
+        with pytest.raises(RunInterrupted):
+            train(tmp_path, *OPTIONS)
+    stopped = Summary.read(tmp_path)
+    assert (stopped.status, stopped.test_loss, stopped.tested) == ("interrupted", None, None)
+    resumed, whole = train(tmp_path, *OPTIONS, "resume=auto"), Summary.read(done)
+    assert (resumed.test_loss, resumed.test_metrics) == (whole.test_loss, whole.test_metrics)
+    assert scalars(tmp_path)["loss/test"] == scalars(done)["loss/test"]
+    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=8")
+    assert [step for step, _ in scalars(tmp_path)["loss/test"]] == [8]
+    assert row_of_the_test(tmp_path)["step"] == "8"
+
+
+def untested() -> Task:
+    return replace(digits(), test=None)
+
+
+@pytest.mark.slow
+def test_a_dataset_may_lack_a_test_part(tmp_path: Path) -> None:
+    own = "dataset._target_=test_evaluate.untested"
+    options = [*MLP, own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]
+    summary, found = train(tmp_path, *options), evaluate(tmp_path, [own])
+    assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
+    assert (found.split, found.evaluation.loss) == ("val", summary.val_loss)
+    with pytest.raises(ConfigError, match=r"^split=test: the dataset has no test part; use split"):
+        evaluate(tmp_path, [own], split="test")
 
 
 @pytest.mark.parametrize("options", [
-    "",
     "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32} model.width=8",
     *(pytest.param(words, marks=pytest.mark.slow) for words in (
         "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
@@ -40,72 +190,43 @@ def run_copy(trained: Path, tmp_path: Path) -> Path:
         "dtype=mixed experiment=digits_gan",
     )),
 ])  # fmt: skip
-def test_the_numbers_are_the_runs_bit_for_bit(options: str, trained: Path, tmp_path: Path) -> None:
-    run = tmp_path if options else trained
-    if options:
-        train(run, *SMALL, *options.split())
-    summary, done = Summary.read(run), evaluate(run, [], split="val")
-    assert (done.evaluation.loss, done.evaluation.value) == (summary.val_loss, summary.val_metric)
-    assert done.step == summary.steps + summary.skipped_steps
-    done = evaluate(run, [])
-    assert done.split == "test"
-    assert (done.evaluation.loss, done.evaluation.value) == (summary.test_loss, summary.test_metric)
-    assert summary.tested == ("last" if "gan" in options else "best")
+def test_the_numbers_are_the_runs_bit_for_bit(options: str, tmp_path: Path) -> None:
+    small = ["trainer.max_steps=4", "trainer.eval_every=2", "trainer.log_every=100"]
+    summary = train(tmp_path, *small, *options.split())
+    val, test = evaluate(tmp_path, [], split="val"), evaluate(tmp_path, [])
+    assert val.step == summary.steps + summary.skipped_steps
+    assert (val.evaluation.loss, val.evaluation.value) == (summary.val_loss, summary.val_metric)
+    assert (test.evaluation.loss, test.evaluation.value) == (summary.test_loss, summary.test_metric)
+    assert (test.split, summary.tested) == ("test", "last" if "gan" in options else "best")
 
 
-def test_the_result_is_printed_and_written_beside_others(run_copy: Path, capsys: Shown) -> None:
-    own = run_copy / "evaluation_val_step_00000004.json"
+def test_it_is_printed_and_written_beside_others(done: Path, here: Path, capsys: Shown) -> None:
+    run_copy = Path(shutil.copytree(done, here / "run"))
+    own = run_copy / "evaluation_val_step_00000006.json"
     main([f"checkpoint={run_copy}", "split=val"])
     (line,) = capsys.readouterr().out.splitlines()
     summary, written = Summary.read(run_copy), json.loads(own.read_text())
     assert (written["val_loss"], written["val_accuracy"]) == (summary.val_loss, summary.val_metric)
-    assert (written["step"], written["weights"], written["samples"]) == (4, "ema", 180)
-    assert (written["precision"], written["batch_size"]) == ("mixed(float16)", 64)
+    assert (written["step"], written["weights"], written["samples"]) == (6, "ema", 180)
+    assert (written["precision"], written["batch_size"]) == ("mixed(float16)", 128)
     assert f"val_loss {summary.val_loss:.6g}, val_accuracy {summary.val_metric:.6g}" in line
     before = own.read_bytes()
     # Of a checkpoint, it lies in the run's folder, too.
     newest = checkpoint.newest(run_copy)
     main([f"checkpoint={newest}", "split=val", "weights=trained", "dtype=amp"])
     assert own.read_bytes() == before
-    other = run_copy / "evaluation_val_step_00000004,dtype=amp,weights=trained.json"
+    other = run_copy / "evaluation_val_step_00000006,dtype=amp,weights=trained.json"
     assert json.loads(other.read_text())["val_loss"] != written["val_loss"]
 
 
-@pytest.mark.slow
-def test_options_may_change_and_batches_have_their_own_size(trained: Path, tmp_path: Path) -> None:
-    """Validated in batches of 7, tested and evaluated too; training does not see it."""
-    assert evaluate(trained, ["dtype=amp", "dtype.half=bfloat16"]).precision == "amp(bfloat16)"
-    # A choice that names the stored class again keeps the stored options (here width 8).
-    done, theirs = evaluate(trained, ["model=cnn", "model.dropout=0.5"]), Summary.read(trained)
-    assert done.evaluation.loss == theirs.test_loss
-    ours = train(tmp_path, *CNN, "dataset.eval_batch_size=7")
-    assert (ours.train_loss, ours.val_metric) == (theirs.train_loss, theirs.val_metric)
-    # A float16 logit may round the other way where a sum is taken in another order.
-    assert ours.val_loss == pytest.approx(theirs.val_loss, rel=2.0**-10)
-    done = evaluate(tmp_path, [])
-    assert (done.batch_size, done.evaluation.loss) == (7, ours.test_loss)
-
-
 def stored_in(run: Path) -> dict[Any, Any]:
-    tree: dict[Any, Any] = yaml.safe_load((checkpoint.newest(run) / "config.yaml").read_text())
-    return tree
+    return yaml.safe_load((checkpoint.newest(run) / "config.yaml").read_text())
 
 
-@pytest.mark.slow
-def test_a_users_class_is_made_once_it_is_named_again_and_no_optimizer(trained: Path) -> None:
-    own: dict[str, Any] = {"_target_": "own.Top"}
-    for node, again in (({"metrics": {"top": own}}, "+metrics.top"), ({"model": own}, "model")):
-        text, target = yaml.safe_dump(stored_in(trained) | node), f"{again}._target_=own.Top"
-        assert refused(CheckpointError, config_of, text, trained, []) == (
-            f"{trained}: {target.lstrip('+')} is not mpframe's own, and a stored configuration "
-            "runs nothing; give the --config-dir whose files name it, or if you trust it, add "
-            f"{target}"
-        )
-        assert vars(config_of(text, trained, [target])).items() >= node.items()
-    # Of an optimizer, which an evaluation needs not, none is looked at.
+def test_no_stored_optimizer_is_looked_at(done: Path) -> None:
     hostile = {key: {"_target_": "os.system"} for key in ("optimizer", "scheduler")}
-    text = yaml.safe_dump(stored_in(trained) | hostile)
-    assert config_of(text, trained, []).optimizer["_target_"] == "torch.optim.SGD"
+    text = yaml.safe_dump(stored_in(done) | hostile)
+    assert config_of(text, done, []).optimizer["_target_"] == "torch.optim.SGD"
 
 
 TOUCH = {"_target_": "os.system", "path": "touch attacked"}
@@ -134,43 +255,30 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
     ("file", "a: " + "x" * 2**16, "at most 65536 letters"),
     ("file", "at: 2026-11-21\n", "at is a date; refused"),
 ])  # fmt: skip
-def test_a_hostile_stored_config_or_file_is_refused(
-    trained: Path, part: str, own: Any, text: str, here: Path
+def test_a_hostile_stored_file_is_inert(
+    done: Path, part: str, own: Any, text: str, here: Path
 ) -> None:
-    tree = stored_in(trained)
     if part != "file":
+        tree = stored_in(done)
         (tree[part] if part else tree).update(own)
-    error = CheckpointError if part == "file" else MpframeError
-    given = own if part == "file" else yaml.safe_dump(tree)
-    assert re.search(text, refused(error, config_of, given, trained, []))
+        own = yaml.safe_dump(tree)
+    assert re.search(text, refused(MpframeError, config_of, own, done, []))
     assert not (here / "attacked").exists()
-
-
-def test_a_hostile_stored_configuration_runs_nothing(run_copy: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(run_copy)
-    text = yaml.safe_dump(stored_in(run_copy) | {"model": {"width": TOUCH}})
-    checkpoint.save(run_copy, replace(checkpoint.read(run_copy), config=text))
-    with pytest.raises(MpframeError, match="not mpframe's own"):
-        evaluate(run_copy, [], split="val")
-    assert not (run_copy / "attacked").exists()
 
 
 @pytest.mark.parametrize(("words", "text"), [
     ("", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
-    ("-m", "-m: no such option; give option=value"),
     ("weights=emma", "weights=emma: choose trained, ema; nearest: ema"),
-    ("split=tset", "split=tset: choose val, test; nearest: test"),
     ("dtype=fp32,amp", "dtype=fp32,amp: give one value; there is no sweep"),
     ("experiment=digits_mlp", "has no part in an evaluation"),
-    ("model.widht=3", "model.widht: no such option; nearest: model.width"),
     ("model.width=3", "has shape (8, 1, 3, 3) in the checkpoint"),
     ("out=/nonexistent/x.json", "x.json: cannot be written (No such"),
     ("checkpoint=/nonexistent", "/nonexistent: no readable checkpoint"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line(trained: Path, words: str, text: str, capsys: Shown) -> None:
-    before = sorted(path.name for path in trained.iterdir())
+def test_a_mistake_is_one_line(done: Path, words: str, text: str, capsys: Shown) -> None:
+    before = sorted(path.name for path in done.iterdir())
     with pytest.raises(SystemExit) as ended:
-        main([f"checkpoint={trained}", words] if words else [])
+        main([f"checkpoint={done}", words] if words else [])
     (line,) = capsys.readouterr().err.splitlines()
     assert (ended.value.code, line.startswith("mpframe: "), text in line) == (1, True, True), line
-    assert sorted(path.name for path in trained.iterdir()) == before
+    assert sorted(path.name for path in done.iterdir()) == before

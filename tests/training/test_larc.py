@@ -1,4 +1,4 @@
-"""LARC, LARS and penalties: their formulas by hand, on masters, whatever the loss is scaled by."""
+"""LARC, LARS, penalties and norms: by hand, on masters, whatever the loss is scaled by."""
 
 import copy
 from functools import partial
@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from prepared import prepared
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
+from vocabulary import same_bits
 
-from mpframe import MasterWeights, Precision, Static, Trainer
+from mpframe import MasterWeights, Plan, Precision, Static, Trainer
 from mpframe.config import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim import gradients
@@ -22,7 +23,6 @@ from mpframe.run.target import make
 from mpframe.training.callbacks.step_hooks import LARC, GradientNorms, Penalty, StepHook
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
-from mpframe.training.plan import Plan
 from mpframe.training.trainer import run_callbacks
 
 OPTIMIZERS: dict[str, Any] = {
@@ -94,24 +94,21 @@ def test_a_weight_of_zeros_takes_the_least_update_at_a_rate_of_0(mode: str) -> N
     assert torch.equal(weight, torch.zeros(3))
 
 
-def test_rows_of_a_sparse_gradient_count_and_a_factor_beyond_half_is_held_at_its_end() -> None:
+def test_rows_of_a_sparse_gradient_are_scaled_and_a_factor_beyond_half_is_held_at_its_end() -> None:
     dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
     sparse.load_state_dict(dense.state_dict())
+    # Without masters the gradient is half: 70000 would become inf and reach the weight.
+    half = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    half.grad = torch.full((4,), 2.0**-24, dtype=torch.float16)
     for table in (dense, sparse):
-        wrapped = MasterWeights(SGD(table.parameters(), lr=0.1))
-        wrapped.register_step_pre_hook(LARC(eta=1e-3))
         table(torch.tensor([1, 1, 3])).square().sum().backward()
+    for weight in (dense.weight, sparse.weight, half):
+        wrapped = MasterWeights(SGD([weight], lr=2.0**-10), keep_masters=False)
+        wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
         wrapped.step()
     # The norm of two rows, or of the same rows among zeros: sums of another order.
     assert torch.allclose(dense.weight, sparse.weight, rtol=0, atol=4 * 2.0**-24)
-    assert torch.equal(dense.weight[0], sparse.weight[0])
-    # Without masters the gradient is half: 70000 would become inf and reach the weight.
-    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    wrapped = MasterWeights(SGD([weight], lr=2.0**-10), keep_masters=False)
-    wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
-    weight.grad = torch.full((4,), 2.0**-24, dtype=torch.float16)
-    wrapped.step()
-    assert weight.isfinite().all()
+    assert half.isfinite().all()
 
 
 def trainer(mode: str = "fp32", half: str = "float16", cls: Any = SGD, **plan: Any) -> Trainer:
@@ -129,10 +126,12 @@ def hooked(hook: StepHook, run: Trainer) -> dict[int, Any]:
     return logged
 
 
-def train(run: Trainer, *numbers: int) -> None:
-    for number in numbers:
-        run_callbacks(run.callbacks, "on_step_begin", run, [batch(number)])
-        run.train_step(batch(number))
+def train(run: Trainer, *batches: tuple[Tensor, Tensor]) -> Any:
+    """The result of the last step."""
+    for one in batches:
+        run_callbacks(run.callbacks, "on_step_begin", run, [one])
+        result = run.train_step(one)
+    return result
 
 
 def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_longer() -> None:
@@ -151,33 +150,25 @@ def test_the_callback_acts_on_what_is_not_left_out_while_the_run_trains_and_no_l
     assert all(torch.equal(bound[name], free[name]) for name in bound)
 
 
-def test_the_rates_are_logged_by_the_names_of_the_weights() -> None:
-    """Each is the learning rate times the factor, which is below 1 here."""
-    run = trainer("mixed")
-    logged = hooked(LARC(eta=1e-3, without=["*.bias"], log_every=2), run)
-    train(run, 0, 1, 2, 3)
-    assert list(logged) == [2, 4]
-    for values in logged.values():
-        assert values.keys() == {"larc/rate/0.weight", "larc/rate/2.weight"}
-        assert all(0 < rate < 0.05 for rate in values.values())
-    run.model[0].weight.requires_grad_(False)  # type: ignore[index]
-    train(run, 4, 5)  # A weight without a gradient has no rate.
-    assert logged[6].keys() == {"larc/rate/2.weight"}
-
-
 @pytest.mark.usefixtures("waited_for")
-def test_a_rate_is_its_steps_own_however_late_the_verdict_comes() -> None:
+def test_the_rates_are_logged_by_name_and_step_however_late_the_verdict_comes() -> None:
+    """Each is the learning rate times the factor, which is below 1 here."""
     fused = partial(SGD, fused=True)
     at_once, late = (trainer("mixed", cls=fused) for _ in range(2))
-    expected, logged = (hooked(LARC(eta=1e-3, log_every=1), run) for run in (at_once, late))
+    own = {"eta": 1e-3, "without": ["*.bias"], "log_every": 2}
+    expected, logged = (hooked(LARC(**own), run) for run in (at_once, late))
     for step in range(4):
-        train(at_once, step)
+        train(at_once, batch(step))
         at_once.read_verdicts()
-    train(late, 0, 1, 2, 3)
+    train(late, *map(batch, range(4)))
     assert late.progress.pending > 1
     late.read_verdicts()
     assert logged == expected
-    assert logged[3] != logged[4]
+    assert list(logged) == [2, 4]
+    assert logged[2] != logged[4]
+    for rates in logged.values():
+        assert rates.keys() == {"larc/rate/0.weight", "larc/rate/2.weight"}
+        assert all(0 < rate < 0.05 for rate in rates.values())
 
 
 def penalty(strength: float, *without: str) -> Penalty:
@@ -200,28 +191,21 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
     hooked(penalty(2.0**-20, "*.bias"), run)
-    before = copy.deepcopy(run.weights())
-    given: dict[Tensor, Tensor] = {}
 
-    def note(own: Any, *_: object) -> None:
-        weights = (weight for group in own.param_groups for weight in group["params"])
-        given.update({w: w.grad.clone() for w in weights if w.grad is not None})
+    def add_by_hand(own: Any, *_: object) -> None:
+        for weight in own.param_groups[0]["params"]:
+            if weight.dim() > 1 and weight.grad is not None:
+                weight.grad = weight.grad + 2.0**-20 * weight.detach().sign()
 
-    plain.optimizer.register_step_pre_hook(note)  # type: ignore[union-attr]
+    plain.optimizer.register_step_pre_hook(add_by_hand)
     for one in (run, plain):
         one.train_step(batch(0))
-    for name, parameter in plain.model.named_parameters():
-        gradient = given[plain.optimizer.master_of(parameter)]
-        if name.endswith("weight"):
-            gradient = gradient + 2.0**-20 * before[name].sign()
-        assert torch.equal(run.weights()[name], before[name].add(gradient, alpha=-0.1))
+    assert same_bits(run.weights().values(), plain.weights().values())
 
 
 @pytest.mark.parametrize(("make", "plan", "line"), [
     (lambda: LARC(0.0), {}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
     (lambda: LARC(0.1, mode="lars"), {}, "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
-    (lambda: LARC(1, min_update=-1.0), {},
-     "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
     (lambda: LARC(1), {"clip_norm": 5.0},
      "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
      "set trainer.clip_norm=null, or leave callbacks=larc out"),
@@ -232,25 +216,38 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
      "them; choose an optimizer without a closure"),
     (lambda: penalty(float("nan")), {},
      "callbacks.penalty.strength=nan: must be a finite number > 0"),
+    (lambda: GradientNorms(groups={"a": "b*"}), {},
+     "callbacks.gradient_norms.groups.a=[b*]: matches no parameter; the names are 0.weight, "
+     "0.bias, 2.weight, 2.bias, ..."),
 ])  # fmt: skip
 def test_it_refuses_what_it_cannot_stand_beside(make: Any, plan: Any, line: str) -> None:
     assert refused(ConfigError, lambda: hooked(make(), trainer(**plan))) == line
 
 
+@pytest.mark.parametrize(("options", "groups"), [
+    ({}, ["0", "1"]),
+    ({"depth": 2}, ["0.0", "0.2", "1"]),
+    ({"groups": {"first": "0.0.*"}}, ["first", "others"]),
+])  # fmt: skip
+def test_the_groups_norms_make_up_the_gradients(options: Any, groups: list[str]) -> None:
+    """After clipping; a skipped step has none."""
+    model = nn.Sequential(net(), nn.Linear(3, 3))
+    run = prepared(model, nn.CrossEntropyLoss(), "amp", plan=Plan(clip_norm=0.01))
+    logged = hooked(GradientNorms(**options, log_every=1), run)
+    inputs, targets = batch(2)
+    assert train(run, batch(1)).grad_norm > 0.01
+    assert train(run, (inputs * torch.inf, targets)).skipped
+    (norms,) = logged.values()
+    assert sorted(norms) == [f"grad/group/{name}" for name in groups]
+    # torch clips to 0.01 / (1 + 1e-6 / norm).
+    assert hypot(*norms.values()) == pytest.approx(0.01, rel=1e-4)
+
+
 def test_a_group_that_two_optimizers_share_has_the_norm_of_both() -> None:
     run = trainer()
-    parts = {0: [p for p in run.model.parameters() if p.dim() > 1]}
-    parts[1] = [p for p in run.model.parameters() if p.dim() == 1]
-    wrapped = {str(n): MasterWeights(SGD(part, lr=0.1)) for n, part in parts.items()}
-    run.optimizer = MultiOptimizer(wrapped)
+    weights, biases = ([p for p in run.model.parameters() if p.dim() == n] for n in (2, 1))
+    parts = {"weights": weights, "biases": biases}
+    run.optimizer = MultiOptimizer({n: MasterWeights(SGD(own, 0.1)) for n, own in parts.items()})
     logged = hooked(GradientNorms(groups={"all": "*"}, log_every=1), run)
-    train(run, 1)
-    of_all = float(logged[1]["grad/group/all"])
-    assert of_all == pytest.approx(hypot(*map(float, norms_of(batch(1)))), rel=1e-6)
-
-
-def norms_of(given: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The norm of each weight's gradient in a plain step."""
-    model = net()
-    nn.functional.cross_entropy(model(given[0]), given[1]).backward()
-    return [torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None]
+    norm = float(train(run, batch(1)).grad_norm)
+    assert float(logged[1]["grad/group/all"]) == pytest.approx(norm, rel=1e-6)

@@ -1,20 +1,22 @@
-"""What counts as training time, how it is summed up, and that it goes on over resumes."""
+"""What counts as training time, over resumes too; the operations of a step, and their rate."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fixtures import Log, Patch, refused
+from in_process import scalars, train
 from prepared import Batches, prepared
 from torch import nn
 
-from mpframe import Trainer
+from mpframe import Curves, Evaluator, Plan, StepResult, Trainer, checkpoint
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.step_result import StepResult
-from mpframe.training.callbacks.records import Curves
+from mpframe.core.errors import ConfigError
+from mpframe.training.callbacks import utilization
 from mpframe.training.callbacks.results import Throughput
-from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
+from mpframe.training.callbacks.utilization import Utilization
 
 BATCH = 4
 
@@ -101,3 +103,48 @@ def test_the_share_of_waiting_is_that_of_the_steps_since_the_last_point() -> Non
         throughput.on_optimizer_step(trainer, done)
         speed = {"speed/samples_per_second": BATCH / 4.0, "speed/input_fraction": share}
         assert curves._speed() == speed
+
+
+@pytest.mark.parametrize(("options", "accumulate"), [
+    ("dtype=fp32", 1),
+    ("dtype=mixed", 2),
+    pytest.param("dtype=amp_bf16 trainer.compile=true", 1, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_steps_operations_are_those_of_its_products(
+    options: str, accumulate: int, tmp_path: Path, caplog: Log
+) -> None:
+    """Forward one product for each layer, backward one for weights and, after the first, inputs."""
+    own = ["model=mlp", "model.hidden=16", "model.depth=1", "dataset.batch_size=32"]
+    own += ["trainer.max_steps=4", "trainer.log_every=2", "trainer.eval_every=1"]
+    own += [*options.split(), f"trainer.accumulate={accumulate}"]
+    caplog.set_level("INFO", "mpframe")
+    train(tmp_path / "plain", *own)
+    own += ["callbacks.utilization.peak_flops=1e9", "callbacks.utilization.tokens=true"]
+    train(tmp_path / "run", *own, "callbacks=[default,utilization]")
+    first, second = 2 * 32 * 64 * 16, 2 * 32 * 16 * 10
+    step = accumulate * (2 * first + 3 * second)
+    assert f"a step takes {step:.4g} floating-point operations" in caplog.text
+    curves = scalars(tmp_path / "run")
+    speed, rates = dict(curves["speed/samples_per_second"]), curves["speed/flops_per_second"]
+    assert [at for at, _ in rates] == [2, 4]
+    for at, rate in rates:  # The same time, and event files store fp32.
+        assert rate == pytest.approx(speed[at] * step / (32 * accumulate), rel=1e-6)
+        assert dict(curves["speed/utilization"])[at] == pytest.approx(rate / 1e9, rel=1e-6)
+        # The labels are the whole numbers of a batch.
+        assert dict(curves["speed/tokens_per_second"])[at] == pytest.approx(speed[at], rel=1e-6)
+    one, other = (
+        checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("plain", "run")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_tokens_are_counted_and_a_peak_is_known_by_name(monkeypatch: Patch) -> None:
+    assert utilization._tokens_in((torch.rand(2), torch.zeros(3, 4).long())) == 12
+    half, cuda = SimpleNamespace(mode="amp", half="bfloat16"), torch.device("cuda")
+    peaks = {"NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12, "Tesla V100": None}
+    for name, peak in peaks.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, own=name: own)
+        assert utilization._peak_of(cuda, half) == peak
+    assert utilization._peak_of(torch.device("cpu"), half) is None
+    said = refused(ConfigError, Utilization, peak_flops=0.0)
+    assert said.startswith("callbacks.utilization.peak_flops=0.0: must be ")
