@@ -80,9 +80,7 @@ def test_equal_rows_of_numbered_modules_are_folded_on_the_console_and_whole_in_t
     assert fold([]) == []
     caplog.set_level(logging.INFO)
     own = ("model=own", "model._target_=planted.scattered", "+model.layers=3", "+model.gain=1")
-    train(
-        tmp_path, *own, "dtype=mixed", "device=cpu", "trainer.max_steps=1", hydra=DictConfig(HYDRA)
-    )
+    train(tmp_path, *own, "dtype=mixed", "trainer.max_steps=1", hydra=DictConfig(HYDRA))
     (shown,) = (text for text in caplog.messages if text.startswith("module "))
     whole = (tmp_path / "train.log").read_text(), texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
     for text, names in ((shown, ["0,2,4"]), *((text, ["0", "2", "4"]) for text in whole)):
