@@ -187,7 +187,7 @@ def test_a_product_that_saturates_is_named() -> None:
         assert said in text
 
 
-def test_a_bad_sample_is_named_by_its_path_and_index() -> None:
+def test_a_bad_sample_is_named_by_its_path_and_index_and_a_weight_that_is_nan() -> None:
     inputs, targets = data((3,), math.nan)
     more = {"batches": [(inputs, targets)], "samples": [range(100, 100 + ROWS)]}
     case = case_of(net(nn.Identity()), **more)
@@ -199,12 +199,9 @@ def test_a_bad_sample_is_named_by_its_path_and_index() -> None:
         culprit = blamed(diagnosis)
         assert (diagnosis.kind, culprit.direction, culprit.samples) == (FP32, "data", (103,))
         assert culprit.call.op == name
-
-
-def test_a_weight_that_is_nan_is_named() -> None:
-    case = case_of(net(linear()), "amp")
-    case.model[2].bias.data[1] = math.nan
-    diagnosis = diagnose(case)
+    sick = case_of(net(linear()), "amp")
+    sick.model[2].bias.data[1] = math.nan
+    diagnosis = diagnose(sick)
     assert (diagnosis.kind, blamed(diagnosis).direction) == (FP32, "weights")
     assert blamed(diagnosis).call == OpCall("2", "bias")
 
@@ -270,16 +267,13 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
     assert diagnose(replace(case, skipped=frozenset("a"))).kind is NONE
 
 
-def test_the_scale_that_is_named_is_the_largest_that_does() -> None:
+def test_the_scale_that_is_named_is_the_largest_that_does_below_one_if_a_scaler_goes() -> None:
     for exponent, floor in ((18, 1.0), (20, 2.0**16), (22, 2.0**-8)):
         case = case_of(net(nn.Identity()), scale=2.0**exponent, floors={"": floor})
         diagnosis = diagnose(case)
         assert diagnosis.kind is TOO_HIGH
         assert replay(case, Setting(octaves=diagnosis.octaves)).finite
         assert not replay(case, Setting(octaves=diagnosis.octaves + 1)).finite
-
-
-def test_below_one_a_scale_is_tried_only_where_the_scaler_may_go_there() -> None:
     case = case_of(net(louder(2.0**19)), scale=4.0)
     assert diagnose(case).kind is BEYOND
     assert diagnose(replace(case, floors={"": 2.0**-12})).kind is TOO_HIGH
@@ -321,8 +315,3 @@ def test_gradients_that_are_all_0_are_an_underflow() -> None:
     diagnosis = diagnose(case)
     assert (diagnosis.kind, diagnosis.underflow, diagnosis.zeros) == (LOW, 1.0, 1.0)
     assert diagnosis.underflow_then < 0.1
-
-
-def test_a_step_without_fault_is_called_so() -> None:
-    middle = nn.Sequential(attention(), nn.BatchNorm1d(16), nn.Dropout(0.5))
-    assert diagnose(case_of(net(middle))).kind is NONE

@@ -129,16 +129,6 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(words: str) -> No
         assert [one for one in check(mended) if one.severity <= finding.severity] == []
 
 
-def test_the_advised_average_is_shorter_than_the_run() -> None:
-    planned = subject("trainer.ema_decay=0.9999999999")
-    for steps in (440, 19_999, 1_000_000_000):
-        planned.trainer.plan = replace(planned.trainer.plan, max_steps=steps, epochs=10**9)
-        (finding,) = hints.check_average(planned)
-        decay = float(finding.fix[0].removeprefix("trainer.ema_decay="))
-        assert decay == pytest.approx(1 - 10 / steps, abs=0.6 / steps)
-        assert 1 / (1 - decay) < steps
-
-
 @pytest.mark.parametrize("words", some(SOUND))
 def test_nothing_is_said_without_a_fault(words: str) -> None:
     own = subject(words)
