@@ -205,4 +205,5 @@ def test_calls_of_a_step_are_added_in_one_row_and_without_a_weight_in_another() 
         assert ((row["layer"], row["operand"]), tuple(row)) == (key, lab.COLUMNS)
         again = 2 if key[1] == "forward.w" else 1  # The right operand is quantised in each call.
         assert other["values"] == again * row["values"]
+        assert other["scale_spread"] == row["scale_spread"]
         assert other["snr_db"] == pytest.approx(row["snr_db"], rel=1e-12)
