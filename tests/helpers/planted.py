@@ -38,11 +38,6 @@ def net(head: float = 1.0, form: str = "float32", width: int = 32) -> nn.Module:
     return named(**{"1": first, "2": nn.ReLU(), "head": last})
 
 
-def numbered(head: float = 1.0) -> nn.Module:
-    """The same with modules that have numbers for names."""
-    return nn.Sequential(nn.Sequential(nn.Flatten(), net(head)[1]), nn.ReLU(), net(head).head)
-
-
 def loud(gain: float = 1.0) -> nn.Module:
     """A layer in the middle with outputs of about `gain`, brought down again."""
     first, middle = nn.Linear(64, 64), nn.Linear(64, 64)

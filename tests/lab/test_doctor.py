@@ -62,13 +62,11 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (checks.check_emulation, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto")],
     "experiment=digits_gan +optimizer.parts.generator.eps=1e-60": [(checks.check_numbers, r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; fix: optimizer\.parts\.generator\.eps=1e-08")],
     f"{NET} model.head=1e7 dtype=amp": [(checks.check_weight_range, r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'")],
-    "model._target_=planted.numbered model.head=1e7": [(checks.check_weight_range, r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32")],
     f"{NET} model.head=1e-7": [(checks.check_small_weights, r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'")],
     f"{NET} model.head=1e-4 model.form=bfloat16": [
         (checks.check_small_weights, r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
         (checks.check_training_format, r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16")],
     LOUD: [(checks.check_first_step, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
-    f"{LOUD} 'ops.modules={{first:fp32}}' dtype=amp loss_scaling=static": [(checks.check_first_step, r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(hints.check_casts, r"warning: ops=none: norms, softmax and reductions run in float16 too, and lose small terms; fix: ops=default")],
     "ops=none dtype=amp dtype.master_weights=false": [
         (hints.check_casts, r"warning: ops=none: casts nothing with dtype=amp: the run is an fp32 run; fix: ops=default"),
@@ -131,26 +129,10 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(words: str) -> No
         assert [one for one in check(mended) if one.severity <= finding.severity] == []
 
 
-@pytest.mark.parametrize("steps", [440, 19_999, 20_001, 1_000_000_000])
-def test_the_advised_average_is_shorter_than_the_run(steps: int) -> None:
-    planned = subject("trainer.ema_decay=0.9999999999")
-    planned.trainer.plan = replace(planned.trainer.plan, max_steps=steps, epochs=10**9)
-    (finding,) = hints.check_average(planned)
-    (word,) = finding.fix
-    decay = float(word.removeprefix("trainer.ema_decay="))
-    assert decay == pytest.approx(1 - 10 / steps, abs=0.6 / steps)
-    assert 1 / (1 - decay) < steps
-
-
 @pytest.mark.parametrize("words", some(SOUND))
 def test_nothing_is_said_without_a_fault(words: str) -> None:
     own = subject(words)
     assert [str(finding) for check in SOUND[words] for finding in check(own)] == []
-
-
-def test_every_check_has_a_case() -> None:
-    planted = {check for lines in FAULTY.values() for check, _ in lines}
-    assert planted == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +165,13 @@ def test_an_examination_changes_nothing(words: str) -> None:
     trainer = examined.trainer
 
     def state() -> Any:
-        scales = {name: float(own.scale) for name, own in trainer.scalers.items()}
-        optimizer, precision = trainer.state_dict()["optimizer"], trainer.precision.state_dict()
-        return trainer.weights(), optimizer, precision, scales, torch.get_rng_state()
+        return copy.deepcopy([trainer.state_dict(), torch.get_rng_state()])
 
-    before = copy.deepcopy(state())
+    before = state()
     severities = [finding.severity for finding in examine(examined)]
     assert severities == sorted(severities)
     assert Severity.ERROR not in severities
     assert differing(before, state()) == []
-    assert trainer.progress.global_step == 0
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
@@ -241,15 +220,6 @@ def test_an_error_is_exit_code_one(here: Path, capsys: Shown) -> None:
     assert said.startswith(f"{words} optimizer.eps=0.5:\n{nothing}")
     assert f"{words} optimizer.eps=1e-50:\n{error}fix: optimizer.eps=1e-08\n1 error\n" in said
     assert list(here.iterdir()) == []
-
-
-def test_the_projects_configuration_is_named(tmp_path: Path, capsys: Shown) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [config, override dtype: fp32, override model: mlp, _self_]\n"
-        "hydra: {searchpath: ['pkg://mpframe.conf']}\n"
-    )
-    assert run(f"--config-dir={tmp_path} --config-name=mine") == 0
-    assert capsys.readouterr().out.startswith("configuration mine:\n")
 
 
 def test_a_slip_is_one_line(capsys: Shown) -> None:

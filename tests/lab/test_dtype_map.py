@@ -1,7 +1,4 @@
-"""The dtype map says what is done, in storage and in compute; a pin is for one module alone.
-
-A run traces its first batch: which weights are half, the same in every command.
-"""
+"""The dtype map says what is done; a pin is for one module alone; a run traces its first batch."""
 
 import inspect
 import logging
@@ -16,20 +13,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fixtures import Log, Patch, refused
-from in_process import HYDRA, StartRun, composed, texts, train
+from in_process import HYDRA, composed, texts, train
 from omegaconf import DictConfig
 from planted import Foreign
 from torch import Tensor, nn
 from torch.optim import SGD
-from vocabulary import HALVES, Kernels, formats
+from vocabulary import HALVES, Kernels, differing, formats
 
 from mpframe import OpLists, Precision
+from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import check_config
 from mpframe.core.casting.storage import op_of
-from mpframe.core.errors import ConfigError, RunInterrupted, UserCodeError
-from mpframe.run.parts import build_task, seed_everything
-from mpframe.run.trainer import build_trainer
-from mpframe.tracking.dtype_map import as_table, dtype_map, fold
+from mpframe.core.errors import ConfigError, RunInterrupted
+from mpframe.tracking.dtype_map import as_table, describe, dtype_map, fold
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.gan import discriminator_objective, generator_objective
@@ -37,27 +33,15 @@ from mpframe.workloads.gan import discriminator_objective, generator_objective
 FP32, HALF = torch.float32, torch.float16
 
 
-def transformer() -> nn.ModuleDict:
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3), nn.Softmax(-1))
-    parts = {"embed": nn.Embedding(7, 8), "encoder": encoder, "norm": nn.BatchNorm1d(8)}
-    return nn.ModuleDict({**parts, "head": head})
-
-
 def lists(name: str = "default", pins: dict[str, str] | None = None) -> OpLists:
     return replace(OpLists.named(name), modules=pins or {})
 
 
-class Own(nn.Linear):
-    """A layer of a class that is not torch's."""
-
-
-class Weight(nn.ParameterList):
-    """A module with a weight and no op of torch.nn."""
-
-
 def test_the_table() -> None:
+    class Own(nn.Linear): ...
+
+    class Weight(nn.ParameterList): ...
+
     parts = {"conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "act": nn.ReLU()}
     parts |= {"soft": nn.Softmax(1), "head": nn.Linear(2, 2), "sub": Own(2, 2)}
     model = nn.Sequential(OrderedDict(parts, own=Weight([torch.ones(2)])))
@@ -75,13 +59,6 @@ def test_the_table() -> None:
     for mode, name, why in uncast:
         (row,) = dtype_map(Precision(mode, ops=OpLists.named(name)), model[:1])
         assert row.why == why
-
-
-PINNED = {"head": "fp32", "encoder": "half"}
-
-
-def stack() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
 
 
 def blocks(count: int) -> nn.Sequential:
@@ -102,12 +79,15 @@ def test_equal_rows_of_numbered_modules_are_folded_on_the_console_and_whole_in_t
     }  # fmt: skip
     assert fold([]) == []
     caplog.set_level(logging.INFO)
-    own = ("model=own", "model._target_=test_dtype_map.stack", "trainer.max_steps=1", "device=cpu")
-    train(tmp_path, *own, "dtype=mixed", hydra=DictConfig(HYDRA))
+    own = ("model=own", "model._target_=planted.scattered", "+model.layers=3", "+model.gain=1")
+    train(tmp_path, *own, "dtype=mixed", "trainer.max_steps=1", hydra=DictConfig(HYDRA))
     (shown,) = (text for text in caplog.messages if text.startswith("module "))
-    whole = (tmp_path / "train.log").read_text()
-    for text, names in ((shown, ["1-3"]), (whole, ["1", "2", "3"])):
-        assert re.findall(r"^([\d-]+) +Linear ", text, re.M) == names
+    whole = (tmp_path / "train.log").read_text(), texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
+    for text, names in ((shown, ["0,2,4"]), *((text, ["0", "2", "4"]) for text in whole)):
+        assert re.findall(r"^layers\.([\d,]+) +Linear ", text, re.M) == names
+
+
+PINNED = {"head": "fp32", "encoder": "half", "norm": "half"}
 
 
 @pytest.mark.parametrize(
@@ -120,23 +100,22 @@ def test_equal_rows_of_numbered_modules_are_folded_on_the_console_and_whole_in_t
         ("fp32", "fast", PINNED, "float16"),
     ],
 )
-def test_storage_is_as_the_map_says(mode: str, name: str, pins: Any, half: str) -> None:
-    model = transformer()
-    precision = Precision(mode, half, ops=lists(name, pins))
+def test_storage_is_as_the_map_says_and_fp32_beside_statistics(
+    mode: str, name: str, pins: Any, half: str
+) -> None:
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3), nn.Softmax(-1))
+    norm = nn.BatchNorm1d(8).half()
+    parts = {"embed": nn.Embedding(7, 8), "encoder": encoder, "norm": norm, "head": head}
+    model, precision = nn.ModuleDict(parts), Precision(mode, half, ops=lists(name, pins))
     before = dtype_map(precision, model)
     rows = {row.module: row.storage for row in before}
     precision.prepare(model, SGD(model.parameters()))
     for path, module in model.named_modules():
         assert formats(list(module.parameters(recurse=False))) <= {rows.get(path)}
     assert dtype_map(precision, model) == before
-
-
-@pytest.mark.parametrize(("name", "pins"), [("default", {"norm": "half"}), ("fp32_norms", {})])
-def test_weights_beside_running_statistics_stay_fp32(name: str, pins: dict[str, str]) -> None:
-    model = transformer()
-    model["norm"].half()
-    Precision("mixed", ops=lists(name, pins)).prepare(model, SGD(model.parameters()))
-    assert formats([*model["norm"].parameters(), *model["norm"].buffers()]) == {FP32}
+    of_norm = {HALF} if name == "none" else {FP32}
+    assert formats([*norm.parameters(), *norm.buffers()]) == of_norm
 
 
 def test_inputs_and_gradients_follow_the_weights() -> None:
@@ -151,70 +130,31 @@ def test_inputs_and_gradients_follow_the_weights() -> None:
 
 
 def test_a_pin_that_matches_nothing_is_refused() -> None:
-    model = transformer()
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
     precision = Precision("mixed", ops=OpLists(modules={"encoder.linear": "fp32"}))
     assert refused(ConfigError, precision.prepare, model, SGD(model.parameters())) == (
-        "ops.modules['encoder.linear'] matches no module; the model has embed, encoder, "
-        "encoder.self_attn, encoder.self_attn.out_proj, encoder.linear1, encoder.dropout, "
-        "encoder.linear2, encoder.norm1, ..."
+        "ops.modules['encoder.linear'] matches no module; the model has 0, 1, 2, 3, 4, 5, 6, 7, ..."
     )
     assert formats(list(model.parameters())) == {FP32}
 
 
-LINE, IMAGE, SCORES = torch.rand(2, 4, 8), torch.rand(2, 4, 8, 8), torch.rand(8, 2, 5)
-ROWS, CLASSES = torch.rand(4, 4), torch.tensor([0, 1, 2, 3])
-# Classes of torch.nn, their arguments, and what they are called with.
-LAYERS: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
-    ("CELU GELU Hardtanh LeakyReLU LogSigmoid PReLU ReLU6 Sigmoid Softplus Dropout", (), (ROWS,)),
-    ("GLU Softmax LogSoftmax Softmin", (-1,), (ROWS,)),
-    ("LSTM GRU RNN LSTMCell GRUCell RNNCell Linear", (4, 3), (ROWS,)),
-    ("GroupNorm", (2, 4), (IMAGE,)),
-    ("LayerNorm RMSNorm", (8,), (IMAGE,)),
-    ("LocalResponseNorm Upsample MaxPool2d AdaptiveAvgPool2d", (2,), (IMAGE,)),
-    ("ReflectionPad2d CircularPad2d", (1,), (IMAGE,)),
-    ("Conv1d ConvTranspose1d", (4, 3, 2), (LINE,)),
-    ("Conv2d ConvTranspose2d", (4, 3, 2), (IMAGE,)),
-    ("BatchNorm1d InstanceNorm1d", (4, 1e-5, 0.1, True), (LINE,)),
-    ("Bilinear", (4, 4, 3), (ROWS, ROWS)),
-    ("Embedding", (5, 3), (CLASSES,)),
-    ("MultiheadAttention", (8, 2), (LINE, LINE, LINE, None, False)),
-    ("BCEWithLogitsLoss MSELoss HuberLoss PoissonNLLLoss CosineSimilarity", (), (ROWS, ROWS)),
-    ("CrossEntropyLoss NLLLoss MultiMarginLoss", (), (ROWS, CLASSES)),
-    ("TripletMarginLoss", (), (ROWS, ROWS, ROWS)),
-    ("CTCLoss", (), (SCORES, torch.ones(2, 3).long(), torch.tensor([8, 8]), CLASSES[2:])),
-]
-
-
-def test_modules_compute_as_the_map_says() -> None:
-    seen = set()
-    layers = ((name, *row[1:]) for row in LAYERS for name in row[0].split())
-    for name, arguments, inputs in layers:
-        model = nn.Sequential(getattr(nn, name)(*arguments))
-        precision = Precision("mixed", compute="native")
-        (row,) = (r for r in dtype_map(precision, model) if r.module == "0")
-        precision.prepare(model, SGD([*model.parameters(), nn.Parameter(torch.ones(1))]))
-        given = [t.half() if formats(t) else t for t in inputs]
-        with Kernels() as kernels, precision.cast():
-            result = model[0](*given)
-        seen.add(row.compute)
-        if row.compute == "float32":
-            assert kernels.given() <= {FP32, *[HALF] * (row.kind == "Softmin")}, row
-            assert formats(result) == {FP32}, row
-        elif row.compute == "float16":
-            assert kernels.given() <= {HALF, *[FP32] * (row.kind == "MultiheadAttention")}, row
-            assert row.storage in (HALF, None), row
-    assert {"float32", "float16"} <= seen
-
-
-def test_every_layer_of_torch_with_weights_is_known() -> None:
+def test_the_op_of_every_layer_of_torch_with_weights_is_known() -> None:
     """A new layer of torch must be looked at before its weights are stored in anything but fp32."""
-    own = [c for c in vars(nn).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
-    for cls in own:
-        if "weight" in getattr(cls, "__annotations__", {}):
-            module = cls.__new__(cls)
-            nn.Module.__init__(module)
+    ops = {}
+    for name, cls in vars(nn).items():
+        if inspect.isclass(cls) and issubclass(cls, nn.Module):
+            nn.Module.__init__(module := object.__new__(cls))
             module.mode, module.nonlinearity = "LSTM", "tanh"
-            assert op_of(module) is not None, cls
+            ops[name] = op_of(module)
+            assert ops[name] or "weight" not in getattr(cls, "__annotations__", {}), name
+    named = {
+        "BCELoss": "binary_cross_entropy", "Upsample": "interpolate", "ReLU6": "hardtanh",
+        "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "RNNCell": "rnn_tanh_cell",
+        "MultiheadAttention": "scaled_dot_product_attention", "Softmin": "softmax", "RNN": "lstm",
+        "ZeroPad2d": "pad", "MSELoss": "mse_loss", "KLDivLoss": "kl_div", "Conv2d": "conv2d",
+        "BatchNorm1d": "batch_norm", "PReLU": "prelu", "Transformer": None,
+    }  # fmt: skip
+    assert {name: ops[name] for name in named} == named
 
 
 X = torch.rand(2, 4)
@@ -258,18 +198,18 @@ def test_what_computes_where(modules: Any, in_fp32: set[str], mode: str, half: s
     assert norms == [HALVES[half] if modules.get("1") == "half" else FP32]
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_an_exception_inside_or_before_leaves_the_pin(before: bool) -> None:
-    model = small()
-    precision = pinned(model, {"1": "fp32"})
-    failing, fail = model[1] if before else model[1][2], Mock(side_effect=ValueError("here"))
-    failing.register_forward_pre_hook(fail, prepend=before)
-    with precision.cast():
-        with pytest.raises(ValueError, match="here"):
-            model(X)
-        assert model[2](X).dtype == HALF
-    with precision.cast():
-        assert model[2](X).dtype == HALF
+def test_an_exception_inside_or_before_leaves_the_pin() -> None:
+    for before in (False, True):
+        model = small()
+        precision = pinned(model, {"1": "fp32"})
+        failing, fail = model[1] if before else model[1][2], Mock(side_effect=ValueError("here"))
+        failing.register_forward_pre_hook(fail, prepend=before)
+        with precision.cast():
+            with pytest.raises(ValueError, match="here"):
+                model(X)
+            assert model[2](X).dtype == HALF
+        with precision.cast():
+            assert model[2](X).dtype == HALF
 
 
 def test_outside_a_cast_a_pin_does_nothing_and_inside_it_casts_keyword_and_nested_inputs() -> None:
@@ -306,15 +246,11 @@ def test_attached_to_be_evaluated_in_another_mode() -> None:
     assert formats(list(model.parameters())) == {FP32}
 
 
-FOREIGN = ["model._target_=planted.Foreign", "dtype=mixed"]
+FOREIGN = "model._target_=planted.Foreign"
 
 
-def built(*overrides: str) -> Trainer:
-    config = check_config(composed(*overrides))
-    seed_everything(0)
-    task = build_task(config)
-    seed_everything(0)
-    return build_trainer(config, task, 4)
+def built(*words: str) -> Trainer:
+    return rebuilt(check_config(composed("dtype=mixed", *words)))[0]
 
 
 def half_weights(trainer: Trainer) -> list[str]:
@@ -323,13 +259,18 @@ def half_weights(trainer: Trainer) -> list[str]:
 
 def test_weights_of_foreign_layers_are_half_and_the_run_is_as_it_would_be() -> None:
     """Initial values, buffers and the numbers drawn next are those of a mode without a trace."""
-    traced = built(*FOREIGN)
+    traced = built(FOREIGN)
     assert half_weights(traced) == ["first.weight", "first.bias", "head.weight", "head.bias"]
     number = torch.rand(())
-    weights = built(*FOREIGN, "dtype.mode=amp").weights()
+    weights = built(FOREIGN, "dtype.mode=amp").weights()
     assert torch.equal(torch.rand(()), number)
-    for name, value in traced.weights().items():
-        assert torch.equal(value, weights[name]), name
+    assert differing(traced.weights(), weights) == []
+    assert describe(traced.precision, traced.model).endswith("""
+idle     Product      float32  -             no op of torch.nn: fp32 weights, never called
+head     Product      float16  float16       addmm in ops.allow
+float32: 31.7 % of 3,530 weights
+  29.9 %: no op of torch.nn: fp32 weights, never called: idle; half with ops.modules['idle']=half
+  1.81 %: batch_norm is in no list: norm""")
 
 
 def test_every_loss_is_traced(monkeypatch: Patch) -> None:
@@ -340,44 +281,25 @@ def test_every_loss_is_traced(monkeypatch: Patch) -> None:
     assert [own.func for own in traced] == [discriminator_objective, generator_objective]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed"])
-def test_lazy_layers_get_their_shapes_from_the_first_batch(mode: str) -> None:
-    trainer = built("model._target_=planted.lazy", f"dtype.mode={mode}")
-    assert trainer.model[1].weight.shape == (10, 64)
-    assert half_weights(trainer) == ["1.weight", "1.bias"] * (mode == "mixed")
+def test_lazy_layers_get_their_shapes_from_the_first_batch() -> None:
+    for mode, half in (("fp32", []), ("mixed", ["1.weight", "1.bias"])):
+        trainer = built("model._target_=planted.lazy", f"dtype.mode={mode}")
+        assert (trainer.model[1].weight.shape, half_weights(trainer)) == ((10, 64), half)
 
 
-def test_the_map_says_what_stays_fp32(start_run: StartRun, tmp_path: Path, caplog: Log) -> None:
-    caplog.set_level(logging.INFO)
-    start_run(tmp_path, *FOREIGN, "trainer.max_steps=1")
-    text = """\
-idle     Product      float32  -             no op of torch.nn: fp32 weights, never called
-head     Product      float16  float16       addmm in ops.allow
-float32: 31.7 % of 3,530 weights
-  29.9 %: no op of torch.nn: fp32 weights, never called: idle; half with ops.modules['idle']=half
-  1.81 %: batch_norm is in no list: norm"""
-    assert any(message.endswith(text) for message in caplog.messages)
-    assert text in texts(tmp_path, Tag.TEXT_DTYPE_MAP)[0][1]
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_a_first_batch_that_fails_is_left_to_the_first_step(
-    error: type[BaseException], start_run: StartRun, tmp_path: Path, caplog: Log, monkeypatch: Patch
+def test_a_first_batch_that_fails_is_left_to_the_first_step_but_a_signal_ends_it(
+    caplog: Log, monkeypatch: Patch
 ) -> None:
     """There a guard knows the batch; here the weights go by their classes, and that is said."""
-    fails = Mock(side_effect=error("this model takes no images"))
-    monkeypatch.setattr(Foreign, "forward", fails)
-    assert half_weights(built(*FOREIGN)) == []
-    assert caplog.messages == [
-        "warning: the first batch could not be traced (this model takes no images): if it trains "
-        "all the same, weights of classes that are not torch.nn's stay fp32"
-    ]
-    if error is ValueError:
-        with pytest.raises(UserCodeError, match="takes no images"):
-            start_run(tmp_path, *FOREIGN)
-
-
-def test_a_signal_ends_the_trace(monkeypatch: Patch) -> None:
+    for error in (ValueError, SystemExit):
+        caplog.clear()
+        fails = Mock(side_effect=error("this model takes no images"))
+        monkeypatch.setattr(Foreign, "forward", fails)
+        assert half_weights(built(FOREIGN)) == []
+        assert caplog.messages == [
+            "warning: the first batch could not be traced (this model takes no images): if it "
+            "trains all the same, weights of classes that are not torch.nn's stay fp32"
+        ]
     monkeypatch.setattr(Foreign, "forward", Mock(side_effect=RunInterrupted(signal.SIGTERM)))
     with pytest.raises(RunInterrupted):
-        built(*FOREIGN)
+        built(FOREIGN)

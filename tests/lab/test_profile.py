@@ -65,7 +65,9 @@ def test_an_op_belongs_to_the_innermost_module_around_it(tmp_path: Path) -> None
     ]
 
 
-def test_a_cast_has_both_formats(tmp_path: Path) -> None:
+def test_a_cast_has_both_formats_and_on_a_device_an_op_has_the_time_of_its_kernels(
+    tmp_path: Path,
+) -> None:
     copy = event("aten::copy_", 2, 8, "c10::Half", "float")
     to, part, linear = (event(f"aten::{n}", 0, 10, "float") for n in ("to", "_to_copy", "linear"))
     for events in ([to, copy], [part, copy], [copy]):
@@ -73,9 +75,6 @@ def test_a_cast_has_both_formats(tmp_path: Path) -> None:
     same = event("aten::copy_", 0, 8, "float", "float", "Scalar")
     for events in ([linear, copy], [same]):
         assert [op.format for op in read(tmp_path, *events)] == ["float32"]
-
-
-def test_on_a_device_the_time_of_an_op_is_that_of_its_kernels(tmp_path: Path) -> None:
     events = [
         event("aten::linear", 0, 10, *HALVES, External_id=1),
         event("aten::addmm", 1, 9, *HALVES, External_id=2),
@@ -84,8 +83,7 @@ def test_on_a_device_the_time_of_an_op_is_that_of_its_kernels(tmp_path: Path) ->
     for op, microseconds in ((1, 1.0), (2, 30.0), (2, 4.0)):
         own = {"name": "k", "ts": 500.0, "dur": microseconds, "tid": 7}
         events.append({"ph": "X", "cat": "kernel", **own, "args": {"External id": op}})
-    ops = read(tmp_path, *events)
-    assert [op.milliseconds for op in ops] == [0.035, 0.0]
+    assert [op.milliseconds for op in read(tmp_path, *events)] == [0.035, 0.0]
 
 
 def test_the_table_has_the_five_largest_costs_and_the_rest() -> None:
@@ -143,22 +141,22 @@ def test_a_profile_of_three_steps(start_run: StartRun, tmp_path: Path, caplog: L
     names = {e["name"] for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"module: ", "module: hidden1.linear", "module: head"} <= names
     (said,) = (text for text in caplog.messages if text.startswith("profile of steps 7 to 9: "))
-    _, head, *_, formats, trace = said.splitlines()
-    assert head.split() == ["module", "format", "ms", "a", "step", "share", "backward"]
-    assert re.match("by format: .*float32 to float16", formats)
-    assert trace == f"trace: {path}"
+    assert re.search("\nby format: .*float32 to float16", said)
+    assert said.endswith(f"\ntrace: {path}")
     ((_, text),) = texts(profiled, "text/profile")
     assert "| module | format |" in text
+
+
+SHORT, WHOLE = f"warning: {ON}: the run ended before step 7", "profile of steps 7 to "
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("trainer.max_steps=5", f"warning: {ON}: the run ended before step 7"),
-        ("trainer.max_steps=6", f"warning: {ON}: the run ended before step 7"),  # as a warm-up
-        ("trainer.eval_every=8", "profile of steps 7 to 8: "),  # A validation ends it.
-        ("trainer.eval_every=6", "profile of steps 7 to 9: "),  # It ended the warm-up only.
-        ("trainer.eval_every=1", "profile of steps 7 to 7: "),
+        ("trainer.max_steps=6", SHORT),  # as a warm-up
+        ("trainer.eval_every=8", f"{WHOLE}8: "),  # A validation ends it.
+        ("trainer.eval_every=6", f"{WHOLE}9: "),  # It ended the warm-up only.
+        ("trainer.eval_every=1", f"{WHOLE}7: "),
     ],
 )
 def test_a_short_run_and_validations_in_between(

@@ -3,9 +3,6 @@
 The page: text from runs stays text, and all of it fits.
 """
 
-import base64
-import itertools
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +17,7 @@ from fixtures import Log, Patch, Shown
 from mpframe.cli.commands import report as report_command
 from mpframe.config import CONF
 from mpframe.lab.report import page as page_module
-from mpframe.lab.report.page import _panels, as_page, draw
+from mpframe.lab.report.page import as_page, draw
 from mpframe.lab.report.records import Record, find_runs
 from mpframe.lab.report.tables import (
     EMULATED,
@@ -32,7 +29,7 @@ from mpframe.lab.report.tables import (
     sections,
 )
 from mpframe.tracking.summary import Status, Summary
-from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tags import Tag
 from mpframe.tracking.tracker import Tracker
 
 MODE = "precision, scaling"
@@ -329,23 +326,3 @@ def test_what_comes_from_runs_is_text_in_one_file_without_an_address(
     assert [source[:11] for source in sources] == ["data:image/"]
     assert "http" not in re.sub(r'content="default|http-equiv|base64,[^"]*', "", page)
     assert any("default-src 'none'" in str(attrs.get("content")) for _, attrs in tags)
-
-
-@pytest.mark.slow
-def test_a_page_of_nine_runs_is_below_two_megabytes(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.undo()
-    noise = random.Random(0)
-    modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]
-    tags = [Tag.LOSS_TRAIN, Tag.SCALE, Tag.LOSS_VAL, *map(metric_tag, ("accuracy", "top5"))]
-    for number, (summary, seed) in enumerate(itertools.product(modes, (1, 2, 3))):
-        name = f"optimizer.lr=0.003,dtype={summary.dtype},seed={seed}"
-        folder = make_run(name, replace(summary, seed=seed), model__hidden=2 ** (number // 3))
-        trace(folder, *({tag: noise.random() for tag in tags} for _ in range(40)))
-    page = page_of(tmp_path)
-    assert len(page.encode()) < 2_000_000
-    titles = ["training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps"]
-    assert [title for _, title in _panels(read(tmp_path)[1])] == titles
-    (curves,) = map(base64.b64decode, re.findall(r'svg\+xml;base64,([^"]+)', page))
-    assert b"@media (prefers-color-scheme: dark) { svg {" in curves

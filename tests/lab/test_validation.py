@@ -8,7 +8,7 @@ import pytest
 import torch
 from fixtures import Patch, refused
 from in_process import events, train
-from torch import Tensor
+from vocabulary import differing
 
 from mpframe import checkpoint
 from mpframe.core.comm import Comm
@@ -19,34 +19,28 @@ from mpframe.lab import validation
 from mpframe.lab.validation import ConfusionMatrix, Predictions
 from mpframe.tracking.summary import Summary
 
-SHAPES = [((7, 3), (7,)), ((2, 3, 4, 5), (2, 4, 5))]
 
+class WithAnother(Comm):
+    """A rank without samples, and another one that has counted these."""
 
-class Twins(Comm):
-    """Two ranks with the same samples, or of which this one has none."""
-
-    def __init__(self, theirs: Tensor | None = None) -> None:
-        self.theirs = theirs
+    theirs = torch.tensor([1, 2, 3, 4, 5])
 
     def sum_(self, tensors: Any) -> None:
         for tensor in tensors:
-            tensor += tensor.clone() if self.theirs is None else self.theirs
+            tensor += self.theirs
 
     def max_of(self, numbers: Any) -> list[int]:
-        return [*numbers] if self.theirs is None else [len(self.theirs)]
+        return [len(self.theirs)]
 
 
-def trainer_of(comm: Comm) -> Any:
-    return SimpleNamespace(comm=comm, model=torch.nn.Linear(1, 1))
+def trainer_of(comm: Comm | None = None) -> Any:
+    return SimpleNamespace(comm=comm or Comm(), model=torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize(("form", "labelled"), SHAPES)
-@pytest.mark.parametrize("comm", [Comm(), Twins()], ids=["one", "two"])
-def test_it_counts_each_label_of_every_batch(
-    form: Any, labelled: Any, comm: Comm, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("form", "labelled"), [((7, 3), (7,)), ((2, 3, 4, 5), (2, 4, 5))])
+def test_it_counts_each_label_of_every_batch(form: Any, labelled: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    matrix, expected, trainer = ConfusionMatrix(), torch.zeros(3, 3).long(), trainer_of(comm)
+    matrix, expected, trainer = ConfusionMatrix(), torch.zeros(3, 3).long(), trainer_of()
     matrix.setup(trainer, SimpleNamespace(usage={}))  # type: ignore[arg-type]
     for number in (0, 1, 2, 0, 1):  # The first pass was broken off.
         logits, labels = torch.randn(form), torch.randint(0, 3, labelled)
@@ -59,51 +53,45 @@ def test_it_counts_each_label_of_every_batch(
                 expected[true, row.argmax()] += 1
     assert matrix.draw(trainer, "", tmp_path / "a.png")
     assert matrix.counts is not None
-    assert torch.equal(matrix.counts, expected * (2 if isinstance(comm, Twins) else 1))
+    assert torch.equal(matrix.counts, expected)
     assert (tmp_path / "a.png").stat().st_size > 1000
-    assert not matrix.draw(trainer, "", tmp_path / "b.png") or isinstance(comm, Twins)
+    assert not matrix.draw(trainer, "", tmp_path / "b.png")
 
 
 def test_a_rank_without_samples_counts_with_the_others(tmp_path: Path) -> None:
-    theirs = torch.tensor([1, 2, 3, 4, 5])
     matrix = ConfusionMatrix()
     matrix.setup(None, SimpleNamespace(usage={"class_names": ["a", "b"]}))  # type: ignore[arg-type]
-    matrix.draw(trainer_of(Twins(theirs)), "", tmp_path / "a.png")
+    matrix.draw(trainer_of(WithAnother()), "", tmp_path / "a.png")
     assert matrix.counts is not None
     assert matrix.counts.tolist() == [[1, 2], [3, 4]]
 
 
 def test_a_run_shows_both_and_trains_as_without(tmp_path: Path, monkeypatch: Patch) -> None:
-    seen: list[Any] = []
-    made, drawn = validation.ConfusionMatrix.draw, validation._as_seen
-
-    def kept(matrix: ConfusionMatrix, *rest: Any) -> bool:
-        seen.append(matrix)
-        return made(matrix, *rest)
-
-    monkeypatch.setattr(ConfusionMatrix, "draw", kept)
+    matrices, pictures = list[ConfusionMatrix](), list[Any]()
+    draw, as_seen = ConfusionMatrix.draw, validation._as_seen
     monkeypatch.setattr(
-        validation, "_as_seen", lambda *given: seen.append(drawn(*given)) or seen[-1]
+        ConfusionMatrix, "draw", lambda own, *rest: matrices.append(own) or draw(own, *rest)
+    )
+    monkeypatch.setattr(
+        validation, "_as_seen", lambda *given: pictures.append(as_seen(*given)) or pictures[-1]
     )
     small = ["dtype=mixed", "model.width=4", "trainer.epochs=1", "dataset.batch_size=128"]
     train(tmp_path / "plain", *small)
     summary = train(tmp_path / "run", *small, "callbacks=[default,confusion_matrix,predictions]")
-    counts, pictures = seen[0].counts, seen[-1]
+    counts, shown = matrices[0].counts, pictures[-1]
     test: Any = digits().test
-    assert [int(counts.sum()), int(counts.trace())] == [
-        len(test.targets),
-        round(Summary.read(tmp_path / "run").test_metrics["accuracy"] * len(test.targets)),
-    ]
-    assert len(pictures) == 16
-    for picture, raw in zip(pictures, test.images, strict=False):  # Not normalised any more.
+    accuracy = Summary.read(tmp_path / "run").test_metrics["accuracy"]
+    assert counts is not None
+    assert int(counts.sum()) == len(test.targets)
+    assert int(counts.trace()) == round(accuracy * len(test.targets))
+    assert len(shown) == 16
+    for picture, raw in zip(shown, test.images, strict=False):  # Not normalised any more.
         assert torch.allclose(torch.from_numpy(picture), raw[0], atol=1e-6)
     tags = [f"{s}/{n}" for s in ("validation", "test") for n in ("confusion_matrix", "predictions")]
     assert sorted(events(tmp_path / "run").Tags()["images"]) == sorted(tags)
     assert len(list((tmp_path / "run/validation").glob("*.png"))) == 4
-    one, other = (
-        checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("plain", "run")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    folders = tmp_path / "plain", tmp_path / "run"
+    assert not differing(*(checkpoint.load(own)["trainer"]["weights"] for own in folders))
     assert summary.metric == "accuracy"
 
 
@@ -113,28 +101,23 @@ def test_masks_are_drawn_beside_their_pictures(tmp_path: Path) -> None:
     batch = [torch.rand(5, 3, 6, 6), torch.randint(0, 4, (5, 6, 6))]
     output = StepOutput(torch.zeros(()), torch.rand(5, 4, 6, 6), batch[1])
     for number in (0, 1):
-        predictions.on_prediction_end(trainer_of(Comm()), number, batch, output)
+        predictions.on_prediction_end(trainer_of(), number, batch, output)
     assert predictions._shown is not None
     assert [len(part) for part in predictions._shown] == [3, 3, 3]
-    assert predictions.draw(trainer_of(Comm()), "t", tmp_path / "a.png")
-    assert not predictions.draw(trainer_of(Comm()), "t", tmp_path / "b.png")
+    assert predictions.draw(trainer_of(), "t", tmp_path / "a.png")
+    assert not predictions.draw(trainer_of(), "t", tmp_path / "b.png")
 
 
 def test_what_has_no_classes_or_no_pictures_is_refused() -> None:
-    batch, loss = [torch.rand(5, 3)], torch.zeros(())
-    output = StepOutput(loss, torch.rand(5, 1), torch.rand(5, 1))
-    given = trainer_of(Comm()), 0, batch, output
-    assert refused(ConfigError, ConfusionMatrix().on_prediction_end, *given) == (
-        "callbacks.confusion_matrix: the objective gives outputs float32 [5, 1] and targets "
-        "float32 [5, 1]; it needs [N, classes, ...] and the numbers of the classes, [N, ...]: set "
-        "callbacks.confusion_matrix=null"
-    )
-    output = StepOutput(loss, torch.rand(5, 2), torch.zeros(5).long())
-    given = trainer_of(Comm()), 0, batch, output
-    assert refused(ConfigError, Predictions().on_prediction_end, *given) == (
-        "callbacks.predictions: a batch begins with float32 [5, 3] and its outputs are float32 "
-        "[5, 2]; it needs pictures [N, 1 or 3, height, width] and the classes' outputs [N, "
-        "classes, ...]: set callbacks.predictions=null"
-    )
+    batch, loss, trainer = [torch.rand(5, 3)], torch.zeros(()), trainer_of()
+    for callback, output, said in (
+        (ConfusionMatrix(), (torch.rand(5, 1), torch.rand(5, 1)),
+         "confusion_matrix: the objective gives outputs float32 [5, 1] and targets float32 [5, 1]"),
+        (Predictions(), (torch.rand(5, 2), torch.zeros(5).long()),
+         "predictions: a batch begins with float32 [5, 3] and its outputs are float32 [5, 2]"),
+    ):  # fmt: skip
+        given = trainer, 0, batch, StepOutput(loss, *output)
+        told = refused(ConfigError, callback.on_prediction_end, *given)
+        assert told.startswith(f"callbacks.{said}; it needs ")
     said = refused(ConfigError, Predictions, 65)
     assert said == "callbacks.predictions.count=65: must be a whole number >= 1 and <= 64"

@@ -1,16 +1,16 @@
 """Products by `scaled_mm`: a CPU's kernels of fp8, and the exact codes of MX and NVFP4."""
 
 import math
-import re
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fixtures import Patch, has_torch, needs_torch
+from fixtures import Patch, has_torch, needs_torch, refused
 from low_bits import COLUMNS, ML_DTYPES, ROWS, prepared, uniform
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,22 +66,6 @@ def apart(result: Tensor, left: Tensor, right: Tensor) -> float:
     bound = 2 * (left.shape[1] + 3) * UNIT * (left.double().abs() @ right.double().abs())
     distance = (result.double() - (left @ right).double()).abs()
     return float((distance / bound).nan_to_num(0.0).max())
-
-
-@pytest.fixture
-def calls(monkeypatch: Patch) -> list[tuple[int, ...]]:
-    """The shape of each product of `scaled_mm`."""
-    seen: list[tuple[int, ...]] = []
-    scaled_mm: Any = F.scaled_mm
-
-    def watched(left: Tensor, right: Tensor, *rest: Any, **named: Any) -> Any:
-        seen.append((*left.shape, right.shape[1]))
-        return scaled_mm(left, right, *rest, **named)
-
-    for name in ("fp8_tensorwise", "fp8_rows"):  # Tried before: it is not counted.
-        native.refusals(Recipe.named(name), CPU)
-    monkeypatch.setattr(F, "scaled_mm", watched)
-    return seen
 
 
 @pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
@@ -175,108 +159,107 @@ def trained(compute: str, products: Any) -> dict[str, Any]:
 
 
 @on_cpus
-class TestChoice:
-    def test_a_cpu_emulates_unless_told(self, calls: list[tuple[int, ...]]) -> None:
-        trained("auto", "fp8_rows")
-        every = {"format": "e4m3fn", "per": "row", "hadamard": 16}  # Of which 40 is no multiple.
-        trained("native", Recipe.from_mapping("mine", {"every": every, "dw": None}))
-        assert not calls
-        wanted = {own: native.is_wanted(own, CUDA) for own in ("auto", "native", "emulated")}
-        assert wanted == {"auto": True, "native": True, "emulated": False}
-        assert not native.is_wanted("auto", CPU)
-
-    @pytest.mark.parametrize("products", ["fp8_rows", "fp8_tensorwise"])
-    def test_every_product_of_a_layer(self, products: str, calls: list[tuple[int, ...]]) -> None:
+def test_a_cpu_emulates_unless_told_and_then_runs_every_product_of_a_layer(
+    monkeypatch: Patch,
+) -> None:
+    for name in ("fp8_tensorwise", "fp8_rows"):  # Tried before: it is not watched.
+        native.refusals(Recipe.named(name), CPU)
+    watched = Mock(side_effect=F.scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", watched)
+    trained("auto", "fp8_rows")
+    every = {"format": "e4m3fn", "per": "row", "hadamard": 16}  # Of which 40 is no multiple.
+    trained("native", Recipe.from_mapping("mine", {"every": every, "dw": None}))
+    assert not watched.called
+    wanted = [native.is_wanted(own, CUDA) for own in ("auto", "native", "emulated")]
+    assert [*wanted, native.is_wanted("auto", CPU)] == [True, True, False, False]
+    for products in ("fp8_rows", "fp8_tensorwise"):
+        watched.reset_mock()
         ours, emulated = trained("native", products), trained("emulated", products)
         # y = x w', dx = dy w and the transpose of dw = dy' x, of lengths that are padded to 16.
-        assert sorted(calls) == sorted([(32, 48, 32), (32, 32, 48), (48, 32, 32)])
+        shapes = [(*call.args[0].shape, call.args[1].shape[1]) for call in watched.mock_calls]
+        assert sorted(shapes) == sorted([(32, 48, 32), (32, 32, 48), (48, 32, 32)])
         for name, own in ours.items():
             assert (own - emulated[name]).abs().max() <= NEAR * emulated[name].abs().max(), name
         assert torch.equal(ours["b"], emulated["b"])
 
-    def test_the_map_says_what_is_native(self) -> None:
-        """In an own loop, where `prepare` has refused nothing."""
-        rows = {"every": {"format": "e4m3fn"}, "dx": {"w": {"per": "row"}}}
-        for layer, products, compute, said in (
-            (nn.Linear(32, 16), "fp8_rows", "native", "fp8_rows, native"),
-            (nn.Linear(32, 16), "fp8_rows", "auto", "fp8_rows"),
-            (nn.Conv1d(32, 16, 1), "fp8_rows", "native", "fp8_rows, emulated"),
-            (nn.Linear(32, 32), "mxfp8", "native", f"mxfp8, emulated: {SWIZZLE}"),
-            (nn.Linear(32, 16), Recipe.from_mapping("mine", rows), "native",
-             "mine, native but for dx"),
-        ):  # fmt: skip
-            precision = Precision("mixed", products=products, compute=compute)
-            assert dtype_map(precision, layer)[0].products == said
+
+@on_cpus
+def test_the_map_says_what_is_native() -> None:
+    """In an own loop, where `prepare` has refused nothing."""
+    rows = {"every": {"format": "e4m3fn"}, "dx": {"w": {"per": "row"}}}
+    for layer, products, compute, said in (
+        (nn.Linear(32, 16), "fp8_rows", "native", "fp8_rows, native"),
+        (nn.Linear(32, 16), "fp8_rows", "auto", "fp8_rows"),
+        (nn.Conv1d(32, 16, 1), "fp8_rows", "native", "fp8_rows, emulated"),
+        (nn.Linear(32, 32), "mxfp8", "native", f"mxfp8, emulated: {SWIZZLE}"),
+        (nn.Linear(32, 16), Recipe.from_mapping("mine", rows), "native", "mine, native but for dx"),
+    ):
+        precision = Precision("mixed", products=products, compute=compute)
+        assert dtype_map(precision, layer)[0].products == said
 
 
-class TestRefusal:
-    def test_says_which_instruction_there_is_not(self) -> None:
-        for left, right, device, said in (
-            (TENSOR, ROW, CUDA, f"{NONE}e4m3fn / {PER_TENSOR} by e4m3fn / {PER_ROW}"),
-            (replace(TENSOR, scale="none"), TENSOR, CPU, f"{NONE}e4m3fn by e4m3fn / {PER_TENSOR}"),
-            (MXFP4, MXFP4, CPU, NONE + "e2m1 / e8m0 scale per block of 32 x 1"),
-            (TENSOR, TENSOR, torch.device("meta"), "scaled_mm is not used on meta here"),
-            (NVFP4, replace(NVFP4, across=16), CPU, SWIZZLE),
-            (TENSOR, replace(TENSOR, format=E5M2), CPU, OF_CPU),
-        ):
-            assert refusal(left, right, device) == said
+def test_a_refusal_says_which_instruction_there_is_not() -> None:
+    for left, right, device, said in (
+        (TENSOR, ROW, CUDA, f"{NONE}e4m3fn / {PER_TENSOR} by e4m3fn / {PER_ROW}"),
+        (replace(TENSOR, scale="none"), TENSOR, CPU, f"{NONE}e4m3fn by e4m3fn / {PER_TENSOR}"),
+        (MXFP4, MXFP4, CPU, NONE + "e2m1 / e8m0 scale per block of 32 x 1"),
+        (TENSOR, TENSOR, torch.device("meta"), "scaled_mm is not used on meta here"),
+        (NVFP4, replace(NVFP4, across=16), CPU, SWIZZLE),
+        (TENSOR, replace(TENSOR, format=E5M2), CPU, OF_CPU),
+    ):
+        assert refusal(left, right, device) == said
 
-    def test_by_an_older_torch(self, monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
-        """Which has the op for CUDA only. Its own text names 50 backends."""
 
-        def scaled_mm(*operands: Any, **named: Any) -> Any:
-            raise NotImplementedError("Could not run 'aten::_scaled_mm_v2' with arguments from ...")
+def test_a_refusal_by_an_older_torch_or_an_older_gpu(monkeypatch: Patch) -> None:
+    """A torch that has the op for CUDA only. Its own text names 50 backends."""
+    said = "Could not run 'aten::_scaled_mm_v2' with arguments from ..."
+    monkeypatch.setattr(F, "scaled_mm", Mock(side_effect=NotImplementedError(said)))
+    monkeypatch.setattr(native, "_try", native._try.__wrapped__)
+    assert refusal(ROW, ROW, CPU) == OLDER
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(native, "_try", lambda *_: "")
+    needs = "it needs compute capability "
+    for how, capability, said in (
+        (ROW, (8, 6), f"{needs}8.9, and this is 8.6"),
+        (ROW, (8, 9), ""),
+        (NVFP4, (8, 9), f"{needs}10.0, and this is 8.9"),
+        (NVFP4, (10, 0), ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
+        assert refusal(how, how, CUDA) == said
 
-        request.addfinalizer(native._try.cache_clear)
-        native._try.cache_clear()
-        monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-        assert refusal(ROW, ROW, CPU) == OLDER
 
-    def test_by_an_older_gpu(self, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(native, "_try", lambda *_: "")
-        needs = "it needs compute capability "
-        for how, capability, said in (
-            (ROW, (8, 6), f"{needs}8.9, and this is 8.6"),
-            (ROW, (8, 9), ""),
-            (NVFP4, (8, 9), f"{needs}10.0, and this is 8.9"),
-            (NVFP4, (10, 0), ""),
-        ):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
-            assert refusal(how, how, CUDA) == said
+@on_cpus
+def test_a_refusal_of_wrong_numbers(monkeypatch: Patch) -> None:
+    scaled_mm: Any = F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: scaled_mm(*a, **k).flip(0))
+    monkeypatch.setattr(native, "_try", native._try.__wrapped__)
+    assert refusal(ROW, ROW, CPU) == "torch's scaled_mm gives wrong numbers for it"
 
-    @on_cpus
-    def test_of_wrong_numbers(self, monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
-        request.addfinalizer(native._try.cache_clear)
-        native._try.cache_clear()
-        scaled_mm: Any = F.scaled_mm
-        monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: scaled_mm(*a, **k).flip(0))
-        assert refusal(ROW, ROW, CPU) == "torch's scaled_mm gives wrong numbers for it"
 
-    @pytest.mark.parametrize(
-        ("products", "pins"),
-        [("mxfp8", {}), pytest.param("fp8_rows", {"head": "nvfp4"}, marks=on_cpus)],
+@pytest.mark.parametrize(
+    ("products", "pins"),
+    [("mxfp8", {}), pytest.param("fp8_rows", {"head": "nvfp4"}, marks=on_cpus)],
+)
+def test_a_refusal_at_once_where_native_was_asked_for(products: str, pins: dict[str, str]) -> None:
+    lists = replace(OpLists.named(), modules=pins)
+    precision = Precision("mixed", products=products, compute="native", ops=lists)
+    layer = nn.ModuleDict({"head": nn.Linear(32, 32)})
+    optimizer = torch.optim.SGD(layer.parameters())
+    assert refused(ConfigError, precision.prepare, layer, optimizer) == (
+        f"dtype.compute=native: dtype.products={pins.get('head', products)} has no native "
+        f"forward product on cpu: {SWIZZLE}; choose dtype.compute=auto, which emulates it"
     )
-    def test_at_once_where_native_was_asked_for(self, products: str, pins: dict[str, str]) -> None:
-        lists = replace(OpLists.named(), modules=pins)
-        precision = Precision("mixed", products=products, compute="native", ops=lists)
-        layer = nn.ModuleDict({"head": nn.Linear(32, 32)})
-        said = (
-            f"dtype.compute=native: dtype.products={pins.get('head', products)} has no native "
-            f"forward product on cpu: {SWIZZLE}; choose dtype.compute=auto, which emulates it"
-        )
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            precision.prepare(layer, torch.optim.SGD(layer.parameters()))
-        with pytest.raises(ConfigError):
-            precision.attach(layer)  # The first refusal has left nothing behind.
+    refused(ConfigError, precision.attach, layer)  # The first refusal has left nothing behind.
 
-    def test_of_other_than_two_matrices(self) -> None:
-        said = "fp8_rows has no native forward product on cpu: it is a convolution or a batch, and"
-        precision = Precision("fp32", products="fp8_rows", compute="native")
-        ops: list[tuple[Any, Tensor]] = [(F.conv1d, made(8, 8, 1)), (torch.bmm, made(2, 4, 8))]
-        for op, right in ops:
-            with precision.cast(), pytest.raises(ConfigError, match=f"{said} scaled_mm takes two "):
-                op(made(2, 8, 4), right)
+
+def test_a_refusal_of_other_than_two_matrices() -> None:
+    said = "fp8_rows has no native forward product on cpu: it is a convolution or a batch, and"
+    precision = Precision("fp32", products="fp8_rows", compute="native")
+    ops: list[tuple[Any, Tensor]] = [(F.conv1d, made(8, 8, 1)), (torch.bmm, made(2, 4, 8))]
+    for op, right in ops:
+        with precision.cast(), pytest.raises(ConfigError, match=f"{said} scaled_mm takes two "):
+            op(made(2, 8, 4), right)
 
 
 def test_operands_of_cuda_have_the_forms_that_kernels_demand() -> None:

@@ -22,7 +22,7 @@ from mpframe.core.objective import supervised
 from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, noises_of, replay
 from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.product_noise import Noise, ProductProbe, merge, rows_of
+from mpframe.lab.product_noise import Noise, ProductProbe
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Quantization, count_noise, quantize
@@ -32,12 +32,11 @@ from mpframe.run.resume import _load
 DY = {"dy": {"rounding": "stochastic", "format": "e2m1"}}
 NOISY = Recipe.from_mapping("noisy", {"every": {"format": "e4m3fn"}, "dx": DY, "dw": DY})
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]
-MXFP8 = Quantization(E4M3, per="block", scale="e8m0")
+MXFP8, UNSCALED = Quantization(E4M3, per="block", scale="e8m0"), Quantization(E4M3, scale="none")
 HOWS = {
     "tensor": Quantization(E4M3), "row": Quantization(E4M3, per="row"), "mxfp8": MXFP8,
-    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"),
+    "mxfp4, floor": replace(MXFP8, format=E2M1, rule="floor"), "no scale": UNSCALED,
     "nvfp4": Quantization(E2M1, per="block", block=16, across=16, scale="e4m3"),
-    "no scale": Quantization(E4M3, scale="none"),
 }  # fmt: skip
 
 
@@ -117,30 +116,26 @@ def test_compiled_and_eager_agree() -> None:
         torch.manual_seed(0)
         layers = nn.Unflatten(1, (32, 1)), nn.Conv1d(32, 32, 1), nn.Flatten(), nn.Linear(32, 8)
         run = trainer(*layers)
-        model: Any = run.model
-        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        if compiled:
+            run.model.compile(backend="aot_eager", fullgraph=True)
         for number in range(3):
-            with run.precision.cast():
-                call(batch(number)[0]).float().square().mean().backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        results.append([*model.parameters(), run.precision.state_dict()])
+            run.train_step(batch(number))
+        results.append([run.weights(), run.precision.state_dict()])
     assert_same(*results)
 
 
-def noise_of(values: Tensor, how: Quantization | str) -> Noise:
-    how = HOWS[how] if isinstance(how, str) else how
+def noise_of(values: Tensor, how: Quantization) -> Noise:
     return Noise.of(count_noise(values, quantize(values, ROWS, how), ROWS, how).tolist())
 
 
-@pytest.mark.parametrize("name", HOWS)
-def test_the_noise_is_that_of_a_recount(name: str) -> None:
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_the_noise_is_that_of_a_recount(how: Quantization) -> None:
     """By hand, in float64."""
     torch.manual_seed(0)
     values = torch.randn(32, 64) * 2.0 ** torch.randint(-12, 4, (32, 64))
     values[3] = 0
-    noise = noise_of(values, name)
-    exact, rounded = values.double(), quantize(values, ROWS, HOWS[name]).double()
+    noise = noise_of(values, how)
+    exact, rounded = values.double(), quantize(values, ROWS, how).double()
     decibels = 10 * math.log10(exact.square().sum() / (rounded - exact).square().sum())
     assert noise.values == 2048
     # The squares are rounded to float32 once, their sum is float64: 2^-23, in decibels 1e-6.
@@ -150,30 +145,23 @@ def test_the_noise_is_that_of_a_recount(name: str) -> None:
 
 
 def test_saturated_values_the_spread_of_the_scales_in_octaves_and_exact_values() -> None:
-    values = torch.tensor([[448.0, 449.0, -500.0, 1.0]])
-    assert noise_of(values, "no scale").saturated == 0.5
-    assert noise_of(values, "tensor").saturated == 0
+    values = torch.tensor([[448.0, 449.0, -500.0, 1.0, *[0.0] * 28]])
     # floor: 449 has the exponent 8, as 256 = 4 * 64; above 6 * 64 = 384 all saturates.
-    block = torch.cat([values, torch.zeros(1, 28)], 1)
-    assert noise_of(block, "mxfp4, floor").saturated == 3 / 32
+    for name, count in (("no scale", 2), ("tensor", 0), ("mxfp4, floor", 3)):
+        assert noise_of(values, HOWS[name]).saturated == count / 32
     values = torch.ones(4, 32) * torch.tensor([[1.0], [2.0**-5], [0.0], [2.0**3]])
-    spreads = {name: noise_of(values, name).scale_spread for name in HOWS if "fp4" not in name}
-    assert spreads == {"mxfp8": 8, "row": 8, "tensor": 0, "no scale": 0}
+    for name, octaves in (("mxfp8", 8), ("row", 8), ("tensor", 0), ("no scale", 0)):
+        assert noise_of(values, HOWS[name]).scale_spread == octaves
     found = [noise_of(torch.full((2, 32), x), MXFP8).snr_db for x in (0.0, 1.0, math.inf)]
     assert str(found) == "[inf, inf, nan]"  # An overflow has no ratio.
 
 
-def test_a_transform_is_part_of_the_signal_and_rows_of_two_parts_are_that_of_the_whole() -> None:
+def test_a_transform_is_part_of_the_signal() -> None:
     """The noise is counted where the rounding is: the transform alone is none."""
     torch.manual_seed(0)
     values = torch.randn(32, 64)
     plain, mixed = (noise_of(values, own) for own in (MXFP8, replace(MXFP8, hadamard=32)))
     assert mixed.snr_db == pytest.approx(plain.snr_db, abs=1)  # e4m3 of normal numbers in both
-    whole, *parts = (
-        count_noise(part, quantize(part, ROWS, MXFP8), ROWS, MXFP8)
-        for part in (values, values[:3], values[3:])
-    )
-    torch.testing.assert_close(merge(*parts), whole, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("recipe", ["tf32", "fp8_tensorwise", "mxfp4", "nvfp4"])
@@ -202,13 +190,20 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
     assert probe.noises() == noises
 
 
-def test_each_operand_has_a_row_and_a_product_without_a_weight_its_own() -> None:
+def test_calls_of_a_step_are_added_in_one_row_and_without_a_weight_in_another() -> None:
     precision = prepared(model := nn.Linear(32, 32), "mxfp8")
-    probe = ProductProbe(precision)
-    with precision.cast():
-        model(torch.randn(32, 32)) @ torch.randn(32, 32)
-    operands = {(layer, f"forward.{o}") for layer in ("model", lab.WITHOUT_WEIGHT) for o in "xw"}
-    assert set(probe.noises()) == operands
-    noise = Noise(10, 31.5, 0.1, 0.2, 3.0)
-    _, other = rows_of(5, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
-    assert [other[name] for name in lab.COLUMNS] == [5, "a,b", "dx.w", 10, 31.5, 0.1, 0.2, 3]
+    x = torch.randn(64, 32).bfloat16()
+    rows = []
+    for parts in (1, 2):
+        probe = ProductProbe(precision)
+        with precision.cast():
+            for part in x.chunk(parts):
+                model(part) @ torch.ones(32, 32)
+        rows.append(list(lab.rows_of(5, probe.noises())))
+    layers = [(layer, f"forward.{o}") for layer in ("model", lab.WITHOUT_WEIGHT) for o in "xw"]
+    for row, other, key in zip(*rows, layers, strict=True):
+        assert ((row["layer"], row["operand"]), tuple(row)) == (key, lab.COLUMNS)
+        again = 2 if key[1] == "forward.w" else 1  # The right operand is quantised in each call.
+        assert other["values"] == again * row["values"]
+        assert other["scale_spread"] == row["scale_spread"]
+        assert other["snr_db"] == pytest.approx(row["snr_db"], rel=1e-12)

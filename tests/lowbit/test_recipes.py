@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mpframe import OpLists, Precision
 from mpframe.config import CONF
 from mpframe.config.command_line import check_config
+from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32
@@ -48,11 +49,6 @@ def pinned(**modules: str) -> OpLists:
     return replace(OpLists.named(), modules=modules)
 
 
-def of(*words: str) -> Precision:
-    """The precision of a command line."""
-    return build_precision(check_config(composed("dtype=mixed_bf16", *words)))
-
-
 def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() -> None:
     said: dict[str, dict[str, str]] = {}
     for name in list_recipes():
@@ -69,10 +65,16 @@ def test_a_shipped_file_holds_what_it_is_named_after_and_this_is_what_it_says() 
     assert half == {"fp8_tensorwise", "nvfp4"}  # its heads
 
 
-def test_a_recipe_as_a_group_as_an_option_and_with_a_format_of_its_own() -> None:
+def test_a_recipe_as_a_group_as_an_option_with_a_format_of_its_own_and_none_in_fp32() -> None:
+    def config_of(*words: str) -> Config:
+        return check_config(composed("dtype=mixed_bf16", *words))
+
+    def of(*words: str) -> Precision:
+        return build_precision(config_of(*words))
+
     by_group, by_option = of("dtype/products=mxfp8"), of("dtype.products=mxfp8")
-    assert by_group.policy == by_option.policy
-    assert by_group.policy == Precision("mixed", "bfloat16", products="mxfp8").policy
+    by_hand = Precision("mixed", "bfloat16", products="mxfp8")
+    assert by_group.policy == by_option.policy == by_hand.policy
     assert str(by_group) == "mixed(bfloat16, mxfp8)"
     policy = of("dtype/products=mxfp8", "dtype.recipes.mxfp8.every.rule=floor").policy
     assert policy.recipes["mxfp8"].products["dx"]["w"].rule == "floor"
@@ -81,11 +83,7 @@ def test_a_recipe_as_a_group_as_an_option_and_with_a_format_of_its_own() -> None
     recipe = of("dtype.products=mine", *own).policy.recipes["mine"]
     assert (set(recipe.products), recipe.attention) == ({"forward", "dw"}, True)
     assert str(recipe.products["forward"]["x"]) == "e3m4 / fp32 scale per row"
-
-
-def test_fp32_has_no_products_unless_asked() -> None:
-    config = check_config(composed("dtype=mixed", "dtype/products=mxfp8"))
-    assert not build_precision(in_fp32(config)).policy.casts
+    assert not build_precision(in_fp32(config_of("dtype/products=mxfp8"))).policy.casts
     asked = Precision("fp32", products="tf32")
     assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)
 
@@ -120,8 +118,12 @@ def test_a_recipe_is_refused() -> None:
         assert said.startswith(says if of_all else "dtype.recipes.mine." + says)
 
 
-class TestMap:
-    def rows(self, products: str = "mxfp8", **modules: str) -> dict[str, Any]:
+def test_the_map_says_what_stays_in_half_and_why() -> None:
+    """A pin to a recipe leaves formats as they are."""
+    text = ""
+
+    def rows(products: str = "mxfp8", **modules: str) -> dict[str, Any]:
+        nonlocal text
         model = nn.ModuleDict({
             "whole": nn.Linear(64, 32), "classes": nn.Linear(64, 10), "head": nn.Linear(64, 64),
             "images": nn.Conv2d(3, 64, 3), "grouped": nn.ConvTranspose2d(64, 64, 3, groups=4),
@@ -129,113 +131,84 @@ class TestMap:
             "attention": nn.MultiheadAttention(32, 1),
         })  # fmt: skip
         precision = prepared(model, products, ops=pinned(**modules))
-        self.text = describe(precision, model)
+        text = describe(precision, model)
         return {row.module: row for row in dtype_map(precision, model)}
 
-    def test_says_what_stays_in_half_and_why(self) -> None:
-        said = {name: row.products for name, row in self.rows(whole="nvfp4").items()}
-        no_multiple = "in half: {} is no multiple of 32"
-        assert said == {
-            "whole": "nvfp4",
-            "classes": "mxfp8; dx " + no_multiple.format(10),
-            "images": "mxfp8; forward " + no_multiple.format(3),
-            "grouped": "mxfp8; forward {0}; dx {0}".format(no_multiple.format(16)),
-            "cells": "in half: lstm is never quantised",
-            **dict.fromkeys(("norm", "slopes"), "-"),
-            **dict.fromkeys(("attention", "attention.out_proj", "head"), "mxfp8"),
-        }
-        for line in ("mxfp8 forward: x e4m3fn / e8m0 scale per block of 32 x 1, w", "nvfp4 dw: x"):
-            assert f"\n{line}" in self.text
-        assert self.rows("none")["head"].products == ""
-        assert "products" not in self.text
-
-    def test_says_which_pin_keeps_a_module_in_half(self) -> None:
-        rows = self.rows("nvfp4", whole="half", classes="none", images="fp32")
-        for name, pin in (("head", "none"), ("whole", "half"), ("classes", "none")):
-            assert rows[name].products == f"in half: '{name}' is pinned to {pin}"
-        assert rows["images"].products == "-"
-
-    def test_a_pin_to_a_recipe_leaves_formats_as_they_are(self) -> None:
-        pinned, plain = self.rows(norm="nvfp4", head="none"), self.rows()
-        for name in ("norm", "head"):
-            own, other = ((r.storage, r.compute, r.why) for r in (pinned[name], plain[name]))
-            assert own == other
-
-    def test_a_tied_weight_by_where_it_is_read(self) -> None:
-        """An embedding that the head multiplies with: the head's pin decides."""
-        model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
-        model[1].weight = model[0].weight
-        for pin, says in (("none", "in half"), ("mxfp8", "mxfp8")):
-            precision = Precision("mixed", "bfloat16", products="mxfp8", ops=pinned(**{"1": pin}))
-            precision.trace(model, torch.zeros(2, dtype=torch.long))
-            assert dtype_map(precision, model)[0].products == says
+    found, no_multiple = rows(whole="nvfp4", norm="nvfp4"), "in half: {} is no multiple of 32"
+    assert {name: row.products for name, row in found.items()} == {
+        "whole": "nvfp4",
+        "classes": "mxfp8; dx " + no_multiple.format(10),
+        "images": "mxfp8; forward " + no_multiple.format(3),
+        "grouped": "mxfp8; forward {0}; dx {0}".format(no_multiple.format(16)),
+        "cells": "in half: lstm is never quantised",
+        **dict.fromkeys(("norm", "slopes"), "-"),
+        **dict.fromkeys(("attention", "attention.out_proj", "head"), "mxfp8"),
+    }
+    for line in ("mxfp8 forward: x e4m3fn / e8m0 scale per block of 32 x 1, w", "nvfp4 dw: x"):
+        assert f"\n{line}" in text
+    plain = rows("none")
+    assert "products" not in text
+    for name, row in found.items():
+        assert replace(row, products="") == plain[name]
+    found = rows("nvfp4", whole="half", classes="none", images="fp32")
+    for name, pin in (("head", "none"), ("whole", "half"), ("classes", "none")):
+        assert found[name].products == f"in half: '{name}' is pinned to {pin}"
+    assert found["images"].products == "-"
 
 
-class TestInHalf:
-    """What stays in half is what it is without a recipe, bit for bit."""
+def test_a_tied_weight_by_where_it_is_read() -> None:
+    """An embedding that the head multiplies with: the head's pin decides."""
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
+    model[1].weight = model[0].weight
+    for pin, says in (("none", "in half"), ("mxfp8", "mxfp8")):
+        precision = Precision("mixed", "bfloat16", products="mxfp8", ops=pinned(**{"1": pin}))
+        precision.trace(model, torch.zeros(2, dtype=torch.long))
+        assert dtype_map(precision, model)[0].products == says
 
-    def test_the_forward_product(self) -> None:
-        cases: list[Any] = [
-            (F.linear, made(32, 33), made(32, 33)),  # no multiple of 32 inputs
-            (partial(torch.einsum, "bij,bjk->bik"), A3, B3),
-            (torch.addbmm, C, A3, B3),
-            (F.conv2d, made(32, 3, 5, 5), made(32, 3, 3, 3)),
-            (partial(F.conv2d, groups=32), made(32, 32, 5, 5), made(32, 1, 3, 3)),
-        ]
-        for case in cases:
-            ours, plain = (
-                run(*case, products=own, compute="emulated") for own in ("mxfp8", "none")
-            )
-            assert torch.equal(ours[0], plain[0])
 
-    def test_each_product_by_itself(self) -> None:
-        """10 outputs: dx sums over them and stays in half. A recipe may leave a product out."""
-        x, w = made(32, 64), made(10, 64, seed=1)
-        y, dx, dw = run(F.linear, x, w)
-        half_y, half_dx, half_dw = run(F.linear, x, w, products="none", compute="emulated")
-        same = [torch.equal(*both) for both in ((y, half_y), (dx, half_dx), (dw, half_dw))]
-        assert same == [False, True, False]
-        y, _, dw = run(F.linear, x, w, products="mxfp4")
-        assert torch.equal(y, half_y)
-        assert not torch.equal(dw, half_dw)
+IN_HALF: list[Any] = [
+    (F.linear, made(32, 33), made(32, 33)),  # no multiple of 32 inputs
+    (partial(torch.einsum, "bij,bjk->bik"), A3, B3),
+    (torch.addbmm, C, A3, B3),
+    (F.conv2d, made(32, 3, 5, 5), made(32, 3, 3, 3)),
+    (partial(F.conv2d, groups=32), made(32, 32, 5, 5), made(32, 1, 3, 3)),
+]
 
-    def test_in_place_out_and_other_formats(self) -> None:
-        seen: list[str] = []
-        with Precision("amp", half="bfloat16", products="mxfp8").cast(), Note(seen):
-            C.clone().addmm_(A, B)
-            torch.mm(A, B, out=torch.empty(64, 96))
-            assert (A.double() @ B.double()).dtype == torch.float64
-            assert (A.long() @ B.long()).dtype == torch.long
-        with Precision("fp32", products="mxfp8").cast(), Note(seen):
-            assert (A.bfloat16() @ B.bfloat16()).dtype == torch.bfloat16
-        assert seen == []
 
-    def test_nothing(self) -> None:
-        """An expert without a row has a product of its own all the same."""
-        for products in ("fp8_tensorwise", "nvfp4"):
-            precision = prepared(layer := nn.Linear(32, 32), products)
-            with precision.cast():
-                y = layer(made(0, 32))
-            y.sum().backward()
-            assert (y.shape, layer.weight.grad.any()) == ((0, 32), False)
+def test_what_stays_in_half_is_what_it_is_without_a_recipe_each_product_by_itself() -> None:
+    for case in IN_HALF:
+        ours, plain = (run(*case, products=own, compute="emulated") for own in ("mxfp8", "none"))
+        assert torch.equal(ours[0], plain[0])
+    # 10 outputs: dx sums over them and stays in half. mxfp4 leaves the forward product out.
+    x, w = made(32, 64), made(10, 64, seed=1)
+    plain = run(F.linear, x, w, products="none", compute="emulated")
+    for products, same in (("mxfp8", [False, True, False]), ("mxfp4", [True, True, False])):
+        found = run(F.linear, x, w, products=products)
+        assert [torch.equal(*both) for both in zip(found, plain, strict=True)] == same
+    seen: list[str] = []  # Neither do forms in place and other formats take part.
+    with Precision("amp", half="bfloat16", products="mxfp8").cast(), Note(seen):
+        C.clone().addmm_(A, B)
+        torch.mm(A, B, out=torch.empty(64, 96))
+        assert (A.double() @ B.double()).dtype == torch.float64
+        assert (A.long() @ B.long()).dtype == torch.long
+    with Precision("fp32", products="mxfp8").cast(), Note(seen):
+        assert (A.bfloat16() @ B.bfloat16()).dtype == torch.bfloat16
+    assert seen == []
+
+
+def test_nothing_has_a_product_all_the_same() -> None:
+    """An expert without a row."""
+    for products in ("fp8_tensorwise", "nvfp4"):
+        precision = prepared(layer := nn.Linear(32, 32), products)
+        with precision.cast():
+            y = layer(made(0, 32))
+        y.sum().backward()
+        assert (y.shape, layer.weight.grad.any()) == ((0, 32), False)
 
 
 def test_beta_0_ignores_what_is_added() -> None:
     y = run(lambda c, a, b: torch.addmm(c, a, b, beta=0), C * math.nan, A, B)[0]
     assert torch.equal(y, run(torch.mm, A, B)[0])
-
-
-def test_an_overflow_reaches_the_gradients() -> None:
-    """A gradient that overflowed is no large one: the loss scaler must see it."""
-    inf, nan = math.inf, math.nan
-    for products, bad in (("fp8_tensorwise", inf), ("mxfp8", nan), ("nvfp4", inf), ("tf32", nan)):
-        precision = prepared(layer := nn.Linear(32, 32), products, half="float16")
-        with precision.cast():
-            y = layer(made(32, 32))
-        dy = torch.ones_like(y)
-        dy[3, 5] = bad
-        y.backward(dy)
-        assert not layer.weight.grad.isfinite().all()
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -247,55 +220,50 @@ def test_a_second_derivative_is_refused() -> None:
         dx.sum().backward()
 
 
-class TestPins:
-    def outputs(self, products: str = "mxfp8", **modules: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32))
-        precision = prepared(model, products, mode="amp", ops=pinned(**modules), compute="emulated")
+def outputs(products: str = "mxfp8", **modules: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32))
+    precision = prepared(model, products, mode="amp", ops=pinned(**modules), compute="emulated")
+    with precision.cast():
+        first = model[0](made(32, 32))
+        return [first, second := model[1](first), model[2](second)]
+
+
+def test_pins_to_half_and_none_switch_products_off_and_a_recipe_is_for_one_module() -> None:
+    everywhere = outputs()
+    for pin in ("half", "none"):
+        first, *_ = outputs(**{"0": pin})
+        assert not torch.equal(first, everywhere[0])
+        assert first.dtype == torch.bfloat16
+    assert torch.equal(outputs(**{"1": "none"})[0], everywhere[0])
+    by_pin = outputs(**{"*": "none", "0": "fp8_rows"})
+    assert torch.equal(by_pin[0], outputs("fp8_rows")[0])
+    assert by_pin[2].dtype == torch.float32  # The lists go on inside a pin to a recipe.
+    recipe = Recipe.from_mapping("mine", {"every": E2M1, "half": ["0"]})
+    for ops, pin in ((None, "none"), (pinned(**{"0": "mine"}), "mine")):  # The user's come last.
+        policy = Precision("amp", "bfloat16", products=recipe, ops=ops).policy
+        assert policy.pin_of("0") == ("0", pin)
+
+
+def test_a_pin_to_a_recipe_casts_nothing() -> None:
+    """A module pinned to half gets half inputs, one pinned to a recipe what it was given."""
+    for pin, dtype in (("half", torch.bfloat16), ("mxfp8", torch.float32)):
+        model = nn.Sequential(nn.Identity())
+        precision = Precision("amp", half="bfloat16", ops=pinned(**{"0": pin}))
+        precision.attach(model)
         with precision.cast():
-            first = model[0](made(32, 32))
-            return [first, second := model[1](first), model[2](second)]
-
-    def test_half_and_none_switch_products_off_and_a_recipe_is_for_one_module(self) -> None:
-        everywhere = self.outputs()
-        for pin in ("half", "none"):
-            first, *_ = self.outputs(**{"0": pin})
-            assert not torch.equal(first, everywhere[0])
-            assert first.dtype == torch.bfloat16
-        assert torch.equal(self.outputs(**{"1": "none"})[0], everywhere[0])
-        by_pin = self.outputs(**{"*": "none", "0": "fp8_rows"})
-        assert torch.equal(by_pin[0], self.outputs("fp8_rows")[0])
-        assert by_pin[2].dtype == torch.float32  # The lists go on inside a pin to a recipe.
-
-    def test_a_pin_to_a_recipe_casts_nothing(self) -> None:
-        """A module pinned to half gets half inputs, one pinned to a recipe what it was given."""
-        seen = {}
-        for pin in ("half", "mxfp8"):
-            model = nn.Sequential(nn.Identity())
-            precision = Precision("amp", half="bfloat16", ops=pinned(**{"0": pin}))
-            precision.prepare(model, torch.optim.SGD(nn.Linear(1, 1).parameters()))
-            with precision.cast():
-                seen[pin] = model(A).dtype
-        assert seen == {"half": torch.bfloat16, "mxfp8": torch.float32}
-
-    def test_those_of_the_recipe_come_before_the_users(self) -> None:
-        recipe = Recipe.from_mapping("mine", {"every": {"format": "e2m1"}, "half": ["0"]})
-        for given, pin in (({}, "none"), ({"ops": pinned(**{"0": "mine"})}, "mine")):
-            policy = Precision("amp", "bfloat16", products=recipe, **given).policy  # type: ignore
-            assert policy.pin_of("0") == ("0", pin)
+            assert model(A).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "says"),
-    [
-        ("amp", {"products": "mxfp9"}, r"dtype.products=mxfp9: choose none, fp8_blocks.*mxfp8"),
+def test_refused() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("amp", {"products": "mxfp9"}, "dtype.products=mxfp9: choose none, fp8_blocks, "),
         ("amp", {"recipes": {"none": Recipe("none", {})}},
          "dtype.recipes.none: is the name of a pin; choose another"),
-        ("mixed", {"products": "mxfp8", "ops": OpLists()}, "mxfp8: has no op to act on"),
+        ("mixed", {"products": "mxfp8", "ops": OpLists()},
+         "dtype.products=mxfp8: has no op to act on"),
         ("amp", {"products": "mxfp8", "ops": pinned(head="float32")},
-         r"ops.modules\['head'\]=float32: choose fp32, half, none or a recipe: fp8_blocks, "),
-    ],
-)  # fmt: skip
-def test_refused(mode: str, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Precision(mode, **given).attach(nn.ModuleDict({"head": nn.Linear(32, 32)}))
+         "ops.modules['head']=float32: choose fp32, half, none or a recipe: fp8_blocks, "),
+    ]  # fmt: skip
+    for mode, given, says in cases:
+        assert refused(ConfigError, Precision, mode, **given).startswith(says)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from low_bits import COLUMNS, ML_DTYPES, ROWS, by_ml_dtypes, uniform
 from torch import Tensor
 
 from mpframe.lowbit import scaling
-from mpframe.lowbit.formats import FORMATS, ElementFormat, round_to
+from mpframe.lowbit.formats import FORMATS, round_to
 from mpframe.lowbit.scaling import RULES, Axes, Quantization, apply_hadamard, find_scales, quantize
 
 NAN = math.nan
@@ -32,11 +33,6 @@ VALUES = torch.cat([HALVES, *BESIDE, torch.from_numpy(RANDOM)])
 
 def mx(name: str, rule: str = "rceil", block: int = 32) -> Quantization:
     return Quantization(FORMATS[name], per="block", block=block, scale="e8m0", rule=rule)
-
-
-def scales(x: torch.Tensor, axes: Axes, how: Quantization) -> torch.Tensor:
-    """One for each block, row or tensor."""
-    return find_scales(x, axes, how).scale.squeeze()
 
 
 def values(*shape: int) -> Tensor:
@@ -89,14 +85,15 @@ def test_nvfp4_by_its_words() -> None:
         assert torch.equal(quantize(x, ROWS, NVFP4)[row, start : start + 16], expected)
 
 
-def test_squares_are_the_same_for_a_weight_and_its_transpose() -> None:
+def test_scales_of_squares_tensors_rows_columns_and_rectangles() -> None:
+    """Those of squares are the same for a weight and its transpose."""
+
+    def scales(axes: Axes, how: Quantization) -> Tensor:
+        return find_scales(x, axes, how).scale.squeeze()
+
     square, x = replace(NVFP4, across=16), values(32, 48)
     assert torch.equal(quantize(x, ROWS, square), quantize(x, COLUMNS, square))
-    assert scales(x, ROWS, square).shape == (2, 3)
-    assert scales(x, COLUMNS, NVFP4).shape == (2, 48)
-
-
-def test_fp32_scales_of_the_tensor_rows_columns_and_rectangles() -> None:
+    assert (scales(ROWS, square).shape, scales(COLUMNS, NVFP4).shape) == ((2, 3), (2, 48))
     x, row = values(4, 8), replace(FP32, per="row")
     for axes, how, amax in (
         (ROWS, FP32, x.abs().max()),
@@ -104,8 +101,8 @@ def test_fp32_scales_of_the_tensor_rows_columns_and_rectangles() -> None:
         (COLUMNS, row, x.abs().amax(0)),
         (ROWS, replace(row, per="block", block=4, across=2), x.view(2, 2, 2, 4).abs().amax((1, 3))),
     ):
-        assert torch.equal(scales(x, axes, how), (amax * (1 / 448)).clamp(min=2**-126))
-    scale = scales(x, ROWS, FP32)
+        assert torch.equal(scales(axes, how), (amax * (1 / 448)).clamp(min=2**-126))
+    scale = scales(ROWS, FP32)
     assert torch.equal(quantize(x, ROWS, FP32), by_ml_dtypes(x * (1 / scale), "e4m3fn") * scale)
 
 
@@ -160,12 +157,12 @@ def test_any_layout_and_any_number_of_pieces_give_the_same(how: Any, monkeypatch
             assert torch.equal(quantize(x, axes, rounded, uniform()), whole)
 
 
-@pytest.mark.parametrize("size", [1, 10, 16, 17])
-def test_the_largest_of_short_rows(size: int) -> None:
-    x = values(4, 3, size)
-    assert torch.equal(scaling._amax(x, (2,)), x.abs().amax(2, keepdim=True))
-    x[1, 1, size // 2] = NAN
-    assert scaling._amax(x, (2,)).isnan().sum() == 1
+def test_the_largest_of_short_rows() -> None:
+    for size in (1, 10, 16, 17):
+        x = values(4, 3, size)
+        assert torch.equal(scaling._amax(x, (2,)), x.abs().amax(2, keepdim=True))
+        x[1, 1, size // 2] = NAN
+        assert scaling._amax(x, (2,)).isnan().sum() == 1
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -194,39 +191,27 @@ def test_tf32_rounds_at_the_tenth_bit() -> None:
     assert same(round_to(values, TF32), torch.where(values.isfinite(), held.float(), values))
 
 
-def just_below_one(like: Tensor) -> Tensor:
-    return torch.full_like(like, 1 - 2**-24)
-
-
 @pytest.mark.parametrize("name", ["tf32", "e4m3fn", "e2m1"])
-class TestStochastic:
-    def test_the_mean_is_the_value(self, name: str) -> None:
-        """Of n draws of an event of probability p the mean is within 5 sqrt(p (1 - p) / n) of p,
-        but once in 1.7 million; p (1 - p) <= 1 / 4, in units of the neighbours' distance. And a
-        draw has 24 bits: 2^-24 more."""
-        n, own, generator = 4096, FORMATS[name], torch.Generator().manual_seed(1)
-        end = 0.97 * min(own.max, 30.0)
-        values = torch.linspace(-end, end, 97)
-        values = torch.cat([values, values * 2.0**-8])
-        many = values.expand(n, -1).contiguous()
-        rounded = round_to(many, own, lambda t: torch.rand(t.shape, generator=generator))
-        low, high = (round_to(values, own, draw) for draw in (torch.zeros_like, just_below_one))
-        step = (low - high).abs()
-        bound = step.double() * (5 * math.sqrt(1 / (4 * n)) + 2.0**-24)
-        assert ((rounded.double().mean(0) - values.double()).abs() <= bound).all()
-        assert (step > 0).sum() > 90  # Not all values are numbers of the format.
-
-    def test_gives_a_neighbour_and_leaves_numbers_of_the_format(self, name: str) -> None:
-        own, finite = FORMATS[name], FLOAT16.isfinite()
-        exact = round_to(FLOAT16, own)
-        assert same(round_to(exact, own, torch.rand_like), exact)
-        low, high = (round_to(FLOAT16, own, draw) for draw in (torch.zeros_like, just_below_one))
-        held = FLOAT16.clamp(-own.max, own.max)
-        assert (torch.minimum(low, high) <= held)[finite].all()
-        assert (torch.maximum(low, high) >= held)[finite].all()
-
-
-def test_a_format_of_ones_own_has_the_numbers_of_its_bits() -> None:
-    numbers = round_to(FLOAT16, e3m3 := ElementFormat("e3m3", 3, 3))
-    numbers = numbers[numbers.isfinite()].abs().unique()
-    assert (len(numbers), max(numbers), e3m3.max) == (2**6, 30.0, 30.0)
+def test_stochastic_rounding_gives_a_neighbour_and_the_mean_is_the_value(name: str) -> None:
+    """Of n draws of an event of probability p the mean is within 5 sqrt(p (1 - p) / n) of p,
+    but once in 1.7 million; p (1 - p) <= 1 / 4, in units of the neighbours' distance. And a
+    draw has 24 bits: 2^-24 more."""
+    n, own, generator = 4096, FORMATS[name], torch.Generator().manual_seed(1)
+    low, high = (
+        partial(round_to, format=own, draw=partial(torch.full_like, fill_value=value))
+        for value in (0.0, 1 - 2**-24)
+    )
+    end = 0.97 * min(own.max, 30.0)
+    values = torch.linspace(-end, end, 97)
+    values = torch.cat([values, values * 2.0**-8])
+    many = values.expand(n, -1).contiguous()
+    rounded = round_to(many, own, lambda t: torch.rand(t.shape, generator=generator))
+    step = (low(values) - high(values)).abs()
+    bound = step.double() * (5 * math.sqrt(1 / (4 * n)) + 2.0**-24)
+    assert ((rounded.double().mean(0) - values.double()).abs() <= bound).all()
+    assert (step > 0).sum() > 90  # Not all values are numbers of the format.
+    exact = round_to(FLOAT16, own)
+    assert same(round_to(exact, own, torch.rand_like), exact)
+    held, finite = FLOAT16.clamp(-own.max, own.max), FLOAT16.isfinite()
+    assert (torch.minimum(low(FLOAT16), high(FLOAT16)) <= held)[finite].all()
+    assert (torch.maximum(low(FLOAT16), high(FLOAT16)) >= held)[finite].all()
