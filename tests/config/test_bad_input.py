@@ -138,7 +138,8 @@ LONG = "x" * 300
 UNREACHABLE = [
     *((training, f"hydra.run.dir={LONG}"), (training, f"resume={LONG}"), (report, LONG)),
     *((training, f"--config-dir {LONG}"), (evaluate, f"checkpoint={LONG}")),
-    *((predict, f"checkpoint={LONG} input=a.csv"), (export, f"checkpoint={LONG} out=w.pt")),
+    (predict, f"checkpoint={LONG} input=a.csv"),
+    (export, f"checkpoint={LONG} out=w.safetensors"),
 ]
 
 
@@ -156,7 +157,9 @@ def test_a_path_that_cannot_be_reached_is_one_line(
     assert not list(here.iterdir())
 
 
-def test_other_errors_of_the_system_keep_their_traceback() -> None:
+def test_of_the_errors_of_the_system_those_of_a_path_are_one_line() -> None:
+    with pytest.raises(MpframeError, match=r"^d/x: Permission d"), unreachable_in_one_line():
+        raise PermissionError(errno.EACCES, "Permission denied", "d/x")
     with pytest.raises(FileNotFoundError), unreachable_in_one_line():
         raise FileNotFoundError(errno.ENOENT, "No such file", "x")
     with pytest.raises(PermissionError), unreachable_in_one_line():
