@@ -165,6 +165,7 @@ MISTAKES = {
         "the checkpoint does not say that its model is called with plain tensors",
     "checkpoint=RUN out=x dynamic=[length]": "dynamic=[length]: format=safetensors has no graph; "
         "give format=onnx or torch_export",
+    "checkpoint=RUN out=x weights=avg": "weights=avg: choose trained, ema",
     "checkpoint=RUN out=x fromat=fp32": "fromat=fp32: no such option; nearest: format",
     "checkpoint=RUN out=RUN": "out=RUN: RUN is a folder; name a file",
     "checkpoint=RUN/nope out=x": "RUN/nope: no readable checkpoint",
