@@ -1,11 +1,14 @@
-"""The program `mpframe`: its commands, their help, and the scripts over them."""
+"""The program `mpframe`: its commands, their help, the scripts over them, and what each imports."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from checkout import ROOT
@@ -107,6 +110,8 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: Shown) ->
         ("options", "outt=page.md"): "outt=page.md: no such option; nearest: out",
         ("plan", "ranks=4"): "ranks: no such option; use torchrun --nproc-per-node N (mpframe plan "
         "takes nodes=N, gpus=N and memory=SIZE)",
+        ("plan", "nodes=0"): "nodes=0: must be >= 1",
+        ("plan", "memory=80"): "memory=80: must be a number of GB, as 80GB",
         ("plan", "node=2"): "node=2: no such option; nearest: nodes",
         ("search", "seed=3", "seedz=3"): "seedz=3: no such option; nearest: seeds",
         ("evaluate", str(tmp_path)): f"checkpoint: must be given, e.g. checkpoint={tmp_path}",
@@ -116,3 +121,44 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: Shown) ->
             main([*words])
         assert capsys.readouterr().err == f"mpframe: {line}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+@pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_do_not_spin_unless_asked_to(asked: Any, policy: str, monkeypatch: Patch) -> None:
+    """Decided before the command is imported, which loads torch."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(sys, "argv", ["mpframe"])
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+    note = lambda _: seen.append(os.environ.get("OMP_WAIT_POLICY")) or Mock()  # noqa: E731
+    monkeypatch.setattr(program, "import_module", note)
+    start("doctor", [])
+    assert seen == [policy]
+
+
+UNUSED = """workloads.gan workloads.speech workloads.tables workloads.text workloads.detection
+    workloads.segmentation data.cifar data.image_files lab.report lab.doctor lab.ranges
+    lab.range_watch lab.search lab.simulation lab.autopsy.evidence lab.autopsy.replay
+    lab.autopsy.diagnosis checkpoint.export_graph checkpoint.init_from
+    training.callbacks.step_hooks training.optimizers.lbfgs training.optimizers.multi_objective
+    training.callbacks.profile training.callbacks.utilization training.callbacks.gradient_norms
+    tracking.json_lines integrations lab.find lab.validation data.streaming data.shares"""
+TRAIN = """
+import json, sys
+from mpframe import Backoff, Precision
+engine = [*sys.modules]
+from mpframe.cli.main import main
+main(["train", "model=mlp", "trainer.max_steps=3", "hydra.run.dir=run"])
+json.dump([engine, [*sys.modules]], open("imported.json", "w"))
+"""
+
+
+def test_a_run_imports_what_it_uses_and_the_engine_stands_by_itself(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, timeout=300, check=True)
+    names = json.loads((tmp_path / "imported.json").read_text())
+    engine, run = ({n for n in own if n.partition(".")[0] == "mpframe"} for own in names)
+    assert 50 < len(run) <= 150, sorted(run)
+    unused = tuple(f"mpframe.{name}." for name in UNUSED.split())
+    assert [name for name in run if f"{name}.".startswith(unused)] == []
+    assert [name for name in engine if not f"{name}.".startswith("mpframe.core.")] == ["mpframe"]

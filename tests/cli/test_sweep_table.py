@@ -2,16 +2,11 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-from checkout import HELPERS, ROOT
 from fixtures import Patch, Shown, refused
 from in_process import csv_rows
 from omegaconf import OmegaConf
@@ -34,27 +29,18 @@ PUBLISHED = """status steps skipped_steps epochs train_loss val_loss val_accurac
     reason monitor best best_step test_loss tested"""
 
 
-def test_summary_has_the_published_keys_and_strict_numbers(tmp_path: Path) -> None:
-    summary = replace(SUMMARY, train_loss=math.nan, val_loss=math.inf, val_metric=-math.inf)
-    summary.write(tmp_path)
+def test_summary_has_the_published_keys_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    (numbers := replace(SUMMARY, train_loss=math.nan, val_metric=-math.inf)).write(tmp_path)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert set(written) == set(PUBLISHED.split())
-    numbers = [written[key] for key in ("train_loss", "val_loss", "val_accuracy", "status")]
-    assert numbers == ["nan", "inf", "-inf", "finished"]  # In words: JSON has no such numbers.
-    back = Summary.read(tmp_path)
-    assert [str(v) for v in (back.train_loss, back.val_loss, back.val_metric)] == numbers[:3]
-    scales = replace(SUMMARY, final_scale={"a": math.inf, "b": 2.0})
-    scales.write(tmp_path)
-    written = json.loads((tmp_path / "summary.json").read_text())
-    assert written["final_scale"] == {"a": "inf", "b": 2.0}
-    assert Summary.read(tmp_path) == scales
-
-
-def test_summary_comes_back_as_it_was(tmp_path: Path) -> None:
+    # In words: JSON has no such numbers.
+    assert [written[key] for key in ("train_loss", "val_accuracy")] == ["nan", "-inf"]
+    assert str(Summary.read(tmp_path)) == str(numbers)
+    scales = {"final_scale": {"a": math.inf, "b": 2.0}}
     more = {"monitor": "accuracy", "other_metrics": {"a_loss": 0.5, "zeros": 3.0}}
     none = {"val_loss": None, "metric": None, "val_metric": None}
     for status in Status:
-        for changes in ({"reason": "why", "half": None, "final_scale": None}, more, none):
+        for changes in (scales, {"reason": "why", "half": None, "final_scale": None}, more, none):
             summary = replace(SUMMARY, status=status, **changes)
             summary.write(tmp_path)
             assert Summary.read(tmp_path) == summary
@@ -136,32 +122,25 @@ def test_table_reads_as_written_here(here: Path) -> None:
     ]
 
 
-def test_the_test_has_a_column_if_a_job_was_tested(tmp_path: Path) -> None:
-    found = replace(SUMMARY, test_loss=0.25, tested="best")
-    make_job(tmp_path, 0, summary=replace(found, test_metrics={"accuracy": 0.96}))
-    make_job(tmp_path, 1, summary=replace(found, metric=None, val_metric=None))
-    make_job(tmp_path, 2)
-    report(tmp_path)
-    lines = (tmp_path / "sweep.md").read_text().splitlines()
-    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
-    place = head.index("test metric")
-    assert [row[place] for row in rows] == ["0.96 (best)", "loss 0.25 (best)", ""]
-    first, _, last = ([row[k] for k in ("test_metric", "test_loss")] for row in table(tmp_path))
-    assert (first, last) == (["0.96", "0.25"], ["", ""])
-
-
 def test_csv_keeps_every_digit_and_has_a_column_for_each_swept_option(tmp_path: Path) -> None:
-    make_job(tmp_path, 0, "a=1 ++optimizer.lr=0.1")
+    """The table has a column for the test if a job was tested, and digits of a usual number."""
+    tested = replace(SUMMARY, test_loss=0.25, tested="best", final_scale=2.0**39)
+    make_job(tmp_path, 0, "a=1 ++optimizer.lr=0.1", replace(tested, test_metrics={"accuracy": 0.9}))
     make_job(tmp_path, 1, "a=1 ++optimizer.lr=0.2", None)
-    report(tmp_path)
-    first, second = table(tmp_path)
-    assert tuple(first) == (*COLUMNS, "optimizer.lr")
-    assert (first["overrides"], first["metric"]) == ("a=1 ++optimizer.lr=0.1", "accuracy")
-    numbers = [float(first[k]) for k in ("val_metric", "val_loss", "seconds", "final_scale")]
-    assert numbers == [0.973333, 0.123456, 12.3456, 65536.0]
+    bare: Any = {"metric": None, "val_metric": None, "final_scale": 1e30}
+    make_job(tmp_path, 2, "a=1", replace(tested, **bare))
+    first, second, third = report(tmp_path).splitlines()[4:7]
+    assert [text in first for text in ("0.9 (best)", " 549755813888 ")] == [True, True]
+    assert [text in third for text in ("loss 0.25 (best)", " 1e+30 ")] == [True, True]
+    assert second.split()[-2:] == ["no", "summary"]
+    found, unknown, _ = table(tmp_path)
+    assert tuple(found) == (*COLUMNS, "optimizer.lr")
+    assert (found["overrides"], found["metric"]) == ("a=1 ++optimizer.lr=0.1", "accuracy")
+    numbers = [float(found[k]) for k in ("val_metric", "val_loss", "seconds", "test_metric")]
+    assert numbers == [0.973333, 0.123456, 12.3456, 0.9]
     known = {"job": "1", "folder": "1", "overrides": "a=1 ++optimizer.lr=0.2"}
     known |= {"status": "no summary", "optimizer.lr": "0.2"}
-    assert {k: v for k, v in second.items() if v} == known
+    assert {k: v for k, v in unknown.items() if v} == known
 
 
 def test_only_the_sweeps_own_jobs_are_in_its_table_by_number(tmp_path: Path, capsys: Shown) -> None:
@@ -179,13 +158,6 @@ def test_only_the_sweeps_own_jobs_are_in_its_table_by_number(tmp_path: Path, cap
     assert damaged.status == "unreadable"
     assert damaged.reason.startswith("summary.json: not a run's summary (")
     assert f"{tmp_path / '4'}: not a job's folder ('runtime')\n" in capsys.readouterr().out
-
-
-def test_only_numbers_of_a_usual_size_are_written_digit_by_digit(tmp_path: Path) -> None:
-    for number, scale in enumerate((2.0**39, 1e30, 0.5)):
-        make_job(tmp_path, number, summary=replace(SUMMARY, final_scale=scale))
-    lines = report(tmp_path).splitlines()[2:5]
-    assert [line.split()[-3] for line in lines] == ["549755813888", "1e+30", "0.5"]
 
 
 def test_words_of_a_job_break_no_cell_and_steer_no_terminal(tmp_path: Path) -> None:
@@ -206,55 +178,6 @@ def test_a_reason_of_several_jobs_is_given_once(tmp_path: Path) -> None:
     disk, room = report(tmp_path).splitlines()[-3:-1]
     assert disk == "jobs 0, 2, 3, 4, 5, 6, 7, 8 and 2 more failed: no disk"
     assert room == "job 1 failed: no room"
-
-
-CONFIG = """
-defaults: [_self_, {experiment: null}]
-run_name: plain
-seed: 0
-hydra:
-  sweep: {dir: "runs/${run_name}", subdir: "${hydra.job.num}"}
-  callbacks: {sweep_table: {_target_: mpframe.cli.sweep.SweepTable}}
-"""
-PROGRAM = """
-import dataclasses, pathlib, hydra
-from hydra.core.hydra_config import HydraConfig
-from test_sweep_table import SUMMARY
-
-@hydra.main(version_base=None, config_path="conf", config_name="config")
-def main(config):
-    if config.seed == 3:
-        raise ValueError("seed 3 fails")
-    if config.seed == 99:
-        raise SystemExit("stopped")
-    folder = pathlib.Path(HydraConfig.get().runtime.output_dir)
-    dataclasses.replace(SUMMARY, seed=config.seed).write(folder)
-
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_cut_short_counts_the_jobs_that_never_began(tmp_path: Path) -> None:
-    """A job fails, and a swept option in the folder's name does not scatter the jobs."""
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
-    for name in ("one", "two"):
-        file = tmp_path / "conf" / "experiment" / f"{name}.yaml"
-        file.write_text(f"# @package _global_\nrun_name: {name}\n")
-    (tmp_path / "main.py").write_text(PROGRAM)
-    paths = os.pathsep.join([str(Path(__file__).parent), str(HELPERS), str(ROOT)])
-    words = [sys.executable, "-W", "error", "main.py", "-m", "experiment=one,two", "seed=10,3,99"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "\n1 of 6 jobs finished, 3 never began; this table: " in done.stdout
-    assert done.stdout.count("val metric") == 1
-    (folder,) = (tmp_path / "runs").iterdir()
-    ended = [(row["seed"], row["status"]) for row in table(folder)]
-    assert (folder.name, ended[:2]) == ("plain", [("10", "finished"), ("3", "no summary")])
 
 
 def test_a_sweep_that_ended_prints_its_table_once(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -1,14 +1,24 @@
-"""The check of a composed configuration: a typed one, or a line that says what is allowed."""
-# ruff: noqa: E501 - a table, one case a line
+"""The schema, the check of a composed configuration behind it, and every shipped file of conf/."""
 
+import dataclasses
+import inspect
+from pathlib import Path
 from typing import Any
 
-from fixtures import refused
+import pytest
+from checkout import ROOT
+from fixtures import Shown, refused
+from hydra.utils import get_class
+from in_process import composed
 from omegaconf import OmegaConf
 
+from mpframe.cli.commands import options
+from mpframe.config import CONF, schema
 from mpframe.config.check import check
-from mpframe.config.schema import use_instead
+from mpframe.config.command_line import check_config
+from mpframe.config.schema import SECTIONS, use_instead
 from mpframe.core.errors import ConfigError
+from mpframe.run.parts import scaling_name
 
 
 def tree(**changes: Any) -> Any:
@@ -30,13 +40,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer__max_steps": 1e3}, "trainer.max_steps=1000.0: must be a whole number >= 0 (steps), or null"),
     ({"trainer__checkpoint_every": "0min"}, "trainer.checkpoint_every=0min: must be a whole number >= 1 (steps), or as in 10min, or null"),
     ({"trainer__compile": 1}, "trainer.compile=1: must be one of false, true, step"),
-    ({"trainer__channels_last": 1}, "trainer.channels_last=1: must be true or false"),
     ({"trainer__ema_decay": 1}, "trainer.ema_decay=1: must be a number > 0 and < 1 (per step), or null"),
-    ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
     ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ({"dtype__half": "float8"}, "dtype.half=float8: must be one of float16, bfloat16; nearest: float16, bfloat16"),
     ({"dtype__master_weights": 2}, "dtype.master_weights=2: must be true or false"),
-    ({"dtype__master_weights": "split"}, "dtype.master_weights=split: must be true or false"),
     ({"ops__allow": "softmax"}, "ops.allow=softmax: must be a list"),
     ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a number > 0"),
     ({"seed": 2**63}, "seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"),
@@ -45,11 +52,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_from": " "}, f"init_from=: {EMPTY}"),
     ({"init_from_except": ["head.*"]}, "init_from_except=['head.*']: only works with init_from; give both"),
     ({"model___target_": 3}, f"model._target_=3: {NO_TARGET}"),
-    ({"objective": {"size": 3}}, f"objective._target_=null: {NO_TARGET}"),
     ({"callbacks": {"own": {"size": 3}}}, f"callbacks.own._target_=null: {NO_TARGET}"),
-    ({"callbacks": [1]}, "callbacks=[1]: must be a mapping; choose a file of conf/callbacks"),
     ({"metrics": {"own": "my.Thing"}}, "metrics.own=my.Thing: must be a mapping with a _target_, or null to leave it out"),
-    ({"metric": {}}, "metric: no such option; nearest: metrics"),
     ({"trainer__autopsy": 1}, "trainer.autopsy: no such option; use callbacks.autopsy=null"),
     ({"optimizer__groups": {"g": 3}}, "optimizer.groups.g=3: must be a mapping; give it parameters"),
     ({"optimizer__groups": {"default": {}}}, "optimizer.groups.default: is the group of all other parameters; choose another name"),
@@ -66,22 +70,9 @@ def test_a_wrong_value_is_refused_in_one_line() -> None:
 
 
 def test_another_librarys_name_is_answered_with_ours() -> None:
-    for names, words in {
-        "fp16 float16 half FP16": "dtype=mixed or dtype=amp",
-        "bf16 bfloat16": "dtype=mixed_bf16 or dtype=amp_bf16",
-        "16-mixed 16 O1": "dtype=amp", "bf16-mixed": "dtype=amp_bf16",
-        "O2 mixed_fp16 16-true": "dtype=mixed", "bf16-true": "dtype=mixed_bf16",
-        "fp8": "dtype=mixed_bf16 dtype.products=fp8_tensorwise",
-        "iter_size": "trainer.accumulate=N", "max_grad_norm": "trainer.clip_norm=NUMBER",
-        "num_gpus use_horovod": "torchrun --nproc-per-node N", "lr_policy": "scheduler=CHOICE",
-        "O3": "dtype=mixed ops=none dtype.master_weights=false loss_scaling=none",
-        "precision mixed_precision opt_level": "dtype=CHOICE", "accelerator": "device=NAME",
-        "strategy": "trainer.parallel=CHOICE", "learning_rate": "optimizer.lr=NUMBER",
-        "grad_clip": "trainer.clip_norm=NUMBER",
-    }.items():  # fmt: skip
-        assert {use_instead(name) for name in names.split()} == {f"use {words}"}
     assert use_instead("precision", "bf16-mixed") == "use dtype=amp_bf16"
     assert use_instead("precision", 16) == "use dtype=amp"
+    assert use_instead("BF16") == "use dtype=mixed_bf16 or dtype=amp_bf16"
     assert use_instead("precision", "other") == "use dtype=CHOICE"
     assert use_instead("iter_size", 16) == "use trainer.accumulate=N"
     assert use_instead("epochs") == ""
@@ -111,3 +102,65 @@ def test_values_arrive_typed() -> None:
     assert check(tree(ops__allow=["linear", 1])).ops.allow == ["linear", "1"]
     assert check(tree(trainer__checkpoint_every="30min")).trainer.checkpoint_every == "30min"
     assert (config.data.batch_size, "batch_size" in config.dataset) == (4, False)
+
+
+def checked(*words: str) -> schema.Config:
+    return check_config(composed(*words))
+
+
+@pytest.mark.slow
+def test_every_shipped_file_composes() -> None:
+    """Models and datasets fit one another where an experiment chooses both: test_runs.py."""
+    others = ("experiment", "rung")
+    paths = [path for path in CONF.glob("*/*.yaml") if path.parent.name not in others]
+    assert len(paths) > 75
+    for path in paths:
+        group, name = path.parent.name, path.stem
+        words = [f"{group}={name}", *[f"{group}._target_=my_pkg.Thing"] * (name == "own")]
+        config = composed(*words)
+        if group not in ("model", "dataset"):
+            check_config(config)
+
+
+def test_a_scaling_file_states_every_argument_and_the_one_that_fits_is_chosen() -> None:
+    """The scale apart, they are the defaults of the class, too."""
+    for name in ("static", "Backoff", "LogMax"):
+        node = checked(f"loss_scaling={name}").loss_scaling
+        arguments = inspect.signature(get_class(node["_target_"])).parameters
+        defaults = {key: own.default for key, own in arguments.items()}
+        own = {"scale": 1024.0} if name == "static" else {"half": "float16"}
+        assert {"_target_": node["_target_"], **defaults, **own} == node
+    for dtype, name in {"fp32": "none", "mixed": "Backoff", "mixed_bf16": "none"}.items():
+        assert scaling_name(checked(f"dtype={dtype}")) == name
+
+
+WATCH = """run_name resume trainer.async_save trainer.checkpoint_every
+    trainer.eval_every trainer.keep_best trainer.keep_last trainer.log_every
+    trainer.max_consecutive_skips trainer.monitor trainer.parallel
+    trainer.recompute trainer.requeue trainer.timeout trainer.verbosity"""
+
+
+def test_every_option_has_a_sentence_and_a_default_in_its_range_and_these_only_watch() -> None:
+    assert set(WATCH.split()) == schema.WATCHING
+    of_parts = [schema.GroupOptions, schema.JointOptions]
+    for section in (*SECTIONS.values(), *of_parts):
+        for option in dataclasses.fields(section):
+            assert option.metadata["sentence"].endswith("."), option.name
+            assert option.metadata["range"].holds(getattr(section(), option.name)), option.name
+            assert not (section in of_parts and option.metadata["watches"])
+
+
+def test_the_page_of_options_is_current(tmp_path: Path, capsys: Shown) -> None:
+    """Mend with `python scripts/options.py`."""
+    options.main([])
+    options.main([f"out={tmp_path / 'page.md'}"])
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == (tmp_path / "page.md").read_text() == capsys.readouterr().out
+
+
+def test_an_experiment_comes_in_two_sizes() -> None:
+    whole = checked("experiment=gpt")
+    assert (whole.model["depth"], whole.trainer.max_steps) == (12, None)
+    small = checked("experiment=gpt", "+size=small", "dataset.context=8")
+    assert (small.model["depth"], small.trainer.max_steps) == (4, 200)
+    assert small.dataset["context"] == 8

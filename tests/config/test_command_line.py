@@ -1,7 +1,8 @@
-"""What becomes of a command line: what Hydra sees of it, and which jobs it makes."""
+"""What becomes of a command line: what Hydra sees, the files it finds, the jobs it makes."""
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from omegaconf import OmegaConf
 
 from mpframe.cli import job as job_module
 from mpframe.config import command_line
-from mpframe.config.command_line import prepare
-from mpframe.config.overrides import parse_words, word_of
+from mpframe.config.command_line import jobs, prepare
+from mpframe.config.overrides import parse_words, stand_ins, word_of
 from mpframe.core.errors import ConfigError, MpframeError
 
 BOTH = ["loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"]
@@ -145,3 +146,97 @@ def test_any_command_line_ends_well_or_in_one_line(cases: int, started: Any, cap
         except SystemExit as ended:
             assert not ended.code, words  # noqa: PT017
         assert capsys.readouterr().err == "", words
+
+
+PLACES = [
+    *("--config-dir own", "-cd={}/other --config-name=searching"),
+    "--config-dir={}/other hydra.searchpath=[file://{}]",
+]
+
+
+@pytest.mark.parametrize("flags", PLACES)
+def test_a_users_file_stands_first_and_is_told(
+    flags: str, own_folder: Path, started: Any, monkeypatch: Patch
+) -> None:
+    said, keep = set(), job_module._train
+
+    def told(job: Any, own: Any) -> Any:
+        said.update(line.replace(f"{own_folder}/", "") for line in stand_ins(own))
+        return keep(job, own)
+
+    monkeypatch.setattr(job_module, "_train", told)
+    words = [*flags.format(own_folder, own_folder).split(), "experiment=digits_mlp"]
+    (config,) = started(*words)
+    assert (config.model.hidden, config.seed) == (7, 5)
+    names = ("model=mlp", "experiment=digits_mlp")
+    files = [
+        f"{n}: {n.replace('=', '/')}.yaml stands for mpframe's file of that name" for n in names
+    ]
+    assert said >= {*files}
+    unused = [line for line in said if "is not used; --config-name=" in line]
+    assert len(unused) == len(said) - 2 == ("searching" not in flags)
+    (job,) = jobs(words)
+    assert (job.config.model["hidden"], job.config.run.seed) == (7, 5)
+
+
+def test_a_users_folders_are_searched_in_hydras_order(own_folder: Path, tmp_path: Path) -> None:
+    """That of --config-dir, then those of hydra.searchpath, the first one first."""
+    further = tmp_path / "further"
+    (further / "model").mkdir(parents=True)
+    (further / "model" / "mlp.yaml").write_text("_target_: my.mlp\nhidden: 9\n")
+    for flags, hidden in {
+        f"--config-dir={own_folder} hydra.searchpath=[file://{further}]": 7,
+        f"--config-dir={further} hydra.searchpath=[file://{own_folder}]": 9,
+        f"hydra.searchpath=[file://{own_folder},file://{further}]": 7,
+        f"hydra.searchpath=[file://{further},file://{own_folder}]": 9,
+    }.items():
+        (job,) = jobs([*flags.split(), "model=mlp"])
+        assert job.config.model["hidden"] == hidden
+
+
+@pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
+@pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_no_config_yaml_stands_in(flag: str, more: list[str], tmp_path: Path, started: Any) -> None:
+    """It may be that of a checkpoint, or of another program."""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    line = f"{tmp_path}/config.yaml: would replace mpframe's; rename it and add --config-name=NAME"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        started(flag.format(tmp_path), *more)
+
+
+@pytest.mark.slow
+def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) -> None:
+    own, mine = "--config-dir=own", "--config-name=mine"
+    for flag in (own, "hydra.searchpath=[file://own]"):
+        (config,) = started(flag, "-m", "dtype=glob(s*)", "+recipe=short", "seed=9")
+        assert (config.dtype.mode, config.trainer.epochs, config.seed) == ("amp", 1, 9)
+    assert [config.seed for config in started(own, mine)] == [3]
+    assert [config.seed for config in started(own, mine, "-m", "dtype=special")] == [7, 8]
+    key = own_folder / "dtype" / "twice.yaml"
+    key.write_text("mode: amp\nhalf: float16\nmode: fp32\n")
+    for words, line in {
+        (own, "+recipe=shorr"): r"^recipe=shorr: choose short; nearest: short$",
+        (own, "trainer.max_stepz=3", "+recipe=short"): r"^trainer.max_stepz: .*; nearest: trainer.",
+        (own, "-m", "dtype=glob(x*)"): r"^dtype=glob\(x\*\): matches no choice; .* special, twice$",
+        (own, mine, "dtype=speciak"): r"^dtype=speciak: choose .*; nearest: special$",
+        (own, "--config-name=mien"): r"^--config-name=mien: no mien\.yaml .* nearest: mine$",
+        (mine,): r"^--config-name=mine: no mine.* add --config-dir=own$",
+        ("--config-name=our",): r"^--config-name=our: no our.* add --config-dir=FOLDER$",
+        (own, "dtype=twice"): r"/twice.yaml, line 3: found duplicate key mode; correct the file$",
+    }.items():
+        with pytest.raises(ConfigError, match=line):  # Hydra's program names its own primary one.
+            started(*words) if "-name" in words[-1] else next(jobs([*words]))
+
+
+def test_a_path_in_place_of_the_shipped_one(own_folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(own_folder.parent)
+    (own_folder / "project.yaml").write_text(
+        "defaults: [config, override model: mlp, _self_]\n"
+        "hydra: {searchpath: ['pkg://mpframe.conf']}\nseed: 3\n"
+    )
+    flags = ["--config-path=own", "--config-name=project.yaml"]
+    for words in (flags, ["-m", *flags, "dtype=fp32,amp"]):
+        config = next(jobs(words)).config
+        assert (config.model["hidden"], config.run.seed) == (7, 3)
+    seen = prepare(["--config-path", "own", "seed=1"])
+    assert seen == ["seed=1", "--config-path", "own", f"--config-path={own_folder}"]

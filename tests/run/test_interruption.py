@@ -1,6 +1,13 @@
-"""A run that is asked to stop: where it stops, what it leaves, and that it goes on exactly."""
+"""A run that is stopped or killed: where it stops, what it leaves, and that it goes on exactly.
+
+Storms: runs killed at random moments, saves included, come to the same as the undisturbed run.
+`./dev all` runs the short storm, `pytest -m storm` the long one, over a checkpoint of more than 100
+MB.
+"""
 
 import os
+import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -10,12 +17,11 @@ from typing import Any
 import pytest
 from fixtures import Log, Patch, Shown
 from in_process import assert_same_run, scalars, train, trained
-from processes import exit_code, forked, start, training, wait_until
+from processes import exit_code, forked, saving, start, training, wait_until
 
 from mpframe import checkpoint
 from mpframe.core.errors import ConfigError, RunInterrupted
 from mpframe.files.file_lock import run_lock
-from mpframe.run.parts import build_loaders
 from mpframe.tracking.summary import Summary
 from mpframe.training.interruption import Interruption
 
@@ -101,15 +107,6 @@ def test_more_signals_tear_no_checkpoint(whole: Path, tmp_path: Path, monkeypatc
     assert_same_run(whole, tmp_path)
 
 
-def test_with_nothing_to_save_a_signal_stops_at_once(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mpframe.run.run.build_loaders", at_call(1, send, build_loaders))
-    with pytest.raises(RunInterrupted):
-        train(tmp_path, *SHORT)
-    assert Summary.read(tmp_path).status == "interrupted"
-    assert not checkpoint.all_in(tmp_path)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: Patch) -> Path:
     """What a program of that name was asked for; it writes that down, and fails."""
@@ -148,6 +145,8 @@ def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
     with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
         train(tmp_path / "run", *options)
     assert Summary.read(tmp_path / "run").status == "interrupted"
+    assert not checkpoint.all_in(tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert scontrol.read_text() == "requeue 77\n"
 
 
@@ -178,3 +177,61 @@ def test_a_killed_run_frees_its_folder_and_goes_on_exactly(whole: Path, tmp_path
         pass
     train(tmp_path, *options, "resume=auto")
     assert_same_run(whole, tmp_path)
+
+
+STORMED = ["model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed"]
+STORMED += ["loss_scaling=LogMax", "trainer.ema_decay=0.9", "trainer.checkpoint_every=3"]
+STORMED += ["trainer.eval_every=4", "trainer.max_steps=14", "trainer.log_every=1"]
+STORMED += ["trainer.keep_best=1"]
+SLOW = 300  # seconds, on a machine that is busy
+STRIKES = {"SIGKILL": 30, "SIGTERM": 10}
+
+
+class Storm:
+    """An undisturbed run, and others that are struck at moments of a seed and must equal it."""
+
+    def __init__(self, folder: Path, options: list[str], seed: int) -> None:
+        self.folder, self.options, self.random = folder, options, random.Random(seed)
+        self.whole = folder / "whole"
+        process = start(self.whole, *options)
+        assert wait_until(lambda: training(self.whole), process, SLOW)
+        began = time.monotonic()
+        assert exit_code(process, SLOW) == 0
+        self.seconds = time.monotonic() - began
+
+    def strike(self, number: int, name: str, *options: str) -> None:
+        """Signal a run at a random moment, let it go on, and compare."""
+        struck, expected = self.folder / f"{name}-{number}", {"SIGKILL": -9, "SIGTERM": 143}[name]
+        # Every third time in a save, wherever in it that may be.
+        while self._signalled(struck, name, number % 3 == 0, *options) != expected:
+            shutil.rmtree(struck)  # It was over before its moment came.
+        assert exit_code(start(struck, *self.options, *options, "resume=auto"), SLOW) == 0
+        assert_same_run(self.whole, struck)
+        shutil.rmtree(struck)
+
+    def _signalled(self, struck: Path, name: str, in_save: bool, *options: str) -> int:
+        process = start(struck, *self.options, *options)
+        wait_until(lambda: training(struck), process, SLOW)
+        time.sleep(self.random.uniform(0, 0.9 * self.seconds))
+        if in_save and wait_until(lambda: saving(struck), process, SLOW):
+            time.sleep(self.random.uniform(0, 0.02 * self.seconds))
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.Signals[name])
+        return exit_code(process, SLOW)
+
+
+@pytest.mark.slow
+def test_a_short_storm(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, [*STORMED, "model.hidden=64"], seed=1)
+    for number in range(3):
+        storm.strike(number, "SIGKILL", f"trainer.async_save={bool(number % 2)}")
+    storm.strike(0, "SIGTERM")
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(("name", "strikes"), STRIKES.items())
+def test_a_long_storm(tmp_path: Path, name: str, strikes: int) -> None:
+    storm = Storm(tmp_path, [*STORMED, "model.hidden=2816"], seed=2)  # 130 MB
+    assert (checkpoint.newest(storm.whole) / "state.pt").stat().st_size >= 100_000_000
+    for number in range(strikes):
+        storm.strike(number, name, f"trainer.async_save={bool(number % 2)}")

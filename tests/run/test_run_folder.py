@@ -14,6 +14,7 @@ from in_process import train, trained
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, identity_of
+from mpframe.cli.restored import run_folder
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.run.folder import unwritable_in_one_line
 from mpframe.tracking.summary import Summary
@@ -86,12 +87,18 @@ def test_a_refused_start_leaves_every_byte(done: Path, other: Path, case: str) -
     assert content(done) == before
 
 
+def test_a_run_in_a_folder_named_checkpoints_is_a_run(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "checkpoints" / "mine"))
+    assert run_folder(run) == run_folder(checkpoint.newest(run)) == run
+
+
 def test_in_a_new_folder_a_failed_start_is_on_record(tmp_path: Path) -> None:
     for target in ("own_parts.nothing", "own_parts.nowhere"):  # The second replaces the first.
         with pytest.raises(MpframeError):
             train(tmp_path, *OPTIONS, f"model._target_={target}")
         summary = Summary.read(tmp_path)
-        assert summary.status == "failed"
+        found = (summary.status, summary.samples, summary.train_seconds)
+        assert found == ("failed", None, None)
         assert target in (summary.reason or "")
 
 

@@ -1,6 +1,5 @@
-"""What a run says while it goes on: on the console, in train.log, in the bar."""
+"""What a run says: on the console, in train.log and in the bar, and in its summary."""
 
-import io
 import logging
 import os
 import re
@@ -9,22 +8,20 @@ from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from fixtures import Patch, Shown
-from in_process import HYDRA, command, composed
+from fixtures import Log, Patch, Shown, refused
+from in_process import HYDRA, command, composed, csv_rows, train
 from omegaconf import DictConfig
 from processes import as_a_new_program, exit_code, forked
 from tqdm import tqdm
 
+from mpframe import checkpoint
 from mpframe.config.command_line import check_config
-from mpframe.run import description
+from mpframe.core.errors import DivergedError, UserCodeError
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import console
-from mpframe.training.callbacks.results import Results
-from mpframe.training.plan import Progress
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=1", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -99,25 +96,6 @@ def test_gradients_that_are_all_0_are_said_once(tmp_path: Path, dtype: str) -> N
     assert found == [True] * (dtype == "mixed")
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_a_bar_whose_stream_has_gone_is_drawn_no_more(
-    is_file: bool, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    plan = SimpleNamespace(steps_left=lambda *_: 4)
-    trainer: Any = SimpleNamespace(progress=Progress(), plan=plan)
-    context: Any = SimpleNamespace(results=Results(), train=[])
-    bar = console.ProgressBar("on")
-    # In a notebook stderr is no file.
-    with (tmp_path / "stderr").open("w") if is_file else io.StringIO() as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        bar.setup(trainer, context)
-        monkeypatch.setattr(bar._bar, "update", Mock(side_effect=BrokenPipeError))
-        before = os.listdir("/dev/fd")
-        bar.on_optimizer_step(trainer, Mock())
-        assert (bar._bar.disable, os.listdir("/dev/fd")) == (True, before)
-        bar.teardown(trainer, None)
-
-
 def _train_without_a_reader(folder: Path) -> None:
     as_a_new_program()
     reading, writing = os.pipe()
@@ -143,12 +121,93 @@ def test_the_time_left_is_that_of_the_steps_of_this_start(monkeypatch: Patch) ->
     assert lines._time_left(trainer) == "01:00"
 
 
-def test_the_first_line_says_how_ranks_divide_the_work() -> None:
-    grid = SimpleNamespace(replicas=2)
-    for size, sharding, tensor, said in (
-        (1, None, 1, ""),
-        (2, None, 1, ", 2 ranks (ddp)"),
-        (8, grid, 2, ", 8 ranks (fsdp, 2 replicas, layers divided by 2)"),
-    ):
-        comm: Any = SimpleNamespace(size=size, sharding=sharding, tensor=tensor)
-        assert description._describe_ranks(comm) == said
+FP32 = ["model=mlp", "model.hidden=8", "dtype=fp32"]
+LINEAR = ["model._target_=erring.linear", "dtype=fp32"]
+
+
+def test_times_and_counts_add_up_over_resumes(tmp_path: Path) -> None:
+    first = train(tmp_path, *FP32, "trainer.epochs=1", "trainer.accumulate=4")
+    before = checkpoint.read(tmp_path).state["callbacks"]["throughput"]["seconds"]
+    second = train(tmp_path, *FP32, "trainer.epochs=2", "trainer.accumulate=4", "resume=auto")
+    assert (first.steps, second.steps, second.epochs) == (6, 12, 2)
+    assert (first.samples, second.samples) == (22 * 64, 44 * 64)  # A partial window counts, too.
+    assert second.seconds > before  # which is up to the last checkpoint: the end is not counted
+    assert (first.train_seconds or 1e9) < (second.train_seconds or 0.0) < second.seconds
+    assert second.samples_per_second == second.samples / (second.train_seconds or 0.0)
+    assert second.median_step_seconds is not None
+    # A finished job that is started again keeps its time, up to the last checkpoint: what came
+    # behind it is the writing of the end.
+    saved = checkpoint.read(tmp_path).state["callbacks"]["throughput"]["seconds"]
+    again = train(tmp_path, *FP32, "trainer.epochs=2", "trainer.accumulate=4", "resume=auto")
+    times = (saved, second.train_seconds, second.samples_per_second)
+    assert (again.seconds, again.train_seconds, again.samples_per_second) == times
+
+
+@pytest.mark.parametrize(("options", "cause"), [
+    (["model=mlp", "dtype=mixed", "loss_scaling=static", "loss_scaling.scale=1073741824"],
+     "the loss is finite and its gradients overflow at scale 1.07374e+09: lower loss_scaling.scale "
+     "or pin the overflowing module to fp32 in ops.modules"),
+    ([*LINEAR, "dataset._target_=erring.nan_after", "dataset.batches=0"],
+     "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at the data, "
+     "or pin the overflowing module to fp32 in ops.modules"),
+])  # fmt: skip
+def test_a_run_with_no_step_is_diverged(tmp_path: Path, options: list[str], cause: str) -> None:
+    """An epoch has fewer steps than the guard against endless skips waits for."""
+    words = [*options, "trainer.epochs=1", "callbacks.autopsy=null"]
+    said = refused(DivergedError, train, tmp_path, *words)
+    assert said == f"no step was applied, 22 were skipped: {cause}"
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 22)
+    assert summary.reason == said
+    assert not checkpoint.all_in(tmp_path)
+
+
+@pytest.mark.parametrize("scaler", ["Backoff", "LogMax"])
+def test_a_first_search_cut_off_is_no_divergence(tmp_path: Path, caplog: Log, scaler: str) -> None:
+    """The scale goes down from 65536, and would fit after ten steps; its floor is 1."""
+    options = ["model._target_=planted.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
+    short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "callbacks.autopsy=null"]
+    done = train(tmp_path / "ended", *short)
+    assert (done.status, done.steps, done.skipped_steps) == ("finished", 0, 2)
+    said = "0 steps applied, 2 skipped: most of the run was in vain; start"
+    assert str(done.reason).startswith(said)
+    assert f"warning: {done.reason}" in caplog.messages
+    limited = [*short, "trainer.max_consecutive_skips=2"]
+    assert refused(DivergedError, train, tmp_path / "limited", *limited) == (
+        "trainer.max_consecutive_skips=2 reached: the loss is finite and its gradients overflow at "
+        "scale 32768, from where it still goes down: lower loss_scaling.init_scale"
+    )
+
+
+def test_a_run_that_ended_in_skips_or_a_closure_at_nan_is_diverged(tmp_path: Path) -> None:
+    options = [*LINEAR, "dataset._target_=erring.nan_after", "trainer.epochs=1"]
+    said = "^the last 2 steps were skipped: the loss itself is not finite"
+    with pytest.raises(DivergedError, match=said):
+        train(tmp_path / "two", *options, "dataset.batches=20", "callbacks.autopsy=null")
+    assert Summary.read(tmp_path / "two").status == "diverged"
+    # A single one may be a scaler's try at a higher scale.
+    assert train(tmp_path / "one", *options, "dataset.batches=21").status == "finished"
+    # An optimizer that evaluates the loss itself skips nothing.
+    options += ["dataset.batches=5", "trainer.max_steps=5", "scheduler=none"]
+    lbfgs = ["optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=2"]
+    with pytest.raises(DivergedError, match=r"^the last step was applied at a loss that is not"):
+        train(tmp_path / "closure", *options, *lbfgs)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_best(tmp_path: Path) -> None:
+    """Whether the best value lies before the checkpoint that the run goes on from, or behind it."""
+    options = [*FP32, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"]
+    options += ["trainer.eval_every=4", "trainer.checkpoint_every=6"]
+    whole = train(tmp_path / "whole", *options)
+    rows = csv_rows(tmp_path / "whole" / "metrics.csv")
+    seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}
+    assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
+    assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"
+    for stop in (17, 37):
+        breaks = ["+callbacks.bad._target_=own_parts.Breaks", f"+callbacks.bad.step={stop}"]
+        with pytest.raises(UserCodeError):
+            train(tmp_path / str(stop), *options, *breaks)
+        assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)
+        resumed = train(tmp_path / str(stop), *options, "resume=auto")
+        assert (resumed.best, resumed.best_step) == (whole.best, 32)

@@ -1,17 +1,23 @@
-"""Whole runs: every shipped experiment, the first command, curves."""
+"""Whole runs: every shipped experiment, the first command, and the memory of their process."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import processes
 import pytest
 from checkout import ROOT
-from in_process import scalars, train
+from fixtures import Patch
+from in_process import composed, train
 from tiny_data import EXPERIMENTS, tiny
 
+from mpframe.config.command_line import check_config
+from mpframe.run import process
 from mpframe.tracking.summary import Summary
+from mpframe.training import memory
 
 # Images from files, two losses, text, boxes; the others are of one of these kinds.
 ALWAYS = ("fashion_mnist_cnn", "digits_gan", "gpt_small", "detection_ssd_small")
@@ -49,17 +55,15 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     assert {".hydra", "config_resolved.yaml", "checkpoints", "train.log", "summary.json"} <= names
 
 
-def test_the_curves_of_a_run(tmp_path: Path) -> None:
-    options = ["model.width=8", "dtype=mixed", "trainer.epochs=1", "loss_scaling=LogMax"]
-    summary = train(tmp_path, *options, "trainer.log_every=1")
-    curves = scalars(tmp_path)
-    every_step = ["loss/train", "optim/lr", "grad/norm", "grad/amax", "loss_scale/scale"]
-    every_step += ["loss_scale/skipped_total", "loss_scale/log2_mean", "loss_scale/log2_std"]
-    every_step += ["speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes"]
-    for tag in every_step:
-        assert [step for step, _ in curves[tag]] == list(range(1, 23)), tag
-    validations = [*curves["loss/val"], *curves["metric/accuracy/val"]]
-    assert [step for step, _ in validations] == [22, 22]
-    # Unscaled: at a scale of 2^16 the loss is still that of ten classes, about ln 10.
-    assert 0.0 < curves["loss/train"][0][1] < 10.0
-    assert (summary.val_metric or 0.0) > 0.5  # It learns.
+def test_a_run_on_cpu_keeps_freed_memory(monkeypatch: Patch) -> None:
+    """Where glibc can. Nonsense is refused, with its reason, by the run."""
+    library = Mock(**{"mallopt.return_value": 1})
+    monkeypatch.setattr(memory, "_c_library", lambda: library)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not memory.keep_freed_memory()
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    for options in ("cuda:7", "nonsense", "cpu trainer.parallel=fsdp", "cpu"):
+        assert not library.mallopt.mock_calls
+        process.prepare_process(check_config(composed(*f"device={options}".split())))
+    told = [call.args for call in library.mallopt.mock_calls]
+    assert told == [(-1, -1), (-4, 0)]  # M_TRIM_THRESHOLD never, M_MMAP_MAX none

@@ -3,7 +3,6 @@
 Bad checkpoints are in test_damaged_checkpoints.py, other attacks in the tests of what reads.
 """
 
-import ast
 import json
 import re
 import zipfile
@@ -18,41 +17,31 @@ from in_process import command
 from mpframe import checkpoint
 from mpframe.cli.commands.doctor import main as doctor
 from mpframe.config import redaction
-from mpframe.config.command_line import jobs, prepare
-from mpframe.core.errors import ConfigError
 
-CALLS = re.compile(
-    r"pickle\.loads?|.*\.extract(all)?|shutil\.unpack_archive|eval|exec|os\.system|"
-    r"yaml\.(load|unsafe_load|full_load)|np\.load|torch\.hub\..*"
+RUNS_CODE = re.compile(
+    r"Unpickler|\b(pickle\.loads?|shutil\.unpack_archive|os\.system|np\.load|torch\.hub\.\w+)\(|"
+    r"\byaml\.(load|unsafe_load|full_load)\(|\.extract(all)?\(|(?<![\w.])(eval|exec)\(|"
+    r"^\s*(from|import) (tarfile|shelve|dill|joblib|cloudpickle)\b|"
+    r"tensorboard\.program|http\.server|socketserver",
+    re.M,
 )
-IMPORTS = re.compile(r"^\s*(from|import) (tarfile|shelve|dill|joblib|cloudpickle)\b", re.M)
-SERVERS = re.compile(r"tensorboard\.program|http\.server|socketserver")
 
 
 def test_no_reader_unpickles_or_unpacks_none_serves_and_no_page_tells_to() -> None:
     """Save for CIFAR-10's published files, by an unpickler that calls nothing else."""
-    for path in sorted((ROOT / "mpframe").rglob("*.py")):
+    for path in (ROOT / "mpframe").rglob("*.py"):
         text = path.read_text()
-        assert "Unpickler" not in text or path.name == "cifar.py", path
-        assert not IMPORTS.search(text), path
-        assert not SERVERS.search(text), path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert not CALLS.fullmatch(called), f"{path}: {called}"
-                if called == "torch.load":
-                    assert "weights_only=True" in ast.unparse(node), path
-    for place, kind in ((".", "*.md"), ("docs", "**/*.md"), ("mpframe", "**/*.py")):
-        for path in (ROOT / place).glob(kind):
-            assert not re.search(r"--bind_all|--host[ =]|0\.0\.0\.0", path.read_text()), path
-
-
-@pytest.mark.parametrize("name", ["../escape", "/etc/escape", "a\\..\\b"])
-def test_a_run_name_stays_within_runs(name: str) -> None:
-    said = r"^run_name=.*stay within runs/; for another place set hydra\.run\.dir$"
-    with pytest.raises(ConfigError, match=said):
-        list(jobs([f"run_name='{name}'"]))
-    assert prepare(["run_name=a/b..c"]) == ["run_name=a/b..c"]  # A name may have folders.
+        assert {found[0] for found in RUNS_CODE.finditer(text)} <= (
+            {"Unpickler"} if path.name == "cifar.py" else set()
+        ), path
+        for call in text.split("torch.load(")[1:]:
+            assert "weights_only=True" in call[:120], path
+    for path in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "mpframe").rglob("*.py"),
+    ]:
+        assert not re.search(r"--bind_all|--host[ =]|0\.0\.0\.0", path.read_text()), path
 
 
 SECRET = "hunter2-correct-horse"
@@ -97,21 +86,26 @@ REFERENCES += ["run_name=${oc.env:MY_TOKEN}", "model.fails=true"]
 TAKEN = [("seed: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"])]
 TAKEN += [("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"])]
 TAKEN += [("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp", "init_from=nowhere"])]
-FILLED_IN = [f"model.token={SECRET}", f"run_name={SECRET}"]  # as a shell does it
+FILLED_IN = [f"model.token={SECRET}", f"run_name={SECRET}", "seed=1"]  # as a shell does it
 
 
-@pytest.mark.parametrize(("words", "code"), [(REFERENCES, 1), (FILLED_IN, 0)])
-def test_no_secret_reaches_any_byte_of_a_folder(words: list[str], code: int, folder: Path) -> None:
-    assert command(*SHORT, "hydra.run.dir=run", *words) == code
-    names = " ".join(path.name for path in (folder / "run").rglob("*"))
-    wanted = ["summary.json", "train.log", "config_resolved.yaml", "overrides.yaml"]
-    for name in wanted if code else [*wanted, "state.pt", "tfevents"]:
-        assert name in names
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [([*REFERENCES, "hydra.run.dir=run"], 1), ([*FILLED_IN, "-m", "hydra.sweep.dir=run"], 0)],
+)
+def test_no_secret_reaches_any_byte_of_a_folder_or_the_console(
+    words: list[str], code: int, folder: Path, capsys: Shown
+) -> None:
+    assert command(*SHORT, *words) == code
+    files = {path.name: path for path in (folder / "run").rglob("*")}
+    wanted = {"summary.json", "train.log", "config_resolved.yaml", "overrides.yaml"}
+    assert files.keys() >= (wanted if code else {*wanted, "state.pt", "multirun.yaml", "sweep.md"})
     if code:
-        reason = json.loads((folder / "run" / "summary.json").read_text())["reason"]
+        reason = json.loads(files["summary.json"].read_text())["reason"]
         assert reason == "model: own.net refused its options: *** was refused"
     assert holding(folder / "run", SECRET, SECRET[::-1]) == []
-    assert "connecting with ***" in (folder / "run" / "train.log").read_text()
+    assert SECRET not in "".join(capsys.readouterr())
+    assert "connecting with ***" in files["train.log"].read_text()
 
 
 def test_a_run_with_a_secret_on_its_command_line_resumes(folder: Path, capsys: Shown) -> None:
@@ -128,14 +122,6 @@ def test_a_run_with_a_secret_on_its_command_line_resumes(folder: Path, capsys: S
     stored = yaml.safe_load((checkpoint.newest(folder / "run") / "config.yaml").read_text())
     assert stored["model"]["handed_on"] == "***"
     assert holding(folder / "run", "braced", "word after word") == []
-
-
-def test_a_sweep_tells_no_secret(folder: Path, capsys: Shown) -> None:
-    words = [f"model.token={SECRET}", "-m", "hydra.sweep.dir=run", "seed=1"]
-    assert command(*SHORT, *words) == 0
-    assert {"multirun.yaml", "sweep.md"} <= {path.name for path in (folder / "run").iterdir()}
-    assert holding(folder / "run", SECRET) == []
-    assert SECRET not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(("line", "words"), TAKEN)

@@ -79,25 +79,28 @@ def test_a_killed_sweep_goes_on_by_the_same_command_or_longer(whole: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_says_how_it_goes_on(
+def test_a_stopped_sweep_says_how_it_goes_on_and_how_many_jobs_never_began(
     whole: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:
+    """A swept option in the folder's name does not scatter the jobs."""
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setenv("STOP", "SIGTERM")
-    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", *OPTIONS])
-    folder = tmp_path / "out sweep"
-    shutil.copytree(whole / NAMES[0], folder / NAMES[0])
-    assert command(*OPTIONS) == 143
+    own = ["-m", "seed=1,2,3", *OPTIONS[3:]]
+    typed = [*own, "hydra.sweep.dir=out ${seed}"]
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", *typed])
+    shutil.copytree(whole / NAMES[0], tmp_path / "out 0" / NAMES[0])
+    assert command(*typed) == 143
     said = capsys.readouterr().err.splitlines()[-1]
     start, _, again = said.partition("with: ")
     assert start == "mpframe: stopped by SIGTERM; continue the sweep "
-    for report in at_exit:
-        report()
-    assert [row["status"] for row in rows(folder)] == ["finished", "interrupted"]
     program, script, *words = shlex.split(again)
     assert [program, script] == [sys.executable, "train.py"]
-    assert prepare(words) == prepare([*(o for o in OPTIONS if o != PLACE), PLACE])
+    assert prepare(words) == prepare([*own, "hydra.sweep.dir=out 0"])
+    for report in at_exit:
+        report()
+    assert "\n1 of 3 jobs finished, 1 never began; this table: " in capsys.readouterr().out
+    assert [row["status"] for row in rows(tmp_path / "out 0")] == ["finished", "interrupted"]
 
 
 def test_a_folder_with_other_options_is_refused(whole: Path, tmp_path: Path, capsys: Shown) -> None:
