@@ -83,7 +83,6 @@ STEPS = [
         "tied", "mixed", {"steps": 5, "before": freeze_for_a_step}, marks=two_formats, id="frozen"
     ),
     # On some ranks a layer counts as zero.
-    pytest.param("skipping", "amp", {"steps": 6}, marks=ranked.adds_zeros, id="skipping"),
     pytest.param("net", "mixed", {"steps": 6}, marks=ranked.adds_zeros, id="unused"),
     # Blocks of the whole weight have their scales, and it has its name.
     pytest.param("gpt", SHARDED, {"recipe": LOW_BITS, "before": require_names}, id="products"),
@@ -224,9 +223,6 @@ def huge() -> nn.Module:
 
 REFUSED: list[tuple[Any, Any, str]] = [
     (lambda: nn.Linear(8, 4), lambda model, batch: StepOutput((batch @ model.weight.t()).sum()),
-     "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
-    (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
-     lambda model, batch: StepOutput(model[0](batch).sum() + model(batch).sum()),
      "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
     (lambda: nn.Linear(8, 4).double(), whole, "weight is float64 [4, 8], and the ranks divide the "
      "rows of float32 weights; use trainer.parallel=ddp"),

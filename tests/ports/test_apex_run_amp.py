@@ -66,32 +66,6 @@ def test_basic_casts_and_promotion(name: str, amp: Precision) -> None:
         assert (y.dtype, x.grad.dtype) == ({"half": half, "fp32": FP32}.get(rule, dtype), dtype)
 
 
-@each("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent(kind: Any, amp: Precision) -> None:
-    """test_rnn: cells, stacks, both directions, packed: outputs are half, gradients as inputs."""
-    half, cell, pack = amp.policy.half_dtype, "Cell" in kind.__name__, nn.utils.rnn.pack_sequence
-    model = kind(8, 8) if cell else kind(8, 8, num_layers=2, bidirectional=True)
-    amp.attach(nn.ModuleList([] if cell else [model]))
-    for dtype, packed in product((FP32, half), (False, not cell)):
-        x = torch.randn(3, 8).to(dtype).requires_grad_()
-        with amp.cast():
-            output = model(pack([x]) if packed else x)
-        while not isinstance(output, Tensor):
-            output = output[0]
-        output.float().sum().backward()
-        assert (output.dtype, x.grad.dtype) == (half, dtype)
-
-
-@each("half", HALVES)
-def test_state_dict_formats(half: str) -> None:
-    """test_checkpointing: no half tensor in what is saved; here the model's state is as stored."""
-    model = nn.Linear(3, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    _, optimizer = Precision("mixed", half).prepare(model, sgd)
-    assert model.state_dict()["weight"].dtype == HALVES[half]
-    assert {t.dtype for t in optimizer.masters_by_name(model).values()} == {FP32}
-
-
 class TrustRatio:
     """An optimizer around an optimizer, as LARC: scales gradients by |w| / |g|, then steps it."""
 

@@ -125,35 +125,6 @@ def test_one_bad_value_is_found_in_a_gradient_of_any_layout_and_format(
     assert all(torch.equal(w, torch.full_like(w, moved)) for w in weights)
 
 
-def test_a_step_without_gradients() -> None:
-    """torch raises; here nothing moves and amax is 0."""
-    twins = Twins("fp32")
-    with pytest.raises(AssertionError, match="No inf checks"):
-        twins.grad_scaler.step(twins.reference)
-    assert twins.optimizer.step(twins.scaler).amax == 0
-
-
-@each("spoilt", [None, 1])
-def test_gradient_penalty(spoilt: int | None) -> None:
-    """torch: scaled gradients are taken with a graph, unscaled by hand, and their norm added."""
-
-    def penalised(model: nn.Module, step: int, scale: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = (torch.randn(8, size, generator=generator) for size in (4, 3))
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        scaled = torch.autograd.grad(loss * scale, [*model.parameters()], create_graph=True)
-        return loss + torch.stack([(g / scale).square().sum() for g in scaled]).sum().sqrt()
-
-    twins = Twins("fp32")
-    for step in range(3):
-        scale = twins.scaler.scale
-        (penalised(twins.model, step, scale) * scale).backward()
-        twins.grad_scaler.scale(penalised(twins.twin, step, scale)).backward()
-        for model in (twins.model, twins.twin) if step == spoilt else ():
-            model.weight.grad[1, 1] = INF
-        assert twins.step() == (step == spoilt)
-
-
 TORCHS, WINDOW = GradScaler("cpu"), {"init_scale": 2.0**8, "growth_interval": 2}
 # Of the dynamic loss scalers: the rule, what is updated with, log2 of the scales.
 SCALERS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
