@@ -34,21 +34,17 @@ def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None
 
 
 def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
-    calls: list[str] = []
-    rename = Path.replace
+    calls: list[object] = []
+    replace = Path.replace
 
-    def fsync(descriptor: int) -> None:
-        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+    def replaced(source: Path, target: Path) -> Path:
+        calls.append(target.name if source.parent == target.parent else source)
+        return replace(source, target)
 
-    def noted_rename(self: Path, target: Path) -> Path:
-        calls.append("replace")
-        assert self.parent == target.parent
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", noted_rename)
+    monkeypatch.setattr(os, "fsync", lambda to: calls.append(os.path.isdir(f"/proc/self/fd/{to}")))
+    monkeypatch.setattr(Path, "replace", replaced)
     write_atomically(tmp_path / "a", "old")
-    assert calls == ["file", "replace", "folder"]
+    assert calls == [False, "a", True]  # The file, its name, the folder.
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", "new")
