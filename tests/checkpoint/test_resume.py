@@ -131,11 +131,6 @@ def stepped(name: str) -> Trainer:
     return trainer
 
 
-def through_a_file(trainer: Trainer, folder: Path) -> Any:
-    checkpoint.save(folder, Snapshot(5, {"trainer": trainer.state_dict()}))
-    return checkpoint.load(folder)["trainer"]
-
-
 PAIRS = [("fp32", "fp32"), ("amp(float16)", "mixed(bfloat16)"), ("fp32", "mixed(float16)"),
          ("mixed(float16)", "fp32")]  # fmt: skip
 
@@ -144,7 +139,8 @@ PAIRS = [("fp32", "fp32"), ("amp(float16)", "mixed(bfloat16)"), ("fp32", "mixed(
 def test_each_loads_the_others_checkpoint(
     source: str, target: str, tmp_path: Path, caplog: Log
 ) -> None:
-    saved, loaded = through_a_file(stepped(source), tmp_path), make(target)
+    checkpoint.save(tmp_path, Snapshot(5, {"trainer": stepped(source).state_dict()}))
+    saved, loaded = checkpoint.load(tmp_path)["trainer"], make(target)
     with caplog.at_level("INFO"):
         load_state(loaded, copy.deepcopy(saved))
     now = loaded.state_dict()
