@@ -23,7 +23,6 @@ from mpframe.run.footprint import Way, Weight, payload, sent
 from mpframe.training import evaluation
 
 
-# Of an op its kind, and which argument has the values of all ranks.
 def sums(comm: Any) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
     found = []
@@ -127,7 +126,7 @@ def test_ranges_are_those_of_all_ranks(request: Any, number: str, mode: str, opt
     assert_same(first, ranges(SINGLE_PROCESS, mode, {**options, **alone}))
 
 
-def test_the_plan_tells_the_traffic_of_a_step() -> None:
+def test_the_plan_tells_the_traffic_of_a_step_in_a_ring() -> None:
     """Beside the weights: amaxes and a loss, counts, the norm's square, and what was used."""
     weights = [Weight((4, 2), 2, block=1), Weight((3,))]
     for early, counts in ((True, 8), (False, 3 * 8)):
@@ -137,9 +136,7 @@ def test_the_plan_tells_the_traffic_of_a_step() -> None:
     handed = payload(weights, Way("hsdp", 2, 2))  # Three rows become two of each rank.
     assert (handed["all_gather", 2], handed["reduce_scatter", 2]) == (2 * (16 + 16), 4 * (8 + 4))
     assert (handed["all_reduce", 2], handed["all_reduce", 4]) == (24, 3 * 8 + 12 + 8 * (1 + 6))
-
-
-def test_a_ring_sends_twice_what_is_summed() -> None:
+    # A ring sends twice what is summed.
     handed = {("all_reduce", 4): 100, ("all_gather", 4): 40, ("reduce_scatter", 4): 40}
     assert sent({**handed, ("broadcast", 4): 8, ("all_reduce", 1): 99}) == 2 * 75 + 30 + 30 + 8
 
