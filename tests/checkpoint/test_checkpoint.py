@@ -220,16 +220,6 @@ def test_the_best_are_saved_when_made_and_kept(tmp_path: Path, newest: int, best
     assert [path.name for path in best_in(tmp_path, 2)] == places(found)
 
 
-def test_the_loss_decides_for_a_metric(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
-    """One that does not say which value is better."""
-    monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
-    train(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
-    best, _ = min(scalars(tmp_path)["loss/val"], key=lambda point: (point[1], point[0]))
-    assert [path.name for path in best_in(tmp_path, 1)] == places([best])
-    said = "metric accuracy does not say which value is better, so the best is the one with the lo"
-    assert [f"warning: trainer.keep_best=1: {said}" in line for line in caplog.messages] == [True]
-
-
 def test_a_save_in_the_background_holds_its_own_step(tmp_path: Path, monkeypatch: Patch) -> None:
     """Written slowly, while the weights move on: each is what the run was at its step."""
     options = [*OPTIONS, "trainer.checkpoint_every=3", "trainer.keep_last=99"]

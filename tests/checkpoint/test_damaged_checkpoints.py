@@ -15,7 +15,7 @@ from hostile_checkpoints import CASES, seal
 from in_process import differing, train, trained
 
 from mpframe import checkpoint
-from mpframe.checkpoint.folder import Manifest, prune
+from mpframe.checkpoint.folder import Manifest
 from mpframe.core.errors import CheckpointError
 from mpframe.run.resume import Resume
 from mpframe.training.trainer import Trainer
@@ -149,15 +149,6 @@ def test_a_bad_checkpoint_is_refused(own: Any, folder: Path, case: str, caplog: 
     assert re.search(rf"^warning: resume=auto passes over step_00000008: .*({said})", line), line
     assert "\n" not in line
     assert caplog.messages[-1].endswith("step_00000004 at step 4")
-
-
-@pytest.mark.parametrize("facts", [{"validation": {"value": "x"}}, {"made_on": [1], "run": 7}])
-def test_facts_that_are_none_change_nothing(own: Any, folder: Path, facts: Any) -> None:
-    reseal(folder / NEWEST, **facts)
-    Resume("auto", folder, own[1]).into(own[0])
-    assert own[0].progress.global_step == 8
-    prune(folder, 1, 1)
-    assert folder / NEWEST in checkpoint.all_in(folder)
 
 
 @pytest.mark.parametrize("case", OTHERS)

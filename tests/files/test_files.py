@@ -6,13 +6,11 @@ import resource
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fixtures import Patch, full, refused
 
 from mpframe.core.errors import MpframeError
-from mpframe.files import file_lock
 from mpframe.files.durable import append_whole, write_atomically
 from mpframe.files.file_lock import turn_in
 from mpframe.files.text import markdown
@@ -36,21 +34,17 @@ def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None
 
 
 def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: Patch) -> None:
-    calls: list[str] = []
-    rename = Path.replace
+    calls: list[object] = []
+    replace = Path.replace
 
-    def fsync(descriptor: int) -> None:
-        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+    def replaced(source: Path, target: Path) -> Path:
+        calls.append(target.name if source.parent == target.parent else source)
+        return replace(source, target)
 
-    def noted_rename(self: Path, target: Path) -> Path:
-        calls.append("replace")
-        assert self.parent == target.parent
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", noted_rename)
+    monkeypatch.setattr(os, "fsync", lambda to: calls.append(os.path.isdir(f"/proc/self/fd/{to}")))
+    monkeypatch.setattr(Path, "replace", replaced)
     write_atomically(tmp_path / "a", "old")
-    assert calls == ["file", "replace", "folder"]
+    assert calls == [False, "a", True]  # The file, its name, the folder.
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", "new")
@@ -75,24 +69,6 @@ def test_what_one_process_wrote_the_next_one_reads(tmp_path: Path) -> None:
         process.join(60)
         assert process.exitcode == 0
     assert path.read_text() == 20 * "x\n"
-
-
-def test_who_waits_says_so(tmp_path: Path, monkeypatch: Patch) -> None:
-    """And has its turn when the other's has ended."""
-    heard = CONTEXT.Event()
-    log = SimpleNamespace(info=lambda message: message == "the other is there" and heard.set())
-    monkeypatch.setattr(file_lock, "log", log)
-
-    def wait() -> None:
-        with turn_in(tmp_path, "the other is there"):
-            pass
-
-    waiting = CONTEXT.Process(target=wait)
-    with turn_in(tmp_path):
-        waiting.start()
-        assert heard.wait(60)
-    waiting.join(60)
-    assert waiting.exitcode == 0
 
 
 def test_a_turn_ends_with_an_error_and_follows_no_link(tmp_path: Path) -> None:

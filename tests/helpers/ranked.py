@@ -95,26 +95,6 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-class Skipping(nn.Module):
-    """Blocks that a rank's samples may pass by, the first and the last among them.
-
-    The fourth block is never used.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-        self.last = nn.Linear(8, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.inner(inputs)
-        for turn, block in enumerate(self.blocks):
-            if turn != 3 and (not self.training or inputs[0, turn] > 0):
-                hidden = hidden + block(hidden).relu()
-        return self.last(hidden)
-
-
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
@@ -139,8 +119,8 @@ def parts(name: str, norm: Any = None, whole: Any = None) -> tuple[nn.Module, An
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
         model[2].weight = model[0].weight
     else:
-        model = Skipping() if name == "skipping" else Net(norm, whole)
-    classes = 4 if name in ("net", "skipping") else 5
+        model = Net(norm, whole)
+    classes = 4 if name == "net" else 5
     return model, TensorDataset(inputs, inputs[:, :classes].argmax(1)), loss
 
 
@@ -148,16 +128,13 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     """A trainer, and what it trains and validates on.
 
     `options`: the model's name, its `norm` and `whole`; `before`, called before each step; `sync`,
-    `double`, `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
+    `fsdp`, its `layout`, `recipe`, `batch`, `steps`, and those of a plan; `optimizer`, or
     `optimizers` of `matrices` and `rest`.
     """
     optimizer = torch.optim.AdamW
     options = {"name": "net", "optimizer": optimizer, "steps": 4, "half": "float16", **options}
     net = options["name"] == "net"
     model, data, loss = parts(options["name"], options.get("norm"), options.get("whole"))
-    if options.get("double"):
-        model = model.double()
-        data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
     if options.get("sync") and comm.size > 1:
         synchronize(model)
     recipe = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"

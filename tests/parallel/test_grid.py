@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from mpframe.core.comm import Comm, cut
+from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.parallel import sharding, unused
 from mpframe.parallel.layout import Layout
@@ -136,14 +136,6 @@ def test_ranks_fill_a_grid_with_tensor_innermost_and_one_that_cannot_be_is_refus
     assert Layout(replicas=2, tensor=3, plan={"*": "colwise"}).shape(12) == (2, 2, 3)
     for options, line in REFUSED:
         assert refused(ConfigError, lambda given=options: Layout(**given).shape(6)) == line
-
-
-def test_a_part_is_cut_along_each_axis_and_the_last_may_be_empty() -> None:
-    whole = torch.arange(40).view(5, 8)
-    assert torch.equal(cut(whole, [(1, 2, 1), (0, 2, 1)]), whole[3:, 4:])
-    assert torch.equal(cut(whole, [(0, 2, 0), (0, 2, 1)]), whole[2:3])  # A part of a part.
-    assert cut(whole, [(0, 4, 3)]).shape == (0, 8)
-    assert cut(whole, [(0, 2, 0)]).data_ptr() == whole.data_ptr()
 
 
 # Ranks that do not all use the same blocks.

@@ -1,7 +1,5 @@
-"""Where a rank stands; what ranks tell each other, and in how many bytes, beside the model."""
+"""What ranks tell each other: sums, statistics of batches, ranges; and the planned traffic."""
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -9,28 +7,20 @@ from typing import Any
 import pytest
 import torch
 from prepared import prepared
-from ranked import SHARDED, adds_zeros, assert_same, in_group, setup
+from ranked import adds_zeros, assert_same, in_group, setup
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptions, StepTrainer
-from mpframe.core.tree import tensors_in
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel import process_group
 from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.footprint import Way, Weight, payload, sent
 from mpframe.training import evaluation
-
-# Of an op its kind, and which argument has the values of all ranks.
-KINDS = {
-    "allreduce_": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
-    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
-}  # fmt: skip
 
 
 def sums(comm: Any) -> list[Tensor]:
@@ -136,61 +126,17 @@ def test_ranges_are_those_of_all_ranks(request: Any, number: str, mode: str, opt
     assert_same(first, ranges(SINGLE_PROCESS, mode, {**options, **alone}))
 
 
-class Counted(TorchDispatchMode):
-    """Counts the bytes of the tensors that collectives are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "c10d":
-            kind, at = KINDS[op._opname]
-            self.bytes[kind] += sum(tensor.nbytes for tensor in tensors_in(args[at]))
-        return op(*args, **(kwargs or {}))
-
-
-def counted(comm: Comm, mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], int]:
-    """What a rank hands over in a step; the weights, and the bytes of the buffers.
-
-    In its third step: with its second, DDP tells the ranks how it has divided the weights.
-    """
-    plain = {"whole": True, "norm": True, "batch": 16, "reduce": parallel}
-    divided = {"fsdp": {"name": "mlp", **FSDP}, "hsdp": {"name": "mlp", **HSDP}}
-    options = divided.get(parallel, plain)
-    trainer, train, _ = setup(mode, comm, options)
-    stored = setup(mode, SINGLE_PROCESS, {**options, "fsdp": False})[0].model
-    *others, last = list(train.epoch(0))[:3]
-    for batch in others:
-        trainer.train_step(batch)
-    with Counted() as counter:
-        trainer.train_step(last)
-    weights = [  # Each layer of the divided model is a block, and has a bias.
-        Weight(tuple(p.shape), p.itemsize, block=number // 2 + 1)
-        for number, p in enumerate(stored.parameters())
-    ]
-    return counter.bytes, weights, sum(own.nbytes for own in trainer.model.buffers())
-
-
-@pytest.mark.parametrize(
-    ("number", "parallel"),
-    [("two", "in_backward"), ("two", "after_backward"), ("two", "fsdp"),
-     *(pytest.param("four", way, marks=pytest.mark.slow) for way in ("fsdp", "hsdp"))],
-)  # fmt: skip
-def test_the_plan_tells_the_traffic_of_a_step(request: Any, number: str, parallel: str) -> None:
-    mode = {"in_backward": "mixed", "after_backward": "fp32"}.get(parallel, SHARDED)
-    results = request.getfixturevalue(number)(in_group, counted, mode, parallel)
-    ways = {"fsdp": Way("fsdp", shards=len(results)), "hsdp": Way("hsdp", 2, len(results) // 2)}
-    way, early = ways.get(parallel, Way("ddp", len(results))), parallel == "in_backward"
-    for handed, weights, buffers in results:
-        planned: Counter[str] = Counter()
-        plan = payload(weights, way, buffers=buffers, scaled=mode != "fp32", early=early)
-        for (kind, _), size in plan.items():
-            planned[kind] += size
-        assert handed == planned
-
-
-def test_a_ring_sends_twice_what_is_summed() -> None:
+def test_the_plan_tells_the_traffic_of_a_step_in_a_ring() -> None:
+    """Beside the weights: amaxes and a loss, counts, the norm's square, and what was used."""
+    weights = [Weight((4, 2), 2, block=1), Weight((3,))]
+    for early, counts in ((True, 8), (False, 3 * 8)):
+        handed = payload(weights, Way("ddp", 2), buffers=5, early=early)
+        assert handed["all_reduce", 2] == 4 * (8 + 3) + 2 * 8 + 3 * 4 + counts
+        assert handed["broadcast", 2] == 5
+    handed = payload(weights, Way("hsdp", 2, 2))  # Three rows become two of each rank.
+    assert (handed["all_gather", 2], handed["reduce_scatter", 2]) == (2 * (16 + 16), 4 * (8 + 4))
+    assert (handed["all_reduce", 2], handed["all_reduce", 4]) == (24, 3 * 8 + 12 + 8 * (1 + 6))
+    # A ring sends twice what is summed.
     handed = {("all_reduce", 4): 100, ("all_gather", 4): 40, ("reduce_scatter", 4): 40}
     assert sent({**handed, ("broadcast", 4): 8, ("all_reduce", 1): 99}) == 2 * 75 + 30 + 30 + 8
 

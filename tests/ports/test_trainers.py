@@ -1,5 +1,5 @@
-"""What torch's GradScaler and the tests of fairseq, Megatron, DeepSpeed, OpenSeq2Seq, Lightning and
-Accelerate ask for, by behaviour.
+"""What torch's GradScaler and the tests of fairseq, Megatron, DeepSpeed, OpenSeq2Seq, Lightning,
+Accelerate and apex.amp (run_amp) ask for, by behaviour.
 
 torch's own cases give gradients by hand, beside the real GradScaler over fp32 weights. Ours is
 `Backoff` with the same numbers and `MasterWeights`, over fp32 weights and over half ones, whose
@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from vocabulary import INF, NAN
+from vocabulary import HALVES, INF, NAN
 
-from mpframe import Backoff, MasterWeights, Precision, Static
+from mpframe import Backoff, MasterWeights, Precision
 
 RULES: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}
-Make = Callable[[Any], torch.optim.Optimizer]
+Make = Callable[[Any], Any]
 each = pytest.mark.parametrize
 
 
@@ -68,6 +69,21 @@ class Twins:
         return bool(result.skipped)
 
 
+class TrustRatio:
+    """An optimizer around an optimizer, as LARC: scales gradients by |w| / |g|, then steps it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> None:
+        for weight in (p for group in self.inner.param_groups for p in group["params"]):
+            weight.grad.mul_(weight.norm() / weight.grad.norm().clamp(min=1e-6))
+        self.inner.step(closure)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: SGD(p, lr=0.5),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
@@ -79,6 +95,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw, fused": lambda p: AdamW(p, lr=0.1, fused=True),
     "adagrad, fused": lambda p: Adagrad(p, lr=0.1, fused=True),
     "sgd, fused": lambda p: SGD(p, lr=0.1, fused=True),
+    "apex, LARC": lambda p: TrustRatio(SGD(p, lr=0.25, momentum=0.125)),
 }
 
 
@@ -99,59 +116,6 @@ def test_training_with_bad_steps(
     for step, verdict in enumerate(verdicts):
         twins.give(step, spoil=(INF, NAN)[step % 2] if verdict == "x" else None)
         assert twins.step(max_norm) == (verdict == "x")
-
-
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [
-    *(lambda g: g, lambda g: g.t(), lambda g: g[:, :5], lambda g: g.half(), lambda g: g.bfloat16()),
-    *(lambda g: g.half().t(), lambda g: g.to_sparse(), lambda g: g.half().to_sparse()),
-]
-
-
-@each(("where", "bad"), [(-1, 4.0), *product(range(len(LAYOUTS)), (INF, NAN))])
-def test_one_bad_value_is_found_in_a_gradient_of_any_layout_and_format(
-    where: int, bad: float
-) -> None:
-    """torch's perfect storm: all in one optimizer. Gradients of 4 at scale 4 are exactly 1."""
-    weights = []
-    for index, layout in enumerate(LAYOUTS):
-        gradient = torch.full((20, 20), 4.0)
-        gradient[2, 2] = bad if index == where else 4.0
-        gradient = layout(gradient)
-        weights.append(nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype)))
-        weights[-1].grad = gradient
-    result = MasterWeights(SGD(weights, lr=1.0)).step(Static(4.0))
-    assert bool(result.skipped) == (where >= 0)
-    moved = 0.0 if where >= 0 else -1.0
-    assert all(torch.equal(w, torch.full_like(w, moved)) for w in weights)
-
-
-def test_a_step_without_gradients() -> None:
-    """torch raises; here nothing moves and amax is 0."""
-    twins = Twins("fp32")
-    with pytest.raises(AssertionError, match="No inf checks"):
-        twins.grad_scaler.step(twins.reference)
-    assert twins.optimizer.step(twins.scaler).amax == 0
-
-
-@each("spoilt", [None, 1])
-def test_gradient_penalty(spoilt: int | None) -> None:
-    """torch: scaled gradients are taken with a graph, unscaled by hand, and their norm added."""
-
-    def penalised(model: nn.Module, step: int, scale: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = (torch.randn(8, size, generator=generator) for size in (4, 3))
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        scaled = torch.autograd.grad(loss * scale, [*model.parameters()], create_graph=True)
-        return loss + torch.stack([(g / scale).square().sum() for g in scaled]).sum().sqrt()
-
-    twins = Twins("fp32")
-    for step in range(3):
-        scale = twins.scaler.scale
-        (penalised(twins.model, step, scale) * scale).backward()
-        twins.grad_scaler.scale(penalised(twins.twin, step, scale)).backward()
-        for model in (twins.model, twins.twin) if step == spoilt else ():
-            model.weight.grad[1, 1] = INF
-        assert twins.step() == (step == spoilt)
 
 
 TORCHS, WINDOW = GradScaler("cpu"), {"init_scale": 2.0**8, "growth_interval": 2}
@@ -226,3 +190,58 @@ def test_iter_size(size: int, windows: int) -> None:
         optimizer.step()
         # The formula sums its ten terms in another order than the kernel, 10 * 2^-24.
         torch.testing.assert_close(model.weight, before - 0.1 * gradient, rtol=1e-6, atol=1e-6)
+
+
+# apex.amp, whose O1 is our `amp`.
+
+
+@pytest.fixture(params=[*product(HALVES, ["native", "emulated"])], ids=lambda p: "-".join(p))
+def amp(request: pytest.FixtureRequest) -> Precision:
+    half, compute = request.param
+    return Precision("amp", half, compute=compute)
+
+
+ONES = torch.ones(8, 8)
+# What is run on a matrix, and the format of its result: half, fp32, or that of the matrix.
+CASTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "Linear": (nn.Linear(8, 8), "half"),
+    "linear": (lambda x: F.linear(x, ONES, ONES[0]), "half"),
+    "Conv1d": (nn.Conv1d(8, 8, 3), "half"),
+    "conv2d": (lambda x: F.conv2d(x[None, None], torch.ones(1, 1, 3, 3)), "half"),
+    "matmul, left": (lambda x: x.matmul(ONES), "half"),
+    "matmul, right": (lambda x: ONES.matmul(x), "half"),
+    "@, right": (lambda x: ONES @ x, "half"),
+    "Softmax": (nn.Softmax(dim=1), "fp32"),
+    "GroupNorm": (nn.GroupNorm(2, 8), "fp32"),
+    "MSELoss": (lambda x: nn.MSELoss()(x, ONES), "fp32"),
+    "pow": (lambda x: x.pow(2.0), "fp32"),
+    "**": (lambda x: x**2.0, "fp32"),
+    "sum": (lambda x: x.sum(), "fp32"),
+    # apex refuses it in half.
+    "BCELoss": (lambda x: nn.BCELoss()(x.sigmoid(), ONES), "fp32"),
+    "ReLU": (nn.ReLU(), "input"),
+    "BatchNorm1d": (nn.BatchNorm1d(8), "input"),
+    "BatchNorm1d in evaluation": (nn.BatchNorm1d(8).eval(), "input"),
+    # test_promotion: of two formats the widest, but x.add_(y) is as x.
+    "atan2": (lambda x: torch.atan2(x, ONES), "fp32"),
+    "mul, half": (lambda x: torch.mul(x, ONES.to(x.dtype)), "input"),
+    "cat": (lambda x: torch.cat([x, x.detach(), ONES]), "fp32"),
+    "cat, half": (lambda x: torch.cat([x, x.detach()]), "input"),
+    "x.add_": (lambda x: x.clone().add_(ONES), "input"),
+}
+
+
+@each("name", CASTS)
+def test_basic_casts_and_promotion(name: str, amp: Precision) -> None:
+    """test_basic_casts: layers, functions, methods and operators; gradients are as their tensor."""
+    function, rule = CASTS[name]
+    half = amp.policy.half_dtype
+    for dtype in (torch.float32, half):
+        x = torch.rand(8, 8).to(dtype).requires_grad_()
+        with amp.cast():
+            y = function(x)
+        y.float().sum().backward()
+        assert (y.dtype, x.grad.dtype) == (
+            {"half": half, "fp32": torch.float32}.get(rule, dtype),
+            dtype,
+        )
