@@ -30,19 +30,16 @@ HISTOGRAM = "numerics/weights/exponents/head"
 Ask = Callable[..., Any]
 
 
-def log_run(folder: Path, lr: float, steps: range, purge_step: int | None, offset: float) -> None:
+def log_run(folder: Path, steps: range, purge_step: int | None, offset: float) -> None:
     """A run as the trainer logs it: loss and scale at each step, accuracy at every fifth."""
     with Tracker(folder, purge_step) as tracker:
         tracker.text(Tag.TEXT_CONFIG, "```yaml\nseed: 0\n```")
-        tracker.hparams({"optimizer.lr": lr, "dtype": "mixed", "ema": None}, [ACCURACY])
-        tracker.layout(["accuracy"])
         tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], steps.start)
         for step in steps:
             scale = float("inf") if step == 2 else 2.0**16
             tracker.scalars(step, {Tag.LOSS_TRAIN: offset + step, Tag.SCALE: scale})
             if step % 5 == 0:
                 tracker.scalars(step, {ACCURACY: (offset + step) / 1000})
-        tracker.mark_finished()
 
 
 @pytest.fixture(params=["auto", "false"], ids=["default reader", "python reader"])
@@ -51,9 +48,9 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
 
     There are two: `plain`, and `resumed`, which was killed at 20 and went on from 10.
     """
-    log_run(tmp_path / "sweep" / "resumed", 0.1, range(1, 21), None, 0.0)
-    log_run(tmp_path / "sweep" / "resumed", 0.1, range(11, 31), 11, 500.0)
-    log_run(tmp_path / "plain", 0.01, range(1, 11), None, 0.0)
+    log_run(tmp_path / "sweep" / "resumed", range(1, 21), None, 0.0)
+    log_run(tmp_path / "sweep" / "resumed", range(11, 31), 11, 500.0)
+    log_run(tmp_path / "plain", range(1, 11), None, 0.0)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path)]
     command += ["--host", "localhost", "--port", "0", "--load_fast", request.param]
     with (log := tmp_path / "log.txt").open("wb") as output:
@@ -90,7 +87,7 @@ def points(ask: Ask, run: str, tag: str = Tag.LOSS_TRAIN) -> list[tuple[int, Any
     return [(step, v) for _, step, v in ask("plugin/scalars/scalars", run=run, tag=tag)]
 
 
-def test_each_step_is_shown_once_with_its_meaning_and_one_session_per_run(ask: Ask) -> None:
+def test_each_step_is_shown_once_with_its_meaning(ask: Ask) -> None:
     assert points(ask, "plain") == [(s, float(s)) for s in range(1, 11)]
     scales = [scale for _, scale in points(ask, "plain", Tag.SCALE)]
     assert scales[:3] == [65536.0, "Infinity", 65536.0]
@@ -106,15 +103,3 @@ def test_each_step_is_shown_once_with_its_meaning_and_one_session_per_run(ask: A
         assert ask(f"plugin/{kind}/tags")["plain"][tag]["description"].startswith(said)
     ((_, step, bars),) = ask("plugin/histograms/histograms", run="plain", tag=HISTOGRAM)
     assert (step, sum(count for *_, count in bars)) == (1, 4.0)
-    statuses = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
-    columns = [{"hparam": "optimizer.lr", "order": "ORDER_ASC"}]
-    columns += [{"metric": {"tag": ACCURACY, "group": ""}}]
-    body = {"colParams": columns, "startIndex": 0, "allowedStatuses": statuses, "sliceSize": 9}
-    found = ask("plugin/hparams/session_groups", request=json.dumps(body))
-    first, last = found["sessionGroups"]
-    assert (first["name"], last["name"]) == ("plain", "sweep/resumed")
-    assert first["hparams"] == {"optimizer.lr": 0.01, "dtype": "mixed", "ema": "none"}
-    values = [group["metricValues"][0]["value"] for group in (first, last)]
-    assert values == pytest.approx([0.01, 0.53])
-    sessions = first["sessions"] + last["sessions"]
-    assert [own["status"] for own in sessions] == ["STATUS_SUCCESS"] * 2

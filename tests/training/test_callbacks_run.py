@@ -95,15 +95,6 @@ HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
 plain = trained(*SMALL, *OFTEN, HITS)
 
 
-def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> None:
-    names = ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
-    summary = train(tmp_path, *SMALL, *OFTEN, *[f"callbacks.{name}=null" for name in names])
-    for name in ("train_loss", "metric", "val_metric", "val_loss", "test_loss"):
-        assert getattr(summary, name) == getattr(Summary.read(plain), name)
-    assert not (tmp_path / "metrics.csv").exists()
-    assert not scalars(tmp_path)
-
-
 def test_the_table_has_a_row_for_each_log_and_each_validation_and_every_metric(plain: Path) -> None:
     (*rows, tested), summary = csv_rows(plain / "metrics.csv"), Summary.read(plain)
     curves = scalars(plain)

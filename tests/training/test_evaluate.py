@@ -18,13 +18,12 @@ import yaml
 from fixtures import Log, Patch, Shown, refused
 from in_process import composed, csv_rows, differing, scalars, train
 
-from mpframe import Task, Trainer, checkpoint
+from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.command_line import check_config
 from mpframe.config.stored import config_of
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.data.images import digits
+from mpframe.core.errors import MpframeError, RunInterrupted
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
@@ -162,24 +161,6 @@ def test_a_test_cut_short_is_made_anew(done: Path, tmp_path: Path, monkeypatch: 
     resumed, whole = train(tmp_path, *OPTIONS, "resume=auto"), Summary.read(done)
     assert (resumed.test_loss, resumed.test_metrics) == (whole.test_loss, whole.test_metrics)
     assert scalars(tmp_path)["loss/test"] == scalars(done)["loss/test"]
-    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=8")
-    assert [step for step, _ in scalars(tmp_path)["loss/test"]] == [8]
-    assert row_of_the_test(tmp_path)["step"] == "8"
-
-
-def untested() -> Task:
-    return replace(digits(), test=None)
-
-
-@pytest.mark.slow
-def test_a_dataset_may_lack_a_test_part(tmp_path: Path) -> None:
-    own = "dataset._target_=test_evaluate.untested"
-    options = [*MLP, own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]
-    summary, found = train(tmp_path, *options), evaluate(tmp_path, [own])
-    assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
-    assert (found.split, found.evaluation.loss) == ("val", summary.val_loss)
-    with pytest.raises(ConfigError, match=r"^split=test: the dataset has no test part; use split"):
-        evaluate(tmp_path, [own], split="test")
 
 
 @pytest.mark.parametrize("options", [
