@@ -11,17 +11,7 @@ from typing import Any, TextIO
 import pytest
 from hydra._internal.core_plugins import file_config_source
 from omegaconf import OmegaConf
-from paths import PATHS
 from ranks import Ranks
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--path", choices=PATHS, default="plain")
-
-
-@pytest.fixture(autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    PATHS[request.config.getoption("--path")](monkeypatch)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -73,8 +73,8 @@ class OnlyCompute:
 
 
 def with_objects() -> Task:
-    """The digits with a metric that is an object, by name."""
-    return replace(digits(), metric={"hits": LikeTorchmetrics()})
+    """The digits with a second metric that is an object, by name."""
+    return replace(digits(), metric={"accuracy": Accuracy, "hits": LikeTorchmetrics()})
 
 
 class Module(nn.Module):

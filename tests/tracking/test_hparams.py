@@ -31,17 +31,6 @@ def config_of(*words: str) -> Config:
     return check_config(composed(*words))
 
 
-def test_precision_is_one_column_and_sections_hold_their_arguments() -> None:
-    columns, first = hparams(config_of("dtype=mixed_bf16", "model=mlp"), "none", {})
-    assert (columns.keys(), first) == (ALWAYS, [])
-    shown = {"dtype": "mixed bfloat16", "model": MLP, "optimizer.lr": 0.003}
-    assert columns == columns | shown | {"scheduler": "warmup_cosine warmup=0.1 min_factor=0.0"}
-    both, _ = hparams(config_of("dtype=fp32", "optimizer=muon_adamw"), "none", {})
-    names = "Muon lr=0.02 weight_decay=0.01 + AdamW lr=0.003 weight_decay=0.01"
-    assert (both["dtype"], both["optimizer"]) == ("fp32", names)
-    assert find_varied(None) == {}
-
-
 @pytest.mark.parametrize(("words", "sweep", "columns"), [
     # A fixed option is in no column, nor one that changes no number.
     ("model=mlp dtype=mixed trainer.epochs=3 trainer.log_every=1",

@@ -70,17 +70,6 @@ def test_the_page_says_what_every_tag_means() -> None:
     assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]
 
 
-@pytest.mark.parametrize(("tag", "told"), [
-    ("metric/top5/val", r"\*\*Validation `top5`\*\* \(unit: its own\): the metric `top5` .*"),
-    ("loss/train/generator", r"\*\*Training loss of `generator`\*\* \(unit: loss\): .*"),
-    ("numerics/updates/headroom_bits/a.b", r"\*\*Headroom of `a\.b`\*\* \(unit: bits\): .*"),
-    *((tag, "") for tag in ("mine/anything", "numerics/mine/headroom_bits/a", "losses")),
-])  # fmt: skip
-def test_names_are_filled_into_the_meaning_of_a_tag(tag: str, told: str) -> None:
-    meaning = meaning_of(tag)
-    assert re.fullmatch(told, meaning.markdown if meaning else "")
-
-
 def test_columns_that_differ_success_and_another_type_that_is_refused(tmp_path: Path) -> None:
     config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
     with Tracker(tmp_path) as tracker:

@@ -92,16 +92,9 @@ def test_every_callback_is_torn_down_and_the_first_error_told(tmp_path: Path, ca
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]
 OFTEN = ["trainer.log_every=3", "trainer.eval_every=2", "scheduler=none"]
 HITS = "+metrics.hits._target_=own_parts.LikeTorchmetrics"
-plain = trained(*SMALL, *OFTEN, HITS)
-
-
-def test_any_entry_of_the_group_may_be_left_out(plain: Path, tmp_path: Path) -> None:
-    names = ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
-    summary = train(tmp_path, *SMALL, *OFTEN, *[f"callbacks.{name}=null" for name in names])
-    for name in ("train_loss", "metric", "val_metric", "val_loss", "test_loss"):
-        assert getattr(summary, name) == getattr(Summary.read(plain), name)
-    assert not (tmp_path / "metrics.csv").exists()
-    assert not scalars(tmp_path)
+# A dataset whose metric is an object, which is reset before each validation.
+OBJECT = ["dataset._target_=own_parts.with_objects", "model.in_features=64", "model.classes=10"]
+plain = trained(*SMALL, *OFTEN, *OBJECT)
 
 
 def test_the_table_has_a_row_for_each_log_and_each_validation_and_every_metric(plain: Path) -> None:
@@ -121,10 +114,10 @@ def test_the_table_has_a_row_for_each_log_and_each_validation_and_every_metric(p
 
 
 def test_a_resumed_run_has_the_table_of_the_undisturbed_one(plain: Path, tmp_path: Path) -> None:
-    train(tmp_path, *SMALL, *OFTEN, HITS, "trainer.max_steps=3")
+    train(tmp_path, *SMALL, *OFTEN, *OBJECT, "trainer.max_steps=3")
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("4,0,1.0\n")  # A row that no checkpoint knows of.
-    train(tmp_path, *SMALL, *OFTEN, HITS, "resume=auto")
+    train(tmp_path, *SMALL, *OFTEN, *OBJECT, "resume=auto")
     whole, again = ((f / "metrics.csv").read_text().splitlines() for f in (plain, tmp_path))
     # The end of the first start was validated, which the undisturbed run does not do at step 3.
     differing = [(one, two) for one, two in zip(whole, again, strict=True) if one != two]
@@ -154,12 +147,6 @@ def test_one_is_monitored(tmp_path: Path, monitor: str) -> None:
     facts: Any = checkpoint.read(kept).facts["validation"]
     assert (facts["metric"], facts["higher_is_better"]) == (monitor, monitor != "loss")
     assert Summary.read(tmp_path) == summary
-
-
-def test_a_datasets_object_is_reset_before_each_validation(plain: Path, tmp_path: Path) -> None:
-    own = "dataset._target_=own_parts.with_objects"
-    train(tmp_path, *SMALL, *OFTEN, own, "model.in_features=64", "model.classes=10")
-    assert scalars(tmp_path)["metric/hits/val"] == scalars(plain)["metric/accuracy/val"]
 
 
 def test_a_misspelt_event_is_warned_of_with_the_nearest(caplog: Log) -> None:

@@ -52,11 +52,7 @@ class Inits(nn.Module):
         self.register_buffer("mask", torch.ones(40, 40).tril())
         self.plain, self.listed = torch.randn(30, 30), [torch.randn(30, 30)]
         self.dropped = nn.Parameter(nn.functional.dropout(torch.ones(50, 50), 0.3))
-        self.order = nn.Parameter(torch.randperm(300).float())
-        self.q = nn.Parameter(torch.linalg.qr(torch.randn(20, 20))[0])
-        self.turned = nn.Parameter(torch.polar(torch.ones(20, 20), torch.ones(20, 20)))
         self.normal = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
         self.lasting = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
         self.own = nn.Parameter(torch.empty(9, 30))
         nn.init.kaiming_normal_(self.own, generator=torch.Generator().manual_seed(5))
@@ -127,9 +123,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     # torch sets the weight into the memory of what its `right_inverse` returns.
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(20, 20)),
     **{name: lambda name=name: parts(name)[0] for name in ("tied", "gpt", "resnet18")},
-    "bert": lambda: (own := pytest.importorskip("transformers")).BertForMaskedLM(own.BertConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4)),
 }  # fmt: skip
 
 

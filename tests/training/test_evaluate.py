@@ -18,22 +18,22 @@ import yaml
 from fixtures import Log, Patch, Shown, refused
 from in_process import composed, csv_rows, differing, scalars, train
 
-from mpframe import Task, Trainer, checkpoint
+from mpframe import Trainer, checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.command_line import check_config
 from mpframe.config.stored import config_of
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.data.images import digits
+from mpframe.core.errors import MpframeError, RunInterrupted
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
-OPTIONS = ["model.width=8", "dtype=mixed", "trainer.ema_decay=0.5", "trainer.epochs=1"]
+OPTIONS = ["ops.modules={head:fp32}", "model.width=8", "ops.allow+=[batch_norm]", "dtype=mixed"]
+OPTIONS += ["trainer.ema_decay=0.5", "trainer.epochs=1"]
 OPTIONS += ["trainer.max_steps=6", "trainer.eval_every=2", "scheduler=none", "optimizer.lr=0.3"]
 OPTIONS += ["trainer.log_every=4", "dataset.batch_size=128", "seed=3"]
-MLP = [*OPTIONS[1:], "model=mlp", "model.hidden=8"]
+MLP = [*OPTIONS[2:], "model=mlp", "model.hidden=8"]
 
 
 def trainer_of(folder: Path, *options: str) -> Any:
@@ -92,7 +92,7 @@ def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Any]) 
 def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """A memory that grows, and one that is not persistent: the best has less of both."""
     model = "model._target_=own_parts.NoisyNet"
-    trainer = trainer_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32", "optimizer.lr=3")
+    trainer = trainer_of(tmp_path, *OPTIONS[2:], model, "dtype=fp32", "optimizer.lr=3")
     summary, (best,) = Summary.read(tmp_path), best_in(tmp_path, 1)
     assert best != checkpoint.newest(tmp_path)
     assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss
@@ -162,42 +162,6 @@ def test_a_test_cut_short_is_made_anew(done: Path, tmp_path: Path, monkeypatch: 
     resumed, whole = train(tmp_path, *OPTIONS, "resume=auto"), Summary.read(done)
     assert (resumed.test_loss, resumed.test_metrics) == (whole.test_loss, whole.test_metrics)
     assert scalars(tmp_path)["loss/test"] == scalars(done)["loss/test"]
-    train(tmp_path, *OPTIONS, "resume=auto", "trainer.max_steps=8")
-    assert [step for step, _ in scalars(tmp_path)["loss/test"]] == [8]
-    assert row_of_the_test(tmp_path)["step"] == "8"
-
-
-def untested() -> Task:
-    return replace(digits(), test=None)
-
-
-@pytest.mark.slow
-def test_a_dataset_may_lack_a_test_part(tmp_path: Path) -> None:
-    own = "dataset._target_=test_evaluate.untested"
-    options = [*MLP, own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]
-    summary, found = train(tmp_path, *options), evaluate(tmp_path, [own])
-    assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
-    assert (found.split, found.evaluation.loss) == ("val", summary.val_loss)
-    with pytest.raises(ConfigError, match=r"^split=test: the dataset has no test part; use split"):
-        evaluate(tmp_path, [own], split="test")
-
-
-@pytest.mark.parametrize("options", [
-    "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32} model.width=8",
-    *(pytest.param(words, marks=pytest.mark.slow) for words in (
-        "dtype=amp_bf16 optimizer=sgd scheduler=onecycle dataset.batch_size=48 model.width=8",
-        "model=mlp optimizer=muon_adamw objective=cross_entropy objective.label_smoothing=0.1",
-        "dtype=mixed experiment=digits_gan",
-    )),
-])  # fmt: skip
-def test_the_numbers_are_the_runs_bit_for_bit(options: str, tmp_path: Path) -> None:
-    small = ["trainer.max_steps=4", "trainer.eval_every=2", "trainer.log_every=100"]
-    summary = train(tmp_path, *small, *options.split())
-    val, test = evaluate(tmp_path, [], split="val"), evaluate(tmp_path, [])
-    assert val.step == summary.steps + summary.skipped_steps
-    assert (val.evaluation.loss, val.evaluation.value) == (summary.val_loss, summary.val_metric)
-    assert (test.evaluation.loss, test.evaluation.value) == (summary.test_loss, summary.test_metric)
-    assert (test.split, summary.tested) == ("test", "last" if "gan" in options else "best")
 
 
 def test_it_is_printed_and_written_beside_others(done: Path, here: Path, capsys: Shown) -> None:

@@ -94,20 +94,13 @@ def test_a_weight_of_zeros_takes_the_least_update_at_a_rate_of_0(mode: str) -> N
     assert torch.equal(weight, torch.zeros(3))
 
 
-def test_rows_of_a_sparse_gradient_are_scaled_and_a_factor_beyond_half_is_held_at_its_end() -> None:
-    dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
-    sparse.load_state_dict(dense.state_dict())
-    # Without masters the gradient is half: 70000 would become inf and reach the weight.
+def test_a_factor_beyond_half_is_held_at_its_end() -> None:
+    """Without masters the gradient is half: 70000 would become inf and reach the weight."""
     half = nn.Parameter(torch.ones(4, dtype=torch.float16))
     half.grad = torch.full((4,), 2.0**-24, dtype=torch.float16)
-    for table in (dense, sparse):
-        table(torch.tensor([1, 1, 3])).square().sum().backward()
-    for weight in (dense.weight, sparse.weight, half):
-        wrapped = MasterWeights(SGD([weight], lr=2.0**-10), keep_masters=False)
-        wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
-        wrapped.step()
-    # The norm of two rows, or of the same rows among zeros: sums of another order.
-    assert torch.allclose(dense.weight, sparse.weight, rtol=0, atol=4 * 2.0**-24)
+    wrapped = MasterWeights(SGD([half], lr=2.0**-10), keep_masters=False)
+    wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
+    wrapped.step()
     assert half.isfinite().all()
 
 

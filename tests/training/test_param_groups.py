@@ -180,10 +180,13 @@ def test_muon_gets_the_matrices_and_losses_share_a_scaler_or_have_their_own() ->
 def test_a_model_is_compiled_recomputed_and_reordered_as_its_options_say() -> None:
     assert type(trainer_of("trainer.compile=step")) is CompiledTrainer
     unet = "model=unet model.width=4 model.channels=1 model.classes=2 trainer.channels_last=true"
-    model = built(*unet.split(), "trainer.recompute=[encoder.*]").model
+    trainer = built(*unet.split(), "trainer.recompute=[encoder.*]", "dtype=mixed")
+    model = trainer.model
     recomputed = [name for name, own in model.named_modules() if "forward" in vars(own)]
     assert recomputed == [f"encoder.{stage}" for stage in range(4)]
-    assert model.head.weight.is_contiguous(memory_format=torch.channels_last)
+    for weight in (own for own in model.parameters() if own.dim() == 4):
+        for one in (weight, trainer.optimizer.master_of(weight)):
+            assert one.is_contiguous(memory_format=torch.channels_last)
 
 
 SGD = ["optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9"]
