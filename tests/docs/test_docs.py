@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import in_process
-import processes
 import prose
 import pytest
 import torch
@@ -207,7 +206,15 @@ def test_docs_and_docstrings_are_written_as_somebody_says_them() -> None:
     docs = [README.path, CONTRIBUTING.path, *DOCS.rglob("*.md")]
     code = [path for folder in ("mpframe", "scripts") for path in (ROOT / folder).rglob("*.py")]
     for paths in (docs, code):
-        assert not prose.beyond_limits(paths), "python tests/docs/prose.py FILE... shows each place"
+        texts = [(path, text) for path in paths for text in prose.paragraphs(path)]
+        words = sum(len(text.split()) for _, text in texts)
+        for pattern, limit in prose.PATTERNS:
+            places = [
+                (path, text[max(found.start() - 40, 0) : found.end() + 40])
+                for path, text in texts
+                for found in re.finditer(pattern, text)
+            ]
+            assert len(places) * 10_000 <= limit * words, (pattern, places)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
@@ -277,55 +284,3 @@ def test_the_notebook_runs_and_keeps_no_output(capsys: Shown) -> None:
     shown = capsys.readouterr().out
     assert names["test"].metrics["accuracy"] > 0.9, shown
     assert "linear in ops.allow" in shown
-
-
-SWEEPS = Page(DOCS / "sweeps.md")
-LAUNCHERS = [
-    pytest.param(name, marks=processes.plugin(f"hydra_{name.partition('_')[0]}_launcher"))
-    for name in ("joblib", "submitit_local")
-]
-SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
-
-
-def words_of(name: str) -> list[str]:
-    """The arguments of the page's command that holds a word."""
-    lines = "\n".join(SWEEPS.blocks("shell")).replace("\\\n", " ").splitlines()
-    (line,) = (line for line in lines if name in line)
-    return shlex.split(line)[2:]
-
-
-def run(folder: Path, *words: str) -> None:
-    done = processes.command(folder, *words)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_jobs_in_other_processes(launcher: str, tmp_path: Path) -> None:
-    words = [*words_of(launcher), *SMALL]
-    (place,) = (word.partition("=")[2] for word in words if word.startswith("hydra.sweep.dir="))
-    tables = []
-    for _ in range(2):  # The second time every job has its result already.
-        run(tmp_path, *words)
-        tables.append((tmp_path / place / "sweep.csv").read_text())
-    ended = processes.statuses(tmp_path / place)
-    assert (set(ended.values()), len(ended) >= 2) == ({"finished"}, True)
-    assert (tables[0], len(tables[0].splitlines())) == (tables[1], len(ended) + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Of optuna 2.10 and its sqlalchemy.
-@processes.plugin("hydra_optuna_sweeper")
-def test_a_study_in_a_file_continues(tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
-    words = [word for word in words_of("sqlite") if not word.startswith("model.")]
-    words += [*SMALL[:1], "model.hidden=range(3, 6)", *SMALL[2:]]
-    words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
-    for trials in (3, 6):
-        run(tmp_path, *words)
-        ended = processes.statuses(tmp_path / "runs" / "search")
-        assert (set(ended.values()), len(ended)) == ({"finished"}, trials)
-    monkeypatch.chdir(tmp_path)
-    (code,) = (code for code in SWEEPS.blocks("python") if "get_param_importances" in code)
-    exec(code, {})
-    found = capsys.readouterr().out
-    assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))
