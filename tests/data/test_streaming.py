@@ -163,6 +163,8 @@ def test_another_epoch_is_read_from_wherever_it_is_asked_for(caplog: Log) -> Non
     assert own.batch_ids(1, 3).tolist() == [32, 33, 34, 35]
     sized = type("Sized", (Numbers,), {"__len__": lambda self: 23})()
     assert len(make_loader(sized, 4, shuffle=True, drop_last=True)) == EPOCH
+    text = refused(DataError, make_loader, [0], 1, batches_per_epoch=3)
+    assert text.startswith("dataset: its Task has batches_per_epoch=3, which is for streams, and ")
     for samples, shuffle in ((Numbers(), None), ([0] * 8, True), ([0] * 8, False)):
         assert not caplog.messages
         loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
@@ -218,11 +220,10 @@ def test_a_stream_that_cannot_be_resumed_says_so() -> None:
     assert refused(ConfigError, once.require_resumable, "resume=auto").startswith(text)
 
 
-def regression(resumable: bool = True, listed: bool = False) -> Task:
+def regression(resumable: bool = True) -> Task:
     """The target is the random number beside each number."""
-    stream: Any = [*Numbers(37)] if listed else Numbers(37)
-    if not resumable:
-        stream.resumable = False
+    stream: Any = Numbers(37)
+    stream.resumable = resumable
 
     def pair(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
         rows = torch.stack(samples)
@@ -252,5 +253,3 @@ def test_a_run_that_would_not_be_exact_is_refused_before_it_begins(tmp_path: Pat
         "resume=auto: Numbers can be read only once, so the run cannot be continued exactly; use "
         "resume=none, or take only the weights into a new run with init_from"
     )
-    text = refused(DataError, train, tmp_path / "both", *OWN, "+dataset.listed=true")
-    assert text.startswith("dataset: its Task has batches_per_epoch=3, which is for streams, and ")

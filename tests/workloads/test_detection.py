@@ -1,4 +1,4 @@
-"""Detectors: matching, losses, formats; generated scenes; the mean average precision by hand."""
+"""Detectors: matching, losses, formats; the mean average precision by hand."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A class for each pixel: generated shapes, and folders of photographs and masks."""
+"""A class for each pixel: folders of photographs and masks."""
 
 from pathlib import Path
 from typing import Any

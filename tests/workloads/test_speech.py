@@ -1,4 +1,4 @@
-"""Speech: generated sequences, CTC beside PyTorch's own, and the label error rate by hand."""
+"""Speech: CTC beside PyTorch's own, and the label error rate by hand."""
 
 import math
 from typing import Any
