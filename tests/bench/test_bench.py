@@ -17,7 +17,7 @@ from bench import groups, program, rivals
 from bench.groups import devices, overhead, programs, steps
 from bench.groups.steps import COMPARISONS, Comparison, compare
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
-from bench.step import on_ranks, one_turn
+from bench.step import one_turn
 from bench.step import workloads as stepped
 from bench.step.competitors import STEPS
 from bench.step.laps import Laps
@@ -26,7 +26,6 @@ from bench.whole import one_run, ours, trainers
 from bench.whole.workloads import WORKLOADS, Workload
 from fixtures import Patch, Shown
 from in_process import differing, scalars
-from ranks import Ranks
 
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.run.run import train
@@ -230,20 +229,6 @@ def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> No
     assert differing(*weights) == []
 
 
-def test_a_turn_tells_seconds_laps_and_memory_here_and_from_a_process(monkeypatch: Patch) -> None:
-    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
-    turn = steps.Turn("plain", {**arguments, "threads": 1, "steps": 1})
-    assert [turn()] == [own.seconds for own in turn.turns]
-    peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
-    monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
-    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
-    tiny = "linear", TINY["linear"], "mpframe mixed float16"
-    told = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
-    assert told.bytes_per_parameter == 19.0
-    assert set(told.laps) == {"forward", "backward", "step"}
-    assert told.seconds >= sum(told.laps.values()) > 0
-
-
 @pytest.mark.parametrize(("comparison", "sizes"), [
     (COMPARISONS["large"][0], TINY["linear"]),
     (COMPARISONS["products"][0], {"width": 32, "layers": 1, "batch": 32}),
@@ -262,22 +247,3 @@ def test_rows(comparison: Comparison, sizes: dict[str, int], monkeypatch: Patch)
     here = [row for row in comparison.rows if find_spec("torchao") or "torchao" not in row]
     assert list(measured.times) == here
     assert all(claim.limit > 0 for claim in measured.claims)
-
-
-def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: Patch) -> None:
-    asked: list[list[str]] = []
-
-    def on_these_ranks(words: list[str], folder: Path, name: str) -> str:
-        asked.append(words)
-        return json.dumps(two(_measured, json.loads(words[-1]))[0])
-
-    monkeypatch.setattr(devices, "run_python", on_these_ranks)
-    monkeypatch.setattr(devices, "has_native_half", lambda half: True)
-    (measured,) = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
-    assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert list(measured.times) == list(on_ranks.STEPS)
-    assert [claim.limit for claim in measured.claims] == [1.03] * 2
-
-
-def _measured(arguments: dict[str, Any]) -> Any:
-    return on_ranks.measure(**arguments)

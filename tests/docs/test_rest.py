@@ -4,7 +4,6 @@ import runpy
 import tomllib
 
 from checkout import ROOT
-from fixtures import Shown
 
 REST = runpy.run_path(str(ROOT / "tests" / "rest.py"))
 
@@ -19,18 +18,6 @@ def test_a_week_runs_every_part_and_a_change_its_own_first() -> None:
     tests = ROOT / "tests"
     there = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
     assert there == {*REST["folders"](), "ports", "zoo", "bench", "same_numbers"}
-
-
-def test_a_part_that_fails_or_has_no_time_is_named(capfd: Shown) -> None:
-    assert REST["main"]("no such part") == 0
-    own, part = REST["main"].__globals__, REST["Part"]
-    own["changed"] = lambda: ["anything"]
-    own["parts"] = lambda: [part("broken", ("-c", "raise SystemExit(3)"), ())]
-    assert REST["main"]() == 1
-    assert "failed: ['broken']" in capfd.readouterr().out
-    own["parts"] = lambda: [part("long", ("-c", "import time; time.sleep(60)"), ("",))]
-    assert REST["main"]("--within", "0.5") == 0
-    assert ", not ended in time" in capfd.readouterr().out
 
 
 def test_every_mutant_breaks_a_line_that_is_there_once_and_names_tests_that_are_there() -> None:

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from in_process import StartRun, assert_same_run, csv_rows, cut, train
-from own_parts import Texted
 from PIL import Image
 from tiny_data import tiny
 
-from mpframe.cli.commands import autopsy, export, predict
+from mpframe.cli.commands import export, predict
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config import CONF
 from mpframe.config.command_line import check_config, compose_named, without_hydra
-from mpframe.core.errors import DataError, DivergedError, MpframeError
+from mpframe.core.errors import DataError, MpframeError
 from mpframe.core.tree import tensors_in
-from mpframe.lab.autopsy import evidence
 from mpframe.run.parts import build_task
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
@@ -103,27 +101,21 @@ def test_training_samples_are_predicted_in_tiles_and_whole(run: Trained, tmp_pat
         assert {"class_name", "start_logits_39"} & set(rows[0])
 
 
-@of("gpt_small", "bert_classifier_small", slow=("bikes", "photographs_unet_small"))
+@of("gpt_small", "bert_classifier_small")
 @pytest.mark.slow
 def test_an_export_is_the_same_model(run: Trained, tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
     export.main([f"checkpoint={run.folder}", f"out={out}", "format=torch_export"])
     graph = torch.export.load(out).module()
     told = json.loads((tmp_path / "model.pt2.json").read_text())
-    if run.name == "bikes":
-        zeros: Any = {"categorical": torch.ones(3, 7).long(), "continuous": torch.zeros(3, 5)}
-        assert graph(**zeros).shape == (3, 1)
-    elif run.name == "photographs_unet_small":
-        assert graph(torch.zeros(3, 1, 16, 16)).shape[2:] == (16, 16)
-    else:
-        if run.name != "gpt_small":
-            vocab = (run.folder / "vocab.txt").read_text()
-            assert told["preprocessing"]["vocab"] == vocab.rstrip("\n")
-        assert all(one["shape"] == [None, None] for one in told["inputs"])
-        for length in (2, 7):  # The runs read texts of 8 or 40 tokens.
-            zeros = {one["name"]: torch.zeros(3, length).long() for one in told["inputs"]}
-            outputs = graph(*zeros.values()) if len(zeros) == 1 else graph(**zeros)
-            assert all(len(tensor) == 3 for tensor in tensors_in(outputs))
+    if run.name != "gpt_small":
+        vocab = (run.folder / "vocab.txt").read_text()
+        assert told["preprocessing"]["vocab"] == vocab.rstrip("\n")
+    assert all(one["shape"] == [None, None] for one in told["inputs"])
+    for length in (2, 7):  # The runs read texts of 8 or 40 tokens.
+        zeros = {one["name"]: torch.zeros(3, length).long() for one in told["inputs"]}
+        outputs = graph(*zeros.values()) if len(zeros) == 1 else graph(**zeros)
+        assert all(len(tensor) == 3 for tensor in tensors_in(outputs))
 
 
 @of("bikes", "photographs_unet_small")
@@ -194,20 +186,3 @@ def test_resumed_and_of_objects_a_run_is_the_same(start_run: StartRun, tmp_path:
     assert_same_run(tmp_path / "whole", resumed)
     objects = start_run(tmp_path / "objects", *options, "+dataset.as_object=true")
     assert (whole.train_loss, whole.val_loss) == (objects.train_loss, objects.val_loss)
-
-
-def test_the_autopsy_keeps_a_batch_and_names_samples(start_run: StartRun, tmp_path: Path) -> None:
-    beyond = "+model.gain=1e6", "trainer.max_consecutive_skips=3", "+dataset.as_object=true"
-    with pytest.raises(DivergedError, match=r"report\.md"):
-        start_run(tmp_path, *TEXTS, *beyond)
-    (folder,) = evidence.all_in(tmp_path)
-    step, _, _ = evidence.load(folder)
-    (batch,) = step.batches
-    assert type(batch) is dict
-    assert [f"text {index}" for index in step.samples[0]] == batch["names"]
-    written = (folder / "report.md").read_text()
-    assert "beyond float16" in written.splitlines()[0]
-    # The classes, named once more.
-    assert autopsy.of_evidence(folder, TARGETS).markdown() == written
-    example = Texted(torch.zeros(1), torch.zeros(1), ["text"])
-    assert type(step.like(example).batches[0]) is Texted
