@@ -148,6 +148,23 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode, half, scaler, window
 
 
 @needs_cuda
+@in_modes
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_host_never_waits(mode, half, scaler, window) -> None:
+    """The first steps make the optimizer's state and compare values that nobody reports."""
+    model = network().insert(1, nn.BatchNorm2d(16))
+    trainer, data = trainer_of(model, mode, half, scaler and scaler()), batches(window)
+    for _ in range(5):
+        trainer.train_step(*data)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [trainer.train_step(*data) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not any(bool(result.skipped) for result in results)
+
+
+@needs_cuda
 @pytest.mark.parametrize("half", HALVES)
 def test_an_emulated_product_is_that_of_a_tensor_core(half) -> None:
     """Both round once from a sum in fp32, which they take in another order.

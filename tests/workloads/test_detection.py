@@ -1,4 +1,4 @@
-"""Detectors: matching, losses, formats; the mean average precision by hand."""
+"""Detectors: matching, losses, formats; generated scenes; the mean average precision by hand."""
 
 import math
 from typing import Any
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torchvision import ops
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import box_iou
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
+from mpframe.data import Loader
 from mpframe.workloads import detection as det
-from mpframe.workloads.detection import MeanAveragePrecision, detection, encode, match
+from mpframe.workloads.detection import MeanAveragePrecision, detection, encode, match, scenes
 
 DEFAULTS = torch.tensor([[10.0, 10, 20, 20], [30, 10, 20, 20], [50, 50, 8, 8]])
 
@@ -172,6 +174,39 @@ def test_losses_are_summed_in_fp32_and_what_gives_none_is_refused() -> None:
         (giving([torch.ones(3, 4)]), batch(), "model: Identity gave a list of float32 [3, 4]"),
     ):
         assert refused(UserCodeError, compute, detection, other, given).startswith(text)
+
+
+def test_a_shape_fills_its_box_which_overlaps_no_other_and_nothing_else() -> None:
+    """Without noise the background has one colour, and each shape's pixels are in its box."""
+    task = scenes(train=20, image_size=48, noise=0.0, max_objects=6)
+    images, targets = next(Loader(task.train, 20, shuffle=False, collate=task.collate).epoch(0))
+    assert [tuple(image.shape) for image in images] == [(3, 48, 48)] * 20
+    areas: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for image, target in zip(images, targets, strict=True):
+        own = target["boxes"]
+        assert 0 <= own.min() <= own.max() <= 48
+        assert torch.equal(box_iou(own, own), torch.eye(len(own)))
+        colours, counts = image.flatten(1).unique(dim=1, return_counts=True)
+        background = colours[:, counts.argmax()][:, None, None]
+        shape = (image != background).any(dim=0)
+        for box, label in zip(target["boxes"], target["labels"], strict=True):
+            middle = (box[:2] + box[2:]).div(2).int().tolist()[::-1]
+            apart = (image[:, *middle] - background.flatten()).abs()
+            assert torch.minimum(apart, 1 - apart).min() >= 0.25 - 1e-6
+            # A pixel belongs to a shape if its middle does.
+            left, top = (box[:2] - 0.5).ceil().int().tolist()
+            right, bottom = (box[2:] - 0.5).floor().int().tolist()
+            inside = shape[top : bottom + 1, left : right + 1]
+            areas[int(label)].append(inside.double().mean().item())
+            assert inside.any(dim=1)[1:].all()  # In the first row a triangle has its tip alone.
+            shape[top : bottom + 1, left : right + 1] = False
+        assert not shape.any()
+    assert len({len(target["boxes"]) for target in targets}) > 2
+    means = {label: sum(own) / len(own) for label, own in areas.items()}
+    assert means[1] == 1.0
+    # An ellipse covers pi / 4 of its box, a triangle half; the edges' pixels are at most 4 of 9.6.
+    assert 0.7 < means[2] < 0.87
+    assert 0.4 < means[3] < 0.6
 
 
 LEFT, RIGHT, FAR = [0.0, 0.0, 8.0, 8.0], [8.0, 0.0, 16.0, 8.0], [0.0, 16.0, 8.0, 24.0]

@@ -1,4 +1,4 @@
-"""A class for each pixel: folders of photographs and masks."""
+"""A class for each pixel: generated shapes, and folders of photographs and masks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,32 @@ from PIL import Image
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.fetching import at_epoch
 from mpframe.data.samples import draw_uniforms
-from mpframe.workloads.segmentation.data import _starts, mask_folder
+from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
+
+
+def test_shapes_by_hand() -> None:
+    """With one shape at most."""
+    side, channels = 12, 2
+    task: Any = shapes(image_size=side, channels=channels, images=12, most_shapes=1)
+    y, x = np.mgrid[:side, :side] + 0.5
+    seen = set()
+    for index in range(12):
+        image, targets = task.train[index]
+        (u,) = draw_uniforms(channels + 5 + channels + channels * side**2, 0, index)
+        there, kind, down, right, size = u[channels : channels + 5]
+        radius, number = (0.1 + 0.15 * size) * side, 1 + int(3 * kind)
+        dy, dx = y - down * side, x - right * side
+        reach = {1: np.inf, 2: radius, 3: (dy + radius) / 2}[number]
+        inside = dy**2 + dx**2 < radius**2 if number == 1 else abs(dy) < radius
+        inside = inside & (abs(dx) < reach) & (there < 0.75)
+        assert np.array_equal(targets.numpy(), number * inside)
+        back, front = u[:channels], u[channels + 5 : 2 * channels + 5]
+        colour = np.where(inside, front[:, None, None], back[:, None, None])
+        noise = u[2 * channels + 5 :].reshape(channels, side, side)
+        expected = 2 * (colour + 0.15 * (2 * noise - 1)) - 1
+        assert np.array_equal(image.numpy(), expected.astype(np.float32))
+        seen |= set(targets.unique().tolist())
+    assert seen == {0, 1, 2, 3}
 
 
 def save(path: Path, pixels: Any, mode: str | None = None) -> None:

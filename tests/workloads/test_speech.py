@@ -1,6 +1,7 @@
-"""Speech: CTC beside PyTorch's own, and the label error rate by hand."""
+"""Speech: generated sequences, CTC beside PyTorch's own, and the label error rate by hand."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mpframe import Precision
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import compute
 from mpframe.workloads import speech
-from mpframe.workloads.speech import LabelErrorRate, collapse, collate, ctc
+from mpframe.workloads.speech import LabelErrorRate, collapse, collate, ctc, phonemes
 
 FEATURES, CLASSES = 6, 5
 
@@ -69,6 +70,21 @@ def test_the_lstm_computes_in_half_whatever_is_padded_and_ctc_in_fp32(mode: str,
     assert states == [torch.float32 if mode == "fp32" else HALVES[half]]
     assert given["_log_softmax"] == given["_ctc_loss"] == {torch.float32}
     assert output.loss.dtype == output.outputs["logits"].dtype == torch.float32
+
+
+def test_every_label_is_heard_in_its_order_with_silence_between_and_has_one_spectrum() -> None:
+    task = phonemes(train=20, val=1, test=1, noise=0.0, max_labels=12)
+    for frames, labels in map(task.train.__getitem__, range(20)):
+        sounds = frames.abs().sum(dim=1) > 0
+        begins = [now and not before for before, now in pairwise([False, *sounds.tolist()])]
+        assert sum(begins) == len(labels)
+        assert 4 * len(labels) <= len(frames) <= 12 * len(labels)
+    task = phonemes(train=100, val=1, test=1, noise=0.0, max_labels=1)
+    seen = set()
+    for frames, labels in map(task.train.__getitem__, range(100)):
+        loudest = frames[frames.sum(dim=1).argmax()]
+        seen.add((int(labels[0]), tuple((loudest / loudest.max()).mul(100).round().tolist())))
+    assert len(seen) == len({label for label, _ in seen}) == len({own for _, own in seen}) == 16
 
 
 def test_batches_are_padded_mappings_and_the_lengths_stay_on_the_host() -> None:
