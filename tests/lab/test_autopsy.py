@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import UserDict, namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +16,7 @@ import torch
 from fixtures import Log, Patch, Shown, refused
 from in_process import composed, train
 from test_diagnosis import case_of, net, times
-from torch import Tensor, nn
+from torch import nn
 from vocabulary import differing
 
 from mpframe import checkpoint
@@ -71,12 +71,6 @@ Pair = namedtuple("Pair", "left right")
 IDS = torch.arange(6).reshape(2, 3)
 
 
-@dataclass(frozen=True)
-class Holder:
-    image: Tensor
-    target: dict[str, Any]
-
-
 def test_a_batch_is_saved_without_classes_and_comes_back_like_an_example_a_view_by_itself(
     tmp_path: Path,
 ) -> None:
@@ -84,7 +78,6 @@ def test_a_batch_is_saved_without_classes_and_comes_back_like_an_example_a_view_
     batches: list[Any] = [
         {**plain, "file": Path("a.png"), "size": np.float32(0.5), "box": np.arange(4)},
         ([IDS.bfloat16()], [{"boxes": torch.zeros(0, 4)}, {"boxes": torch.ones(2, 4)}]),
-        Holder(IDS, {"boxes": IDS + 1}),
         UserDict(input_ids=IDS, inner={"a": torch.zeros(2**20)[:2]}),
         (IDS, [Pair(IDS, "a"), Pair(IDS + 1, "b")]),
     ]
@@ -92,7 +85,7 @@ def test_a_batch_is_saved_without_classes_and_comes_back_like_an_example_a_view_
     folder = evidence.save(tmp_path, step, {"weight": torch.ones(1)}, "a: 1")
     assert sum(file.stat().st_size for file in folder.glob("*.pt")) < 2**16
     first, *read = evidence.load(folder)[0].batches
-    assert [type(batch) for batch in read] == [tuple, dict, dict, tuple]
+    assert [type(batch) for batch in read] == [tuple, dict, tuple]
     assert {name: first[name] for name in plain} == plain
     assert (first["file"], first["size"], first["box"].tolist()) == ("a.png", 0.5, [0, 1, 2, 3])
     for found, batch in zip(read, batches[1:], strict=True):

@@ -13,7 +13,7 @@ import torch
 from fixtures import Patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import StartRun, csv_rows, events
+from in_process import events
 from prepared import context, prepared
 from torch import Tensor, nn
 from vocabulary import CalledOps, same_bits
@@ -235,26 +235,3 @@ def test_only_layers_in_half_are_drawn_against_its_limits_whose_words_lie_on_not
     assert np.allclose(ranges.headroom("weights", FLOAT16), np.log2(65504) - 3)
     ranges.rows[:] = 0
     assert not draw_layers(ranges, "weights", torch.float16, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_shows_all(start_run: StartRun, tmp_path: Path) -> None:
-    products = ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise", "trainer.accumulate=2"]
-    options = ["model=mlp", "model.hidden=32", *products, "callbacks.ranges.every=2"]
-    for more in (["trainer.max_steps=2"], ["trainer.max_steps=4", "resume=auto"]):
-        start_run(tmp_path, *options, *more)
-    rows = csv_rows(tmp_path / "numerics" / "products.csv")
-    assert [int(row["step"]) for row in rows][:: len(rows) // 2] == [2, 4]
-    counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
-    # Two micro-batches of 64 of 64 inputs, and the weight once for each. Inputs get no gradient.
-    assert counted["hidden1.linear", "forward.x"] == 2 * 64 * 64
-    assert counted["hidden2.linear", "dx.w"] == 2 * 32 * 32
-    assert ("hidden1.linear", "dx.dy") not in counted
-    found = events(tmp_path)
-    kinds = {kind: set(found.Tags()[kind]) for kind in ("scalars", "images", "histograms")}
-    figures = [f"products/{name}" for name in ("snr_db", "saturated", "lost", "scale_spread")]
-    for name in [*figures, *(f"{kind}/headroom_bits" for kind in KINDS)]:
-        assert any(tag.startswith(f"numerics/{name}/") for tag in kinds["scalars"])
-    names = [*(f"{kind}/layers_by_exponent" for kind in KINDS), "products/signal_to_noise"]
-    assert {f"numerics/{name}" for name in names} <= kinds["images"]
-    assert {f"numerics/{kind}/exponents/head" for kind in KINDS} <= kinds["histograms"]

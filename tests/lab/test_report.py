@@ -1,7 +1,4 @@
-"""Reports: what is compared with what, what is told of failed runs, which folders are runs.
-
-The page: text from runs stays text, and all of it fits.
-"""
+"""Reports: what is compared with what, what is told of failed runs; text of runs stays text."""
 
 import re
 from collections.abc import Callable

@@ -88,7 +88,7 @@ def test_a_recipe_as_a_group_as_an_option_with_a_format_of_its_own_and_none_in_f
     assert (str(asked), asked.policy.casts) == ("fp32(tf32)", True)
 
 
-def test_a_recipe_is_refused() -> None:
+def test_a_recipe_is_refused_and_a_mode_that_cannot_have_it() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, f"{X}format=None: give a format's name, or its bits"),
         ({"every": {"format": "e4m3"}},
@@ -110,6 +110,18 @@ def test_a_recipe_is_refused() -> None:
         said = refused(ConfigError, Recipe.from_mapping, "mine", node)
         of_all = says.startswith("format")  # Any reader of a format says it.
         assert said.startswith(says if of_all else "dtype.recipes.mine." + says)
+    for mode, given, says in (
+        ("amp", {"products": "mxfp9"}, "products=mxfp9: choose none, fp8_blocks, "),
+        (
+            "amp",
+            {"recipes": {"none": Recipe("none", {})}},
+            "recipes.none: is the name of a pin",
+        ),
+        ("mixed", {"products": "mxfp8", "ops": OpLists()}, "products=mxfp8: has no op to act on"),
+    ):
+        assert refused(ConfigError, Precision, mode, **given).startswith(f"dtype.{says}")
+    said = refused(ConfigError, Precision, "amp", ops=pinned(head="float32"))
+    assert "ops.modules['head']=float32: choose fp32, half, none or a recipe: fp8_blocks, " in said
 
 
 def test_the_map_says_what_stays_in_half_and_why() -> None:
@@ -180,7 +192,7 @@ def test_what_stays_in_half_is_what_it_is_without_a_recipe_each_product_by_itsel
     assert seen == []
 
 
-def test_nothing_has_a_product_all_the_same() -> None:
+def test_nothing_has_a_product_all_the_same_and_beta_0_ignores_what_is_added() -> None:
     """An expert without a row."""
     for products in ("fp8_tensorwise", "nvfp4"):
         precision = prepared(layer := nn.Linear(32, 32), products)
@@ -188,9 +200,6 @@ def test_nothing_has_a_product_all_the_same() -> None:
             y = layer(made(0, 32))
         y.sum().backward()
         assert (y.shape, layer.weight.grad.any()) == ((0, 32), False)
-
-
-def test_beta_0_ignores_what_is_added() -> None:
     y = run(lambda c, a, b: torch.addmm(c, a, b, beta=0), C * math.nan, A, B)[0]
     assert torch.equal(y, run(torch.mm, A, B)[0])
 
@@ -237,17 +246,3 @@ def test_a_pin_to_a_recipe_casts_nothing() -> None:
         precision.attach(model)
         with precision.cast():
             assert model(A).dtype == dtype
-
-
-def test_refused() -> None:
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("amp", {"products": "mxfp9"}, "dtype.products=mxfp9: choose none, fp8_blocks, "),
-        ("amp", {"recipes": {"none": Recipe("none", {})}},
-         "dtype.recipes.none: is the name of a pin; choose another"),
-        ("mixed", {"products": "mxfp8", "ops": OpLists()},
-         "dtype.products=mxfp8: has no op to act on"),
-        ("amp", {"products": "mxfp8", "ops": pinned(head="float32")},
-         "ops.modules['head']=float32: choose fp32, half, none or a recipe: fp8_blocks, "),
-    ]  # fmt: skip
-    for mode, given, says in cases:
-        assert refused(ConfigError, Precision, mode, **given).startswith(says)
