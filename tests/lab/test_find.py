@@ -202,7 +202,6 @@ def test_what_cannot_be_found_is_refused(tmp_path: Path) -> None:
         ("optimizer=own optimizer._target_=torch.optim.LBFGS dtype=fp32",
          "lr: the optimizer evaluates the loss itself"),
         ("experiment=digits_gan", "lr: there are several losses"),
-        ("trainer.find=rate", "rate: must be one of lr, batch_size"),
     ):  # fmt: skip
         given = "trainer.find=lr", *words.split()
         assert refused(ConfigError, train, tmp_path, *given).startswith(f"trainer.find={said}")
