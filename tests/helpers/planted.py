@@ -135,11 +135,6 @@ class Foreign(nn.Module):
         return self.head(self.dropout(self.norm(self.first(images.flatten(1))).relu()))
 
 
-def lazy() -> nn.Module:
-    """It learns the images' size from the first of them."""
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-
-
 def digits(gain: float = 1.0, size: int = 256) -> Task:
     """Random images; the loss multiplied by `gain`."""
     data = TensorDataset(torch.randn(size, 1, 8, 8), torch.arange(size) % 10)

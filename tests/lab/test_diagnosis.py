@@ -187,7 +187,7 @@ def test_a_product_that_saturates_is_named() -> None:
         assert said in text
 
 
-def test_a_bad_sample_is_named_by_its_path_and_index_and_a_weight_that_is_nan() -> None:
+def test_bad_samples_are_named_by_their_path_and_micro_batch_and_a_weight_that_is_nan() -> None:
     inputs, targets = data((3,), math.nan)
     more = {"batches": [(inputs, targets)], "samples": [range(100, 100 + ROWS)]}
     case = case_of(net(nn.Identity()), **more)
@@ -204,9 +204,6 @@ def test_a_bad_sample_is_named_by_its_path_and_index_and_a_weight_that_is_nan() 
     diagnosis = diagnose(sick)
     assert (diagnosis.kind, blamed(diagnosis).direction) == (FP32, "weights")
     assert blamed(diagnosis).call == OpCall("2", "bias")
-
-
-def test_samples_that_overflow_are_named_with_their_micro_batch() -> None:
     samples = [range(first, first + ROWS) for first in (0, 50, 100)]
     batches = [data(), data((1, 6), 1e6), data()]
     diagnosis = diagnose(case_of(net(linear()), batches=batches, samples=samples))

@@ -136,20 +136,6 @@ def test_the_command_writes_which_stay_and_proves_it(tmp_path: Path, capsys: Sho
         assert lists.modules == pins
 
 
-def test_a_mistake_is_one_line(capsys: Shown) -> None:
-    whole = "must be a whole number >="
-    for word, line in (
-        ("dtype=fp32", "dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp"),
-        ("target=0", "target=0: must be a number > 0"),
-        ("batches=none", f"batches=none: {whole} 1"),
-        ("seeds=2.7", f"seeds=2.7: {whole} 1"),
-        ("prove=-1", f"prove=-1: {whole} 0"),
-    ):
-        with pytest.raises(SystemExit):
-            main([word])
-        assert line in capsys.readouterr().err
-
-
 def test_the_pin_with_the_smallest_error_is_tried_first() -> None:
     search = Search.__new__(Search)
     search._target, needed = 0.5, [{"worst"}, {"middle", "least"}]  # Either pair keeps the target.
