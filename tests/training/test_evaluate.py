@@ -23,7 +23,8 @@ from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.command_line import check_config
 from mpframe.config.stored import config_of
-from mpframe.core.errors import MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.data import Task, digits
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
@@ -228,6 +229,20 @@ def test_a_hostile_stored_file_is_inert(
         own = yaml.safe_dump(tree)
     assert re.search(text, refused(MpframeError, config_of, own, done, []))
     assert not (here / "attacked").exists()
+
+
+def untested() -> Task:
+    return replace(digits(), test=None)
+
+
+def test_a_dataset_may_lack_a_test_part(tmp_path: Path) -> None:
+    own = "dataset._target_=test_evaluate.untested"
+    options = ["model=mlp", own, "model.in_features=64", "model.classes=10", "trainer.max_steps=2"]
+    summary, found = train(tmp_path, *options), evaluate(tmp_path, [own])
+    assert (summary.status, summary.test_loss, summary.tested) == ("finished", None, None)
+    assert (found.split, found.evaluation.loss) == ("val", summary.val_loss)
+    line = "split=test: the dataset has no test part; use split=val"
+    assert refused(ConfigError, evaluate, tmp_path, [own], split="test") == line
 
 
 @pytest.mark.parametrize(("words", "text"), [
