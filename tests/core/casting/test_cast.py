@@ -162,23 +162,6 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
 
-@pytest.mark.slow
-def test_one_graph_without_a_first_run() -> None:
-    """Traced cold, no rule of an op has been found before: also what torch's functions hide."""
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    pins, x = {"self_attn": "fp32", "norm2": "half"}, torch.rand(2, 3, 8)
-    precision = Precision("mixed", ops=replace(OpLists.named(), modules=pins))
-    precision.prepare(model, sgd(model))
-
-    def forward(x):
-        held = model(x).masked_fill(x > 0.5, torch.finfo(torch.float32).min)
-        y = torch.zeros(2, 3, 8).index_add_(0, torch.tensor([1, 0]), held)
-        return F.normalize(1 / (y + 9), dim=-1)
-
-    run = inside(precision, forward)
-    assert same_bits([torch.compile(run, fullgraph=True, backend="eager")(x)], [run(x)])
-
-
 @pytest.mark.parametrize("around", [True, False])
 def test_steps_share_one_graph(around) -> None:
     precision, model = amp("bfloat16"), nn.Linear(4, 4)
