@@ -1,4 +1,4 @@
-"""The engine stands by itself, and the walk through it shows code that is there."""
+"""The engine stands by itself."""
 
 import re
 import sys

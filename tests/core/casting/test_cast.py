@@ -13,7 +13,6 @@ from test_regions import gradients
 from test_storage import prepare
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
-from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, Kernels, in_another_thread, inside, same_bits
 
 from mpframe import OpLists, Precision
@@ -203,33 +202,23 @@ def by_cond(model, x):
 
 
 by_region = torch.compiler.nested_compile_region(plain)
-by_checkpoint, by_reentrant = (partial(checkpoint, use_reentrant=own) for own in (False, True))
 
 
-def found(precision, call, backend, at=""):
-    """Result and gradients; the block stands in the compiled function, or around it."""
+def found(precision, call, backend):
+    """Result and gradients; the block stands in the compiled function."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    run, around = partial(call, model), precision.cast
-    if at != "around":
-        run, around = inside(precision, run), nullcontext
+    run = inside(precision, partial(call, model))
     run = torch.compile(run, backend=backend, fullgraph=True) if backend else run
-    return gradients(model, run, around)
+    return gradients(model, run, nullcontext)
 
 
 @pytest.mark.parametrize(
-    ("call", "at", "backend", "half", "compute"),
-    [
-        (by_cond, "", None, "float16", "emulated"),
-        (by_cond, "inside", "eager", "float16", "emulated"),
-        (by_checkpoint, "inside", "aot_eager", "bfloat16", "native"),
-        (by_reentrant, "around", "aot_eager", "bfloat16", "native"),
-        (by_region, "inside", "aot_eager", "float16", "emulated"),
-    ],
+    ("call", "backend"), [(by_cond, None), (by_cond, "eager"), (by_region, "aot_eager")]
 )
 @pytest.mark.slow
-def test_functions_that_an_op_is_given(call, at, backend, half, compute) -> None:
-    precision = Precision("amp", half, compute=compute)
-    own = found(precision, call, backend, at)
-    assert own[0].dtype == HALVES[half]
+def test_functions_that_an_op_is_given(call, backend) -> None:
+    precision = Precision("amp", compute="emulated")
+    own = found(precision, call, backend)
+    assert own[0].dtype == HALF
     assert same_bits(own, found(precision, plain, None))
