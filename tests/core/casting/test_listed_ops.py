@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, inside, same_bits, tensors
 
 from mpframe import OpLists, Precision
-from mpframe.core.casting.emulation import half_values, round_to
+from mpframe.core.casting.emulation import half_values, is_faulty, round_to
 
 FP32 = torch.float32
 LISTS = {name: OpLists.named(name) for name in ("default", "fast", "fp32_norms", "none")}
@@ -225,3 +225,12 @@ def test_kernels_that_are_wrong_are_emulated_and_others_run(
         given = {kernel.given for kernel in kernels.ran if kernel.name.startswith("convolution")}
         assert (frozenset({bfloat16}) in given) is not faulty
     assert same_bits(*found)
+
+
+def test_a_kernel_is_judged_wrong_also_without_a_batch() -> None:
+    weight = torch.ones(16, 16, 3, 3, 3, dtype=torch.bfloat16)
+    # As deep as the input: with steps of 2 from -1 it is inside at no position.
+    assert is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, None, 2, 1)
+    assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
+    assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
+    assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
