@@ -11,7 +11,6 @@ import torch
 from ranked import two_formats
 from torch import nn
 from torch.nn import functional as F
-from vocabulary import same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, is_sharded
@@ -168,21 +167,6 @@ def test_the_scaler_is_told_the_gradients_as_they_were_computed() -> None:
     assert torch.equal(trainer.scaler.amax, amax)
     trainer.train_step(texts(0), texts(0))
     assert trainer.scaler.amax == 0
-
-
-@pytest.mark.parametrize("counts", [(7, 7, 7), tuple(torch.tensor([0.3] * 3))])
-def test_equal_counts_change_no_bit(counts) -> None:
-    """Also of a parameter that only some micro-batches use."""
-    first, second, third = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
-    weights = [nn.Parameter(torch.zeros(5, 2)) for _ in range(2)]
-    optimizer = MasterWeights(torch.optim.SGD(weights, lr=1.0))
-    given = (first, None), (second, second), (third, third)
-    for count, gradients in zip(counts, given, strict=True):
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = None if gradient is None else gradient.clone()
-        optimizer.accumulate(count=count)
-    optimizer.step()
-    assert same_bits(weights, (-((first + second) + third) / 3, -(second + third) / 3))
 
 
 @pytest.mark.parametrize("skip", ["each", "all"])

@@ -91,21 +91,6 @@ def test_within_a_pinned_module(kind, elsewhere, inside) -> None:
     assert not same_bits(gradients(Precision("amp"), OUTER, plain), expected)
 
 
-def test_a_weight_that_is_used_on_both_sides() -> None:
-    """Its cast is made once in the forward pass, and once more where it is run again."""
-    precision, x, weight = Precision("amp", compute="emulated"), torch.rand(3, 8), torch.rand(8, 8)
-
-    def gradient(run):
-        w = weight.clone().requires_grad_()
-        with precision.cast():
-            product = F.linear(x, w)
-            loss = F.linear(run(lambda x: F.linear(x, w).exp(), product), w).sum()
-        loss.backward()
-        return w.grad
-
-    assert torch.equal(gradient(KINDS["not reentrant"]), gradient(plain))
-
-
 def functions():
     names = [(owner, name) for owner, name, _ in torch_functions._REPLACED]
     return {(owner, name): getattr(owner, name) for owner, name in names}
@@ -160,20 +145,6 @@ def test_the_end_of_a_precision_takes_it_back_and_a_graph_outlives_it(before) ->
     assert functions() == before
 
 
-def test_a_backward_pass_under_torch_autocast_is_torchs(before) -> None:
-    precision, found = Precision("amp", "bfloat16"), []
-    inside(precision, torch.exp)(A)
-    for _ in range(2):
-        x = A.clone().requires_grad_()
-        y = x @ x
-        with torch.autocast("cpu", torch.bfloat16):
-            y.sum().backward()
-        found.append(x.grad)
-        precision.release()
-    assert functions() == before
-    assert torch.equal(*found)
-
-
 WORDS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
 CALLS = {
@@ -200,18 +171,6 @@ def ran(call):
     with Kernels() as kernels, Precision("amp", compute="native").cast():
         call()
     return {(kernel.name, dtype) for kernel in kernels.computing() for dtype in kernel.given}
-
-
-@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, True), (False, False)])
-def test_transformer(norm_first, training) -> None:
-    x = torch.rand(2, 3, 8)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    seen = ran(lambda: encoder(x))
-    assert {("addmm", HALF), ("native_layer_norm", FP32)} <= seen
-    assert seen.isdisjoint({("addmm", FP32), ("native_layer_norm", HALF)})
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
-    assert {("addmm", HALF), ("bmm", HALF), ("_softmax", FP32)} <= ran(lambda: attention(x, x, x))
 
 
 def test_what_is_hidden_in_a_function() -> None:

@@ -12,9 +12,7 @@ from torch.optim import SGD
 from vocabulary import HALVES, differing, same_bits
 
 from mpframe import Backoff, LogMax, OpLists, Precision
-from mpframe.core.loss_scaling.scaler import exponent_of, power_of_two
 from mpframe.core.objective import supervised
-from mpframe.training.objectives import model_loss
 from mpframe.training.probe import probe_amax, safe_scale
 
 INF, NAN = math.inf, math.nan
@@ -65,12 +63,6 @@ def test_only_a_scaler_told_to_waits_for_a_probe_and_only_until_it_starts_anew(k
     for scaler in (used, fresh):
         scaler.start_from(torch.tensor(0.25))
     assert used.state_dict() == fresh.state_dict()
-
-
-def test_powers_of_two_are_exact_over_all_of_float32() -> None:
-    powers = power_of_two(torch.arange(-126, 128))
-    assert powers.tolist() == [2.0**e for e in range(-126, 128)]
-    assert exponent_of(powers).tolist() == [*range(-126, 128)]
 
 
 @pytest.mark.parametrize("half", HALVES.values())
@@ -139,13 +131,3 @@ def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops, half) -> None
     both = ((narrow, precision), (full, Precision()))
     assert torch.equal(*(probe_amax(own, CROSS_ENTROPY, how, (ROWS, LABELS)) for own, how in both))
     assert same_bits(narrow.parameters(), before)
-
-
-class OwnLoss(nn.Linear):
-    def forward(self, x, labels):
-        return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
-
-
-def test_a_loss_that_a_model_returns_is_probed_with_its_other_outputs() -> None:
-    amax = probe_amax(OwnLoss(8, 3), model_loss, Precision(), {"x": ROWS, "labels": LABELS})
-    assert amax == 1  # The loss's own. Those of the weights are smaller.

@@ -177,19 +177,6 @@ def test_resuming_is_exact(cls, dtype) -> None:
     assert same_bits([*others, *state_tensors(resumed)], [*params, *state_tensors(optimizer)])
 
 
-def test_into_a_plain_optimizer_and_back() -> None:
-    _, optimizer = trained(AdamW)
-    plain = AdamW(small.parameters(), lr=0.9)
-    plain.load_state_dict(optimizer.state_dict())
-    assert plain.param_groups[0]["lr"] == 0.05
-    assert same_bits(state_tensors(plain), state_tensors(optimizer))
-    params, again = trained(AdamW)
-    masters = [again.master_of(p).detach().clone() for p in params]
-    again.load_state_dict(plain.state_dict())
-    assert same_bits(state_tensors(again), state_tensors(plain))
-    assert same_bits([again.master_of(p) for p in params], masters)
-
-
 def test_a_state_of_other_parameters_is_refused_and_nothing_loaded() -> None:
     params, optimizer = trained(AdamW)
     before = small.snapshot(optimizer, params)

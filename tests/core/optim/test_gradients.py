@@ -151,14 +151,18 @@ def test_sparse_micro_batches_and_duplicates_are_summed_in_fp32(last, expected) 
 @pytest.mark.parametrize("size", [2**22, 1])
 @pytest.mark.parametrize("dtype", [FP32, torch.float64, BFLOAT16])
 def test_a_window_is_the_mean_of_its_good_micro_batches(dtype, size, monkeypatch) -> None:
-    """The gradients lie in another order in each micro-batch, and one weight misses the first."""
+    """The gradients lie in another order in each micro-batch, and one weight misses the first.
+
+    Counts of 0.3 and 0.6 are 1 and 2, exactly.
+    """
     monkeypatch.setattr(gradients, "_SIZE_ON_CPU", size)
     weights = [nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(2)]
     optimizer = MasterWeights(SGD(weights, lr=1.0))
     torch.manual_seed(0)
     first, bad, last = (torch.randint(-128, 128, (3, 5)).to(dtype) for _ in range(3))
     bad[2, 4], last = NAN, last[:1].expand(3, 5)
-    for value, count in ((first, 1), (bad.t().contiguous().t(), 3), (last, 2)):
+    one, two = torch.tensor([0.3, 0.6])
+    for value, count in ((first, one), (bad.t().contiguous().t(), 3), (last, two)):
         weights[0].grad = value
         weights[1].grad = None if value is first else value
         optimizer.accumulate(1.0, count)
