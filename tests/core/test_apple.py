@@ -6,10 +6,11 @@ Here the CPU, or a fake GPU, counts as one.
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import tensors
 
-from mpframe import Backoff, MasterWeights, Precision, checkpoint
+from mpframe import Backoff, LogMax, MasterWeights, Precision, checkpoint
 from mpframe.checkpoint.state import RandomState
 from mpframe.core import tree
 from mpframe.core.objective import supervised
@@ -94,6 +95,16 @@ def test_a_bad_micro_batch_is_left_out(monkeypatch) -> None:
         results.append(weight.detach())
     assert torch.equal(*results)
     assert results[0].unique().tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("kind", [Backoff, LogMax])
+def test_scalers(kind, monkeypatch) -> None:
+    monkeypatch.setattr(tree, "APPLE", {"cuda"})
+    with FakeTensorMode(allow_non_fake_inputs=True), NoFloat64():
+        scaler = kind(init_scale="probe").to("cuda")
+        scaler.start_from(torch.ones((), device="cuda"))
+        scaler.update(torch.ones((), device="cuda"))
+    assert {value.dtype for value in scaler.state.values()} <= {torch.float32, torch.int32}
 
 
 def test_the_random_state_is_saved_and_restored(monkeypatch) -> None:

@@ -102,6 +102,34 @@ def test_amp_steps_are_those_of_autocast_and_grad_scaler(half) -> None:
     assert not all(skipped)
 
 
+@pytest.mark.parametrize(("half", "scale"), [("float16", 2.0**16), ("bfloat16", 1.0)])
+def test_mixed_steps_are_those_of_masters_by_hand(half, scale) -> None:
+    """By torch's own half kernels, where a rehearsal on a CPU would emulate."""
+
+    def perceptron():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    data, hand = batches(8), perceptron().to(GPU)
+    masters = [weight.detach().clone() for weight in hand.parameters()]
+    hand.to(HALVES[half])
+    pairs = [*zip(masters, hand.parameters(), strict=True)]
+    optimizer = adamw(masters)
+    for images, labels in data:
+        (F.cross_entropy(hand(images.to(HALVES[half])).float(), labels) * scale).backward()
+        for master, weight in pairs:
+            master.grad, weight.grad = weight.grad.float() / scale, None
+        optimizer.step()
+        for master, weight in pairs:
+            weight.data.copy_(master)
+    scaler = Backoff(scale) if half == "float16" else None
+    trainer = trainer_of(perceptron(), "mixed", half, scaler, compute="native", clip=None)
+    for batch in data:
+        trainer.train_step(batch)
+    assert same_bits(hand.parameters(), trainer.model.parameters())
+    assert same_bits(masters, map(trainer.optimizer.master_of, trainer.model.parameters()))
+
+
 @in_modes
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kind", [adamw, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])

@@ -88,6 +88,33 @@ def test_fp32_equals_a_loop_by_hand(options) -> None:
     assert trainer.progress.steps == 15
 
 
+@pytest.mark.parametrize(
+    ("mode", "half", "scaler"),
+    [
+        ("fp32", "float16", LogMax),
+        ("mixed", "float16", Backoff),
+        ("mixed", "bfloat16", lambda: Static(2.0**10)),
+        ("amp", "float16", LogMax),
+    ],
+)
+def test_a_loop_of_ones_own_makes_the_same_steps_of_the_same_parts(mode, half, scaler) -> None:
+    by_hand, trainer = (
+        make_trainer(mode, half, scaler=scaler(), plan=Plan(clip_norm=1.0)) for _ in range(2)
+    )
+    trainer.algorithms, data, skipped = {}, batches(10), []
+    data[3] = overflowing(data[3])
+    for inputs, targets in data:  # as it is documented
+        with by_hand.precision.cast():
+            loss = nn.functional.cross_entropy(by_hand.model(inputs), targets)
+        (loss * by_hand.scaler.scale).backward()
+        result = by_hand.optimizer.step(by_hand.scaler, max_norm=1.0)
+        by_hand.optimizer.zero_grad()
+        skipped.append(bool(result.skipped))
+        trainer.train_step((inputs, targets))
+    assert [step for step, own in enumerate(skipped) if own] == [3]
+    assert same_bits(by_hand.model.parameters(), trainer.model.parameters())
+
+
 def test_what_does_not_go_with_a_closure_and_a_step_without_a_batch_are_refused() -> None:
     clipping = "clipping; use trainer.clip_norm=null trainer.clip_value=null"
     for options, text in (

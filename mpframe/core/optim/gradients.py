@@ -91,13 +91,14 @@ class Gradients:
         self.clip_factor = torch.clamp(inverse if max_norm == 1 else max_norm * inverse, max=1.0)
         local = self.amax is self.measured  # It follows from these gradients.
         if local and self.wide and not self.half and not is_apple(norm.device):
-            found_inf: Tensor = torch.ge(norm, torch.inf, out=torch.empty_like(norm))
+            found_inf = torch.ge(norm, torch.inf, out=torch.empty_like(norm))
             # One kernel multiplies them, and finds inf and nan.
             torch._amp_foreach_non_finite_check_and_unscale_(self.wide, found_inf, self.clip_factor)
             return found_inf
         if self.wide:
             torch._foreach_mul_(self.wide, self.clip_factor)
-        return find_inf(norm if local else torch.maximum(self.amax, norm))
+        largest = norm if local else torch.maximum(self.amax, norm)
+        return torch.logical_not(largest < torch.inf, out=torch.empty_like(norm))
 
     def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
@@ -161,12 +162,6 @@ def measure_grads(
     if isinstance(scale, Tensor):
         torch._foreach_div_([*wide, amax], scale)
     return Gradients(by_master, values, half, wide, scale, amax, measured, known_norm=norm)
-
-
-def find_inf(magnitude: Tensor) -> Tensor:
-    """Return 1 where a magnitude is inf or nan, else 0: float32, as torch's fused kernels skip."""
-    found: Tensor = torch.logical_not(magnitude < torch.inf, out=torch.empty_like(magnitude))
-    return found
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:

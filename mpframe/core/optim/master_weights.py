@@ -27,7 +27,6 @@ from mpframe.core.optim.gradients import (
     Gradients,
     as_count,
     check_clipping,
-    find_inf,
     in_chunks,
     measure_grads,
 )
@@ -193,7 +192,10 @@ class MasterWeights(OptimizerWrapper):
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
         norm = self.norm_of(gradients)
-        found_inf = find_inf(amax) if max_norm is None else gradients.clip(norm, max_norm)
+        if max_norm is None:
+            found_inf = torch.logical_not(amax < torch.inf, out=torch.empty_like(amax))
+        else:
+            found_inf = gradients.clip(norm, max_norm)
         if skip_mask is not None:
             found_inf = torch.maximum(found_inf, skip_mask)
         verdict = None if self.skips_on_device else read_verdicts([(found_inf, dropped)])[0]

@@ -1,9 +1,11 @@
 """Every op of every shipped list, in every spelling: what its kernels are given and give.
 
-Emulated half is held beside its definition, bit for bit: y = half(op(fp32(x), ...)) and
+The default lists are also held beside torch's CUDA autocast, which fake tensors show without a GPU.
+And emulated half against its definition, bit for bit: y = half(op(fp32(x), ...)) and
 dx = half(d op(fp32(x), ...) . fp32(dy)), in plain fp32 torch with explicit roundings.
 """
 
+import logging
 import warnings
 from contextlib import nullcontext
 from itertools import chain, product, repeat
@@ -13,6 +15,7 @@ import torch
 from fixtures import has_torch
 from op_table import TABLE
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, inside, same_bits, tensors
 
@@ -229,8 +232,64 @@ def test_kernels_that_are_wrong_are_emulated_and_others_run(
 
 def test_a_kernel_is_judged_wrong_also_without_a_batch() -> None:
     weight = torch.ones(16, 16, 3, 3, 3, dtype=torch.bfloat16)
+    assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, 1, (1, 1, 1))
+    assert not is_faulty("conv3d", torch.ones(16, 3, 6, 6), weight, None, 1, (1, 1, 1))
     # As deep as the input: with steps of 2 from -1 it is inside at no position.
     assert is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, None, 2, 1)
     assert not is_faulty("conv3d", torch.ones(16, 3, 7, 7), weight, stride=2, padding=2)
     assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, [1, 1, 1], padding=[1])
     assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
+
+
+# Fake tensors have no format to compare here: integer results, or no fake kernel. The norms of
+# vectors are as in CUDA autocast.
+SAME = {"linalg_lstsq", "linalg_matrix_sqrth", "torchvision.nms"}
+SAME |= {"linalg_norm", "linalg_vector_norm"}
+# No half kernel on a CPU: fp32, on every device. So are coordinates, which it computes in half.
+# Given two formats autocast fails, and here the widest counts. It leaves `_grouped_mm` in the
+# format of its inputs, and refuses `binary_cross_entropy`, which is unsafe in half.
+DIFFERENT = """
+    cholesky_inverse cholesky_solve complex histogramdd logdet lu lu_solve nanquantile ormqr
+    pinverse polar quantile stft svd triangular_solve view_as_complex
+    cartesian_prod isclose lerp masked_scatter meshgrid scatter scatter_reduce _grouped_mm
+    binary_cross_entropy
+"""
+FAMILIES = ("fft_", "linalg_", "special_", "grid_sampler", "torchvision.")
+NOT_FAKEABLE = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(leaf):
+    return torch.empty_like(leaf, device="cuda") if isinstance(leaf, Tensor) else leaf
+
+
+def outcome(spelling, inputs, block):
+    with FAKE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = tree_map(fake, inputs)
+        try:
+            with block:
+                return formats(spelling(*inputs))
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error).__name__
+
+
+@pytest.mark.slow
+def test_the_default_lists_are_those_of_cuda_autocast(caplog) -> None:
+    """Without a GPU `torch.autocast("cuda")` would switch itself off."""
+    caplog.set_level(logging.CRITICAL, "torch._subclasses.fake_tensor")  # Errors take time.
+    default, different = LISTS["default"], set()
+    for op, how in product((default.allow | default.deny | default.infer) - NOT_FAKEABLE, HOW):
+        if how == "both" and sum(t.is_floating_point() for t in tensors(TABLE[op].inputs)) < 2:
+            continue  # As fp32.
+        call, inputs = TABLE[op].spellings[-1], inputs_as(TABLE[op], how, torch.float16)
+        ours = outcome(call, inputs, Precision("amp").cast())
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            theirs = outcome(call, inputs, nullcontext())
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        different |= {op} if ours != theirs else set()
+    of_families = {op for op in default.deny if op.startswith(FAMILIES)}
+    assert different == of_families - SAME | {*DIFFERENT.split()}

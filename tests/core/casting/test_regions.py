@@ -15,6 +15,7 @@ from vocabulary import HALVES, in_another_thread, inside, same_bits
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
 from mpframe.core.casting import policy
+from mpframe.core.casting.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -281,3 +282,16 @@ def test_casts_elsewhere_are_those_of_eager(autocast, mode, half, compute, way) 
     else:
         found = gradients(model, model, precision.cast, way)
     assert same_bits(found, expected)
+
+
+def test_ops_that_torch_autocast_leaves_alone() -> None:
+    """It stays on while they run: nothing of theirs is in its lists, on no device."""
+    named = {op.strip("_").removeprefix("r").replace("getitem", "index") for op in NOT_AUTOCAST}
+    named |= {"clone", "copy_", "_to_copy", "select", "slice", "index"}
+    table = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("aten::")}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for device in ("CPU", "CUDA", "MPS", "XPU"):
+        cast = {op[len("aten::") :] for op in table if has_kernel(op, f"Autocast{device}")}
+        names = {op.partition(".")[0] for op in cast}
+        assert names.isdisjoint(named)
+        assert "linear" in names
