@@ -2,7 +2,7 @@
 gathered weights, which do not stay until the backward pass."""
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -93,12 +93,13 @@ class Leaf(nn.Module):
 
 
 def test_what_matches_is_computed_twice_in_training_and_what_is_within_no_third_time() -> None:
-    (inner, outer), x = (Leaf(), Leaf()), torch.randn(4, requires_grad=True)
-    model = nn.Sequential(nn.Sequential(nn.Sequential(inner)), outer)
+    inner, beside, outer, x = Leaf(), Leaf(), Leaf(), torch.randn(4, requires_grad=True)
+    parts = {"0": nn.Sequential(nn.Sequential(inner)), "01": beside, "1": outer}
+    model = nn.Sequential(OrderedDict(parts))
     recompute(model, ["0*"])
     model(x).sum().backward()
-    assert (CALLS[inner], CALLS[outer]) == (2, 1)
-    assert [name for name, own in model.named_modules() if "forward" in vars(own)] == ["0"]
+    assert (CALLS[inner], CALLS[beside], CALLS[outer]) == (2, 2, 1)
+    assert [name for name, own in model.named_modules() if "forward" in vars(own)] == ["0", "01"]
     model.eval()(x).sum().backward()
     assert CALLS[inner] == 3
     model.train()
