@@ -151,6 +151,7 @@ def test_patterns_give_new_names() -> None:
         (["a.x.y"], {"a.*.*": "*.b.*"}, ["x.b.y"]),
         (["a.x", "b"], {"a.x": "first", "*": "rest.*"}, ["first", "rest.b"]),
         (["module._orig_mod.a"], {}, ["a"]),
+        (["module.a", "b"], {}, ["module.a", "b"]),  # Not all are within a wrapper.
         (["_orig_mod.module.own"], {}, ["module.own"]),  # The model's own prefix stays.
         (["a[0].w+"], {"a[0].w+": "a"}, ["a"]),
     ]

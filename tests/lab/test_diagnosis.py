@@ -10,17 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import Patch
 from planted import faint
 from torch import Tensor, nn
 
 from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.objective import NamedObjective, supervised
 from mpframe.core.precision import Precision
-from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose, underflow_share
+from mpframe.lab.autopsy import diagnosis as diagnosis_module
+from mpframe.lab.autopsy.diagnosis import (
+    Culprit,
+    Diagnosis,
+    Kind,
+    diagnose,
+    saturation_in,
+    underflow_share,
+)
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.lab.product_noise import Noise
 from mpframe.lowbit.recipe import Recipe
 
 BEYOND, TOO_HIGH, NONE = Kind.BEYOND_FORMAT, Kind.SCALE_TOO_HIGH, Kind.NO_FAULT
@@ -162,7 +172,7 @@ def test_a_planted_fault_is_found(mode: Any, middle: Any, options: Any, found: A
         assert culprit.value > culprit.limit == 65504.0
 
 
-def test_a_product_that_saturates_is_named() -> None:
+def test_a_product_that_saturates_is_named(monkeypatch: Patch) -> None:
     """A format without scales; behind the layer a norm makes up for what is cut off."""
     torch.manual_seed(0)
     model = nn.Sequential(linear(), times(1.0), linear(), nn.LayerNorm(16), linear())
@@ -177,6 +187,10 @@ def test_a_product_that_saturates_is_named() -> None:
     assert (diagnosis.kind, found.layer, found.operand) == (Kind.SATURATED, "2", "forward.x")
     # Of values near 2^14 that are cut off at 448 nearly all is lost: below 1 dB.
     assert (found.noise.saturated > 0.5, found.noise.snr_db < 1) == (True, True)
+    # Of several the one with the least signal.
+    noises = {(name, "dw.x"): Noise(8, snr, 0.5, 0.0) for name, snr in (("1", 9.0), ("2", 3.0))}
+    monkeypatch.setattr(diagnosis_module, "noises_of", lambda case: noises)
+    assert saturation_in(case) == ("2", "dw.x", noises["2", "dw.x"])
     step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
     text = report_on(diagnosis, case, step).text()
     for said in (

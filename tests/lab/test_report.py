@@ -210,6 +210,7 @@ def test_unfinished_runs_are_shown_and_not_averaged(runs: Runs) -> None:
     first, second = runs.table()
     assert (first["n"], first["accuracy"]) == ("1 of 5", "0.9000")
     assert (second["n"], runs.table(costs)[1]["final scale"]) == ("1 of 2", "65536")
+    assert second["gap to fp32"].startswith("+0.0000\nfp32: n 1")
     told = dict(row["status"].split("\n") for row in runs.table(every_run)[1:])
     skipped = {"finished": "1 step applied, 43 skipped: most of the run"}
     others = {"no summary": "killed, or still running", **skipped}

@@ -192,7 +192,7 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
 
 def test_calls_of_a_step_are_added_in_one_row_and_without_a_weight_in_another() -> None:
     precision = prepared(model := nn.Linear(32, 32), "mxfp8")
-    x = torch.randn(64, 32).bfloat16()
+    x = (torch.randn(64, 32) * torch.logspace(-6, 0, 64, 2.0)[:, None]).bfloat16()
     rows = []
     for parts in (1, 2):
         probe = ProductProbe(precision)
