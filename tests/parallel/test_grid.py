@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from mpframe.core.comm import Comm
+from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.parallel import sharding, unused
 from mpframe.parallel.layout import Layout
@@ -35,7 +35,7 @@ def of(ranks: Ranks, mode: str, name: str, **options: Any) -> list[dict[str, Any
 def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same on this rank, and how often weights were gathered, or a graph compiled.
 
-    The compiler leaves the ops as they are.
+    The compiler leaves the ops as they are. No weight is whole after the steps and a validation.
     """
     calls: Counter[str] = Counter()
     gather, compiled, evaluate = DefaultAllGather.__call__, torch.compile, Trainer.evaluate
@@ -50,7 +50,9 @@ def counted(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
     def watched(trainer: Trainer, *arguments: Any) -> Any:
         calls["gathered in steps"] = calls["gathered"]
-        return evaluate(trainer, *arguments)
+        evaluation = evaluate(trainer, *arguments)
+        assert all(map(is_sharded, trainer.model.parameters()))
+        return evaluation
 
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patched:

@@ -6,6 +6,7 @@ from mpframe.training.plan import Plan, Progress
 def test_a_run_past_its_end_has_no_steps_left_and_a_pass_in_part_counts() -> None:
     assert Plan(epochs=2).steps_left(Progress(epoch=3), 7) == 0
     assert Plan(epochs=2, max_steps=4).steps_left(Progress(steps=6), 7) == 0
+    assert Plan(max_steps=4).steps_left(Progress(steps=1, skipped=2), 7) == 3
     numbers = Plan(epochs=9, max_steps=5, accumulate=2).numbers(7)
     assert numbers == {"total_steps": 5, "epochs": 2, "steps_per_epoch": 4}
     other_batches = Plan(epochs=20).numbers(5, Progress(steps=30, epoch=3))

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.child import run_python
 from bench.measure import Competitor, Spread, Times, race, ratio, threads, timed
-from bench.step.competitors import MAX_NORM, RECIPE_STEPS, STEPS
+from bench.step.competitors import MAX_NORM, PROFILE_STEPS, RECIPE_STEPS, STEPS
 from bench.step.laps import LAPS, Laps
 from bench.step.one_turn import ALL_STEPS, OneTurn
 from bench.step.workloads import WORKLOADS
@@ -148,7 +148,7 @@ COMPARISONS: dict[str, list[Comparison]] = {
     "small": [
         Comparison(
             name,
-            _named(AUTOCAST, "mpframe amp bfloat16", MIXED),
+            _named(AUTOCAST, "mpframe amp bfloat16", MIXED, *PROFILE_STEPS),
             marks=[("mpframe amp bfloat16", AUTOCAST, 1.1)],
             threads=1,
             steps=20,

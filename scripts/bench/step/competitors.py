@@ -67,9 +67,12 @@ def by_trainer(
     comm: Comm = SINGLE_PROCESS,
     reduce: str = "in_backward",
     sgd: bool = False,
+    torchs_casts: bool = False,
 ) -> Step:
-    """A step of the trainer, float16 with loss scaling."""
-    precision = Precision(mode, half, products=products)
+    """A step of the trainer, float16 with loss scaling, perhaps under torch.autocast."""
+    precision: Any = Precision(mode, half, products=products)
+    if torchs_casts:
+        precision.cast = partial(torch.autocast, "cpu", getattr(torch, half))
     model, optimizer = precision.prepare(work.model, _optimizer(work.model, sgd))
     inner, update = supervised(work.loss), optimizer.step
 
@@ -127,6 +130,12 @@ RECIPE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
 }
 """Who takes part below 16 bits, all of mpframe's in `mixed` and float16."""
 
+
+_AMP_BFLOAT16 = partial(by_trainer, mode="amp", half="bfloat16")
+PROFILE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
+    "mpframe amp bfloat16, torch's casts": partial(_AMP_BFLOAT16, torchs_casts=True),
+}
+"""A step without a part of it, which shows what the part costs."""
 
 _AUTOCAST_FLOAT16 = partial(by_hand, half=torch.float16)
 _STEPS: dict[str, Callable[..., Step]] = {**STEPS, "torch.autocast float16": _AUTOCAST_FLOAT16}

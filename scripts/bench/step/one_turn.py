@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from bench import measure as measuring
-from bench.step.competitors import RECIPE_STEPS, SGD_STEPS, STEPS
+from bench.step.competitors import PROFILE_STEPS, RECIPE_STEPS, SGD_STEPS, STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS
 from mpframe.training.memory import keep_freed_memory, to_channels_last
 from mpframe.training.memory import recompute as recompute_modules
 
-ALL_STEPS = {**STEPS, **RECIPE_STEPS, **SGD_STEPS}
+ALL_STEPS = {**STEPS, **RECIPE_STEPS, **SGD_STEPS, **PROFILE_STEPS}
 WARMUP = 2  # steps: the first one makes the optimizer's state
 
 _STATUS = Path("/proc/self/status")
