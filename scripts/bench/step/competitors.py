@@ -85,7 +85,7 @@ def by_trainer(
         laps.end("backward")
         return update(*args, **kwargs)
 
-    optimizer.step = timed_update  # type: ignore[method-assign]
+    optimizer.step = timed_update
     scaler = Backoff() if mode != "fp32" and half == "float16" else None
     plan = Plan(clip_norm=None if sgd else MAX_NORM, reduce=reduce)
     trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan, comm=comm)
