@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from checkout import ROOT
 from fixtures import Patch, Shown
 
@@ -121,6 +122,12 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: Shown) ->
             main([*words])
         assert capsys.readouterr().err == f"mpframe: {line}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_a_project_is_named_after_its_folder_also_if_that_has_quotes(tmp_path: Path) -> None:
+    main(["new", str(tmp_path / 'a "b"')])
+    project = yaml.safe_load((tmp_path / 'a "b"' / "conf" / "project.yaml").read_text())
+    assert project["run_name"] == 'a "b"'
 
 
 @pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

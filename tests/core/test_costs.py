@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import tensors
 
-from mpframe import Backoff, LogMax, Precision
+from mpframe import Backoff, LogMax, Precision, Static
 from mpframe.core.casting.torch_functions import _users, stop_following
 from mpframe.core.comm import Comm
 from mpframe.core.loss_scaling import logmax
@@ -73,6 +73,7 @@ def trainer_of(model, objective, mode, half, scaler, clip=1.0, comm=None):
         (("amp", "float16", Backoff, 1.0, 1), 18),
         (("amp", "float16", Backoff, 0.1, 1), 19),
         (("amp", "float16", LogMax, 1.0, 1), 16),
+        (("amp", "float16", Static, 1.0, 1), 15),
         (("mixed", "bfloat16", None, 1.0, 1), 22),
         (("mixed", "float16", Backoff, 1.0, 1), 28),
         (("mixed", "float16", LogMax, 1.0, 1), 26),

@@ -173,6 +173,8 @@ def test_a_clock_that_went_back_mixes_nothing(tmp_path: Path, monkeypatch: Patch
     """Files are read in the order of their names, and the newer one hides what is repeated."""
     now = time.time()
     for ahead in (0, 10):
+        (tmp_path / str(ahead)).mkdir()
+        (tmp_path / str(ahead) / "events.out.tfevents.of_others").touch()
         runs = (None, (1, 2, 3), now + ahead), (3, (3,), now), (2, (2,), now)
         for purge_step, steps, clock in runs:
             monkeypatch.setattr(time, "time", lambda clock=clock: clock)
