@@ -131,18 +131,18 @@ RECIPE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
 """Who takes part below 16 bits, all of mpframe's in `mixed` and float16."""
 
 
-_AMP_BFLOAT16 = partial(by_trainer, mode="amp", half="bfloat16")
-PROFILE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
-    "mpframe amp bfloat16, torch's casts": partial(_AMP_BFLOAT16, torchs_casts=True),
-}
-"""A step without a part of it, which shows what the part costs."""
-
 _AUTOCAST_FLOAT16 = partial(by_hand, half=torch.float16)
 _STEPS: dict[str, Callable[..., Step]] = {**STEPS, "torch.autocast float16": _AUTOCAST_FLOAT16}
 SGD_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     f"{name}, SGD": partial(step, sgd=True) for name, step in _STEPS.items()
 }
 """The same with SGD and momentum, and gradients that are not clipped."""
+
+PROFILE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
+    f"{name}, torch's casts": partial(_STEPS[name], torchs_casts=True)
+    for name in ("mpframe amp bfloat16",)
+}
+"""A step without a part of it, which shows what the part costs."""
 
 
 def _optimizer(model: nn.Module, sgd: bool) -> Optimizer:
