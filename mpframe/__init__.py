@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpframe.core.callback import Callback as Callback
-    from mpframe.core.casting.op_lists import OpLists as OpLists
     from mpframe.core.loss_scaling import Backoff as Backoff
     from mpframe.core.loss_scaling import LogMax as LogMax
     from mpframe.core.loss_scaling import Static as Static
     from mpframe.core.optim.master_weights import MasterWeights as MasterWeights
-    from mpframe.core.precision import Precision as Precision
     from mpframe.core.step_result import StepResult as StepResult
     from mpframe.data.loading import Loader as Loader
     from mpframe.data.task import Task as Task
+    from mpframe.precision.op_lists import OpLists as OpLists
+    from mpframe.precision.precision import Precision as Precision
     from mpframe.run.fit import fit as fit
     from mpframe.run.run import train as train
     from mpframe.training.callbacks.guards import EarlyStopping as EarlyStopping
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "core.callback": ["Callback"],
-    "core.casting.op_lists": ["OpLists"],
+    "precision.op_lists": ["OpLists"],
     "core.loss_scaling": ["Backoff", "LogMax", "Static"],
     "core.optim.master_weights": ["MasterWeights"],
-    "core.precision": ["Precision"],
+    "precision.precision": ["Precision"],
     "core.step_result": ["StepResult"],
     "data.loading": ["Loader"],
     "data.task": ["Task"],

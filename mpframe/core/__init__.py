@@ -3,21 +3,9 @@
 It imports torch and the standard library, and nothing else of mpframe. Read the files in this
 order. `docs/core.md` is the same walk with the code beside it.
 
-Before the first step, a format is decided for every op and every weight:
+A batch goes forward, in a block that casts its ops if the run has a precision:
 
-    casting/op_lists         which ops run in half (allow), fp32 (deny), or as their inputs (infer)
-    casting/policy           the format of one op, from the mode, the lists and the pins
-    casting/trace            which ops read each weight, seen in one forward pass
-    casting/storage          which weights are stored in half: the ones that only half ops read
-    precision                `prepare` sets up model and optimizer; `cast` is the forward's block
-
-A batch goes forward. Inside the block PyTorch hands each op to the cast:
-
-    casting/cast             a block, and a pin around one module; finds the handler of each op
-    casting/handlers         what each rule does to the inputs: round to half, widen, clamp, pass on
-    casting/emulation        float16 on a CPU: half inputs, fp32 sums, one rounding
-    casting/torch_functions  functions of torch that are copied, so that the ops inside are cast, or
-                             replaced, so that a backward pass gets the casts of its forward pass
+    casts                    the block, and how a loss leaves it; mpframe.precision makes the casts
 
 The objective computes a loss in fp32, which is scaled before the backward pass:
 
@@ -46,7 +34,6 @@ And all of it together:
 tree, ranges, errors and user_code serve all of them: batches of any shape, checks of a number,
 errors in one line, and whose code has failed.
 
-Having read this far, you can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
-objective, a callback, or a `Comm` of processes. docs/own_parts.md and docs/precision.md
-have examples.
+Having read this far, you can write a loss scaler (`Scaler`), an objective, a callback, or a `Comm`
+of processes. docs/own_parts.md has examples.
 """

@@ -7,14 +7,14 @@
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.casting.cast import cast_block
+from mpframe.core.casts import outside_casts
 from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, host_waits_for, tensors_in, to_fp32
@@ -184,7 +184,7 @@ class Supervised:
             outputs = model(inputs)
         except BaseException:
             blame("model:", model, inputs=inputs)
-        with cast_block(None):  # The loss is fp32: none of its ops is cast.
+        with outside_casts():  # The loss is fp32: none of its ops is cast.
             outputs = to_fp32(outputs)
             try:
                 loss = self.loss(outputs, targets)
@@ -210,8 +210,3 @@ def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
 def supervised(loss: LossFunction) -> Supervised:
     """Return the objective of a loss such as `nn.CrossEntropyLoss()`."""
     return Supervised(loss)
-
-
-def outside_casts() -> AbstractContextManager[None]:
-    """Context manager in which no op is cast, for a loss whose inputs are in fp32 already."""
-    return cast_block(None)

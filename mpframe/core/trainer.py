@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.callback import Algorithm, Batch
+from mpframe.core.casts import ForwardCasts, NoCasts
 from mpframe.core.comm import SINGLE_PROCESS, Comm, Loss
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaling, scale_of
 from mpframe.core.objective import NamedObjective, Objective, compute, count_of, require_objective
 from mpframe.core.optim.gradients import check_clipping
-from mpframe.core.precision import Precision
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import blame
@@ -73,7 +73,7 @@ class StepTrainer:
         objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
             a micro-batch. The loss of a step is the mean over the samples of all its micro-batches
             and ranks.
-        precision: the dtype mode, fp32 by default.
+        precision: the dtype mode, a `Precision`; nothing is cast by default.
         scaler: on the model's device. Without one an overflow still skips the step.
         algorithms: by name and in order, callbacks that change the training: a schedule, an average
             of the weights, a rule that skips steps.
@@ -89,7 +89,7 @@ class StepTrainer:
     model: nn.Module
     optimizer: StepOptimizer
     objective: Objective
-    precision: Precision = field(default_factory=Precision)
+    precision: ForwardCasts = field(default_factory=NoCasts)
     scaler: Scaling = None
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
     plan: StepOptions = field(default_factory=StepOptions)

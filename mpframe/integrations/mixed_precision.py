@@ -17,9 +17,9 @@ from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, name_of, scale_of
 from mpframe.core.objective import NamedObjective, StepOutput, count_of
 from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.precision import Precision
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import HALF, device_of
+from mpframe.precision.precision import Precision
 from mpframe.training.probe import auto
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpframe.core.casting.policy import Policy
 from mpframe.core.loss_scaling.scaler import NoScaling, name_of
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.tree import dtype_name
 from mpframe.data.loading import Loader
+from mpframe.precision.policy import Policy
 from mpframe.training.callbacks.ema import ema_of
 from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.trainer import Trainer

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.precision import Precision
 from mpframe.lowbit.handler import watch_products
 from mpframe.lowbit.recipe import OPERANDS
+from mpframe.precision.precision import Precision
 
 FILE_NAME = "products.csv"
 NAMES = tuple(f"{product}.{operand}" for product, pair in OPERANDS.items() for operand in pair)

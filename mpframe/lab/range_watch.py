@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.casting.policy import Policy
 from mpframe.core.step_result import StepResult
 from mpframe.lab import product_noise
 from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises
 from mpframe.lab.product_noise import Noises, ProductProbe
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, Ranges
+from mpframe.precision.policy import Policy
 from mpframe.tracking.records import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.callback import Batch
-from mpframe.core.casting.handlers import cast_to
+from mpframe.precision.handlers import cast_to
 from mpframe.training.probe import safe_scale
 from mpframe.training.trainer import Trainer
 

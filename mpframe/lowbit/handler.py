@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.casting.handlers import Handler, OpHandler, Readers
-from mpframe.core.casting.op_lists import PINS
-from mpframe.core.casting.policy import NO_PRODUCTS, Compute, Policy
 from mpframe.core.errors import ConfigError
-from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
 from mpframe.lowbit.native import is_wanted, make_native_error, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
 from mpframe.lowbit.recipe import Recipe, list_recipes
 from mpframe.lowbit.state import ProductState, Watch
+from mpframe.precision.handlers import Handler, OpHandler, Readers
+from mpframe.precision.op_lists import PINS
+from mpframe.precision.policy import NO_PRODUCTS, Compute, Policy
+from mpframe.precision.precision import Precision
 
 # Ops that multiply two matrices, neither batches nor convolutions.
 _OF_MATRICES = {"linear", "matmul", "mm", "addmm"}

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from mpframe.core.casting.emulation import each_axis, half_values, round_to
-from mpframe.core.casting.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
-from mpframe.core.casting.policy import CASTABLE, Policy
 from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
 from mpframe.lowbit.recipe import Recipe
+from mpframe.precision.emulation import each_axis, half_values, round_to
+from mpframe.precision.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
+from mpframe.precision.policy import CASTABLE, Policy
 
 ATTENTION = "scaled_dot_product_attention"
 _broadcast: Any = torch.broadcast_shapes

@@ -29,8 +29,6 @@ from mpframe.config.check import as_typed
 from mpframe.config.overrides import parse_words, words_again
 from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
-from mpframe.core.casting.op_lists import OpLists
-from mpframe.core.casting.trace import preserve_state
 from mpframe.core.comm import Comm
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
@@ -40,6 +38,8 @@ from mpframe.data.loaders import make_loader
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
+from mpframe.precision.op_lists import OpLists
+from mpframe.precision.trace import preserve_state
 from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text, format_command

@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from mpframe.config.overrides import as_given
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.callback import Algorithm, Callback
-from mpframe.core.casting.op_lists import PINS, OpLists
-from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
-from mpframe.core.precision import Precision
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loaders import make_loader, training_loader
 from mpframe.data.loading import Loader
@@ -36,6 +33,9 @@ from mpframe.data.task import Task
 from mpframe.data.workers import warn_of_too_many_workers
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.place import place
+from mpframe.precision.op_lists import PINS, OpLists
+from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.precision.precision import Precision
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 from mpframe.training.callbacks.guards import SkipGuard

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpframe.checkpoint.state import restore_rng, rng_state
 from mpframe.config.check import as_typed
 from mpframe.config.schema import Config
-from mpframe.core.casting.storage import formats_of
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
-from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.parallel.layout import Layout
+from mpframe.precision.precision import Precision
+from mpframe.precision.storage import formats_of
 from mpframe.run.parts import build_model, ranges_every
 from mpframe.training.memory import cast_again
 from mpframe.training.plan import Plan

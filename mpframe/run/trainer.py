@@ -14,11 +14,11 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
-from mpframe.core.precision import Precision
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.data.loaders import training_loader
 from mpframe.data.task import Task
+from mpframe.precision.precision import Precision
 from mpframe.run.optimizer import build_optimizers, build_schedule, combine
 from mpframe.run.parts import (
     build_callbacks,

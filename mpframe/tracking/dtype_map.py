@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.casting.op_lists import WITH_STATISTICS
-from mpframe.core.casting.policy import Compute, Policy
-from mpframe.core.casting.storage import choose_format, formats_of, op_of
-from mpframe.core.casting.trace import Use, WeightUses
-from mpframe.core.precision import Precision
 from mpframe.core.tree import dtype_name
 from mpframe.files.text import align
+from mpframe.precision.op_lists import WITH_STATISTICS
+from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.precision import Precision
+from mpframe.precision.storage import choose_format, formats_of, op_of
+from mpframe.precision.trace import Use, WeightUses
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
 _SHOWN = 4  # Reasons for weights that stay fp32.

@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from mpframe.core.buffers import ModuleState
-from mpframe.core.casting.cast import casts_here
 from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
+from mpframe.precision.cast import casts_here
 from mpframe.training.optimizers.selection import refuse_idle
 
 _SAFE_CHANNELS = 8

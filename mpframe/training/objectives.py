@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.casts import outside_casts
 from mpframe.core.errors import ConfigError, UserCodeError
-from mpframe.core.objective import StepOutput, Supervised, outside_casts, supervised
+from mpframe.core.objective import StepOutput, Supervised, supervised
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import describe, name_of, user_code
 

@@ -16,15 +16,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.casting.op_lists import OpLists
-from mpframe.core.casting.trace import preserve_state
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling.backoff import Backoff
 from mpframe.core.loss_scaling.scaler import NoScaling, largest_power_below
 from mpframe.core.objective import Objective, compute
-from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import user_code
+from mpframe.precision.op_lists import OpLists
+from mpframe.precision.precision import Precision
+from mpframe.precision.trace import preserve_state
 
 
 def auto(mode: str, half: str) -> Backoff | NoScaling:

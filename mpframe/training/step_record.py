@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.core import casting
+from mpframe import precision
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
@@ -34,7 +34,7 @@ _BESIDE_OPS = frozenset(
     for name in ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_")
 )
 _TORCH = Path(torch.__file__).parent
-_CASTS = Path(casting.__file__).parent
+_CASTS = Path(precision.__file__).parent
 
 
 def refused(what: str) -> ConfigError:

@@ -21,6 +21,7 @@ from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.user_code import blame, describe_error, name_of
+from mpframe.precision.precision import Precision
 from mpframe.tracking.summary import Status
 from mpframe.training.extra_state import ExtraState
 from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
@@ -64,6 +65,7 @@ class Trainer(StepTrainer):
     """Trains a model in a dtype mode, as long as planned.
 
     Attributes:
+        precision: the dtype mode, fp32 by default.
         plan: how long to train, how often to look, and the options of each step.
         evaluator: evaluates the model. None: it cannot be validated.
         callbacks: by name, called in this order, after the algorithms.
@@ -76,6 +78,7 @@ class Trainer(StepTrainer):
 
     compiles_steps: ClassVar[bool] = False  # `trainer.compile=step` is for CompiledTrainer.
 
+    precision: Precision = field(default_factory=Precision)
     plan: Plan = field(default_factory=Plan)
     evaluator: Any = None
     callbacks: Callbacks = field(default_factory=dict)

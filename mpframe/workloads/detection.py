@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
 
-from mpframe.core.casting.trace import preserve_state
+from mpframe.core.casts import outside_casts
 from mpframe.core.errors import UserCodeError
-from mpframe.core.objective import StepOutput, outside_casts
+from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
+from mpframe.precision.trace import preserve_state
 from mpframe.workloads.images import require_sizes
 
 Boxes = Mapping[str, Tensor]

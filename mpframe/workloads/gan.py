@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import Dataset
 
-from mpframe.core.objective import StepOutput, outside_casts
+from mpframe.core.casts import outside_casts
+from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
 from mpframe.data.metrics import Mean

@@ -15,12 +15,7 @@ import mpframe
 from mpframe.training.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
-_CASTING = ("cast", "emulation", "handlers", "op_lists", "policy", "trace")
-_CASTS = (
-    *(str(Path(_PACKAGE, "core", "casting", f"{name}.py")) for name in _CASTING),
-    str(Path(_PACKAGE, "core", "precision.py")),
-    str(Path(_PACKAGE, "lowbit")),
-)
+_CASTS = tuple(str(Path(_PACKAGE, part)) for part in ("precision", "core/casts.py", "lowbit"))
 
 
 def calls_of_a_step(trainer: Trainer, batch: Any) -> int:

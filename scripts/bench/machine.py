@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mpframe.core.casting.policy import has_native_half
+from mpframe.precision.policy import has_native_half
 
 
 def machine() -> dict[str, str]:

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary import tensors
 
 from mpframe import Backoff, LogMax, Precision, Static
-from mpframe.core.casting.torch_functions import _users, stop_following
 from mpframe.core.comm import Comm
 from mpframe.core.loss_scaling import logmax
 from mpframe.core.objective import StepOutput
 from mpframe.core.optim import master_weights
 from mpframe.core.step_result import Verdict
 from mpframe.core.trainer import StepOptions, StepTrainer
+from mpframe.precision.torch_functions import _users, stop_following
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 

@@ -11,13 +11,13 @@ from torch.optim import SGD
 from vocabulary import inside
 
 from mpframe import MasterWeights, OpLists, Precision
-from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
+from mpframe.precision.handlers import OpHandler
 
 HALF = torch.float16
 

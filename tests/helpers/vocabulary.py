@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpframe.core.casting.op_lists import op_name
+from mpframe.precision.op_lists import op_name
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 INF, NAN = float("inf"), float("nan")

@@ -26,8 +26,6 @@ from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.config.command_line import check_config, prepare
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.config.schema import Config
-from mpframe.core.casting.op_lists import OpLists
-from mpframe.core.casting.policy import Policy
 from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.data.fetching import named_tensors
 from mpframe.lab.autopsy import evidence
@@ -37,6 +35,8 @@ from mpframe.lab.autopsy.remedy import remedy_words
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.report import Report, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
+from mpframe.precision.op_lists import OpLists
+from mpframe.precision.policy import Policy
 from mpframe.run.parts import build_precision, build_scaler
 
 CPU = torch.device("cpu")

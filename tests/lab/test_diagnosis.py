@@ -14,9 +14,7 @@ from fixtures import Patch
 from planted import faint
 from torch import Tensor, nn
 
-from mpframe.core.casting.op_lists import OpLists
 from mpframe.core.objective import NamedObjective, supervised
-from mpframe.core.precision import Precision
 from mpframe.lab.autopsy import diagnosis as diagnosis_module
 from mpframe.lab.autopsy.diagnosis import (
     Culprit,
@@ -32,6 +30,8 @@ from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 from mpframe.lab.product_noise import Noise
 from mpframe.lowbit.recipe import Recipe
+from mpframe.precision.op_lists import OpLists
+from mpframe.precision.precision import Precision
 
 BEYOND, TOO_HIGH, NONE = Kind.BEYOND_FORMAT, Kind.SCALE_TOO_HIGH, Kind.NO_FAULT
 FP32, LOW = Kind.NOT_FINITE_IN_FP32, Kind.UNDERFLOW

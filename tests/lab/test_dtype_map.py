@@ -23,8 +23,8 @@ from vocabulary import HALVES, Kernels, differing, formats
 from mpframe import OpLists, Precision
 from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import check_config
-from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, RunInterrupted
+from mpframe.precision.storage import op_of
 from mpframe.tracking.dtype_map import as_table, describe, dtype_map, fold
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer

@@ -31,7 +31,6 @@ from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import compose_named
 from mpframe.config.composing import check_config
 from mpframe.config.schema import Config, parse_measure
-from mpframe.core.casting.storage import formats_of
 from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
 from mpframe.data.loaders import training_loader
@@ -39,6 +38,7 @@ from mpframe.data.task import Task
 from mpframe.files.text import align, say
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sharding import blocks_of
+from mpframe.precision.storage import formats_of
 from mpframe.run import footprint
 from mpframe.run.footprint import Way, Weight
 from mpframe.run.optimizer import build_optimizers

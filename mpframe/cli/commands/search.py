@@ -40,8 +40,6 @@ from mpframe.config.command_line import compose_named
 from mpframe.config.composing import check_config
 from mpframe.config.overrides import pin_words
 from mpframe.config.schema import Config
-from mpframe.core.casting.policy import NO_PRODUCTS
-from mpframe.core.casting.storage import op_of
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.ranges import POSITIVE, make_range_error, require_whole
 from mpframe.data.loading import Loader
@@ -49,6 +47,8 @@ from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import markdown, say
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
+from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.precision.storage import op_of
 from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.dtype_map import dtype_map

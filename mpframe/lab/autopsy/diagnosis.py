@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpframe.core.casting.op_lists import known_ops
 from mpframe.core.tree import dtype_name
 from mpframe.data.fetching import named_leaves
 from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, noises_of, replay
 from mpframe.lab.autopsy.watch import OUTSIDE, FirstNonFinite, OpCall, bad_rows, magnitudes_of
 from mpframe.lab.product_noise import Noise
+from mpframe.precision.op_lists import known_ops
 from mpframe.training.probe import safe_scale
 
 

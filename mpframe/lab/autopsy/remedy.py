@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 from mpframe.config.overrides import deny_words, pin_words
-from mpframe.core.casting.policy import NO_PRODUCTS
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import Case, Setting
 from mpframe.lab.hints import ADAPTIVE
+from mpframe.precision.policy import NO_PRODUCTS
 
 CEILING = 2.0**24  # of Backoff and LogMax, unless an option moves it
 

@@ -16,14 +16,14 @@ from torch import nn
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch
-from mpframe.core.casting.storage import formats_of
-from mpframe.core.casting.trace import preserve_state
 from mpframe.core.objective import NamedObjective, compute, count_of
 from mpframe.core.optim.widening import fp32_weights
-from mpframe.core.precision import Precision
 from mpframe.core.tree import HALF, device_of
 from mpframe.lab.autopsy.watch import Trace, Watch, magnitudes_of
 from mpframe.lab.product_noise import Noises, ProductProbe
+from mpframe.precision.precision import Precision
+from mpframe.precision.storage import formats_of
+from mpframe.precision.trace import preserve_state
 
 
 @dataclass(frozen=True)

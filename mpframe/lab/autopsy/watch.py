@@ -27,8 +27,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from mpframe.core.casting.op_lists import op_name
 from mpframe.core.tree import tensors_in
+from mpframe.precision.op_lists import op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from mpframe.config.overrides import deny_words, pin_words
-from mpframe.core.casting.policy import NO_PRODUCTS, has_native_half
-from mpframe.core.casting.storage import op_of
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.remedy import (
@@ -46,6 +44,8 @@ from mpframe.lab.hints import (
     warning,
 )
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
+from mpframe.precision.policy import NO_PRODUCTS, has_native_half
+from mpframe.precision.storage import op_of
 
 
 def check_numbers(subject: Subject) -> Iterator[Finding]:

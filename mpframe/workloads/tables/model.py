@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.casts import outside_casts
 from mpframe.core.errors import ConfigError, UserCodeError
-from mpframe.core.objective import StepOutput, outside_casts
+from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import describe, user_code
 from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes

@@ -25,10 +25,10 @@ from bench.step.competitors import MAX_NORM
 from bench.step.on_ranks import BY_HAND, SINGLE_PROCESS, STEPS
 from bench.step.workloads import WORKLOADS
 from bench.table import Claim, Table
-from mpframe.core.casting.policy import has_native_half
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
-from mpframe.core.precision import Precision
+from mpframe.precision.policy import has_native_half
+from mpframe.precision.precision import Precision
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.images import resnet18

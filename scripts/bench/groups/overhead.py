@@ -36,8 +36,8 @@ from mpframe.core.callback import Callback
 from mpframe.core.loss_scaling import Backoff, LogMax, Static
 from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
-from mpframe.core.precision import Precision
 from mpframe.lab.range_watch import RangeWatch
+from mpframe.precision.precision import Precision
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard

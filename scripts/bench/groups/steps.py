@@ -33,7 +33,7 @@ from bench.step.laps import LAPS, Laps
 from bench.step.one_turn import ALL_STEPS, OneTurn
 from bench.step.workloads import WORKLOADS
 from bench.table import Claim, Table
-from mpframe.core.casting.policy import has_native_half
+from mpframe.precision.policy import has_native_half
 
 BYTES = "peak bytes per parameter"
 SLOW_ROUNDS = 2

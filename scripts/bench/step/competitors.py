@@ -19,7 +19,7 @@ from bench.step.workloads import Workload
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.precision import Precision
+from mpframe.precision.precision import Precision
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 

@@ -24,12 +24,14 @@ from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
 from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.casting import handlers
-from mpframe.core.casting.emulation import half_values, reuse_operand, round_to
-from mpframe.core.casting.handlers import (
+from mpframe.core.casts import CastBlock, active_block, outside_casts
+from mpframe.core.optim.masters import master_for
+from mpframe.core.tree import HALF, HALVES, call_with, map_tensors
+from mpframe.precision import handlers
+from mpframe.precision.emulation import half_values, reuse_operand, round_to
+from mpframe.precision.handlers import (
     HANDS_OFF,
     Args,
     Handler,
@@ -38,11 +40,9 @@ from mpframe.core.casting.handlers import (
     Rule,
     dtypes_in,
 )
-from mpframe.core.casting.op_lists import PINS
-from mpframe.core.casting.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
-from mpframe.core.casting.torch_functions import UNWRAPPED, MakeBlock
-from mpframe.core.optim.masters import master_for
-from mpframe.core.tree import HALF, HALVES, call_with, map_tensors
+from mpframe.precision.op_lists import PINS
+from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
+from mpframe.precision.torch_functions import UNWRAPPED, MakeBlock
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
 
@@ -90,13 +90,12 @@ class Casts:
         return run, stays_on
 
 
-class CastMode(TorchFunctionMode):
+class CastMode(CastBlock):
     """A function mode that casts the inputs of every op of one block, on one thread."""
 
     def __init__(self, casts: Casts, pins: Pins) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
-        self.enabled = True  # But not while a block inside this one decides.
         self.pins = list(pins)  # of the modules that run, innermost last
         self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
@@ -276,44 +275,37 @@ register_optimizer_step_post_hook(_note_step)
 
 @contextmanager
 def cast_block(
-    casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
+    casts: Casts, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
 ) -> Iterator[None]:
-    """Context manager in which ops are cast by `casts`, or not at all if it is None.
+    """Context manager in which ops are cast by `casts`.
 
     It begins with these `pins`, if None with those of a block of the same casts around it, and with
     `autocast`, torch's state of enabled and dtype, by default enabled.
     """
-    outer = active_mode()
-    state: Any = nullcontext() if outer is None else outer.autocast(False)
-    if casts is not None and casts.autocasts:
+    outer = active_block()
+    state: Any = nullcontext()
+    if casts.autocasts:
         enabled, dtype = autocast or (True, casts.policy.half_dtype)
         state = torch.autocast(casts.device_type, dtype, enabled, cache_enabled=False)
-    with state:
-        if pins is None and outer is not None and outer.casts is casts:
+    if pins is None and isinstance(outer, CastMode) and outer.casts is casts:
+        with state if casts.autocasts else outer.autocast(False):
             yield
-            return
-        mode: Any = nullcontext() if casts is None else CastMode(casts, pins or ())
-        if outer is not None:
-            outer.enabled = False
-        try:
-            with mode:
-                yield
-        finally:
-            if outer is not None:
-                outer.enabled = True
+        return
+    with outside_casts(), state, CastMode(casts, pins or ()):
+        yield
 
 
 def active_mode() -> CastMode | None:
-    """Return the mode that casts on this thread: all but the innermost block's are disabled."""
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((mode for mode in stack if isinstance(mode, CastMode) and mode.enabled), None)
+    """Return the mode of the block that casts on this thread, if there is one."""
+    block = active_block()
+    return block if isinstance(block, CastMode) else None
 
 
 def casts_here() -> MakeBlock:
     """Return a function that makes a block with this thread's present casts."""
     mode = active_mode()
     if mode is None:
-        return partial(cast_block, None)
+        return outside_casts
     state = is_autocast_enabled(mode.casts.device_type), mode.half()
     return partial(cast_block, mode.casts, tuple(mode.pins), state)
 

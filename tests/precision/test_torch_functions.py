@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from vocabulary import CalledOps, Kernels, in_another_thread, inside, same_bits
 
 from mpframe import OpLists, Precision
-from mpframe.core.casting import torch_functions
-from mpframe.core.casting.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
+from mpframe.precision import torch_functions
+from mpframe.precision.torch_functions import _CALL_THEIR_OP, _copy_with_answer, unwrap
 
 FP32, HALF, A = torch.float32, torch.float16, torch.rand(4, 4)
 

@@ -25,10 +25,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from mpframe.core.buffers import ModuleState
-from mpframe.core.casting.handlers import HANDS_OFF
-from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
-from mpframe.core.casting.policy import Compute, Policy
 from mpframe.core.tree import tensors_in
+from mpframe.precision.handlers import HANDS_OFF
+from mpframe.precision.op_lists import WITH_STATISTICS, op_name
+from mpframe.precision.policy import Compute, Policy
 
 # Ops that return their first argument's values in a new tensor.
 _MOVE_NAMES = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"

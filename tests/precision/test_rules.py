@@ -15,8 +15,8 @@ from vocabulary import HALVES, inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import OpLists, Precision
-from mpframe.core.casting.handlers import OpHandler
 from mpframe.core.errors import ConfigError
+from mpframe.precision.handlers import OpHandler
 
 FP32, FP64, HALF = torch.float32, torch.float64, torch.float16
 Y = torch.arange(12.0).reshape(3, 4)
@@ -243,6 +243,6 @@ def test_a_handler_comes_before_a_recipe_whose_name_it_is_told(products, pin, mo
     inside(precision, model)(Y)
     assert count.seen == 2
     assert {recipe for op, recipe in count.asked if op == "linear"} == {"fp8_tensorwise", None}
-    monkeypatch.setattr("mpframe.core.precision.find_recipes", None)  # lowbit is not imported.
+    monkeypatch.setattr("mpframe.precision.precision.find_recipes", None)  # lowbit is not imported.
     with pytest.raises(ConfigError, match=r"^dtype\.products or ops\.modules: fp8_tensorwise: r"):
         naming(Count())

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.core.casting.op_lists import WITH_STATISTICS, canonical, known_ops
-from mpframe.core.casting.policy import CASTABLE, Policy
-from mpframe.core.casting.trace import Use, WeightUses
 from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.masters import convert_buffer, exact_value
 from mpframe.core.tree import HALF
+from mpframe.precision.op_lists import WITH_STATISTICS, canonical, known_ops
+from mpframe.precision.policy import CASTABLE, Policy
+from mpframe.precision.trace import Use, WeightUses
 
 Formats = dict[nn.Parameter, torch.dtype]
 _EXCEPTIONS = {  # Classes that are not named after their op.

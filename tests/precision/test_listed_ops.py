@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, inside, same_bits, tensors
 
 from mpframe import OpLists, Precision
-from mpframe.core.casting.emulation import half_values, is_faulty, round_to
+from mpframe.precision.emulation import half_values, is_faulty, round_to
 
 FP32 = torch.float32
 LISTS = {name: OpLists.named(name) for name in ("default", "fast", "fp32_norms", "none")}

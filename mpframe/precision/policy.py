@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpframe.core.casting.op_lists import LISTS, PINS, OpLists
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.tree import HALVES
+from mpframe.precision.op_lists import LISTS, PINS, OpLists
 
 NO_PRODUCTS = "none"  # In place of a recipe: matrix products and convolutions stay in half.
 UNCAST = "autocast off"  # In place of a pin, in a region where the model turns torch.autocast off.

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 
 from mpframe import OpLists, Precision
 from mpframe.config import CONF
-from mpframe.core.casting import op_lists
-from mpframe.core.casting.op_lists import _ALIASES, _parse, canonical, known_ops
-from mpframe.core.casting.policy import Policy, has_native_half
 from mpframe.core.errors import ConfigError
+from mpframe.precision import op_lists
+from mpframe.precision.op_lists import _ALIASES, _parse, canonical, known_ops
+from mpframe.precision.policy import Policy, has_native_half
 
 
 def test_patterns() -> None:

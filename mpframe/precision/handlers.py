@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 
-from mpframe.core.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, round_to
-from mpframe.core.casting.op_lists import WITH_STATISTICS, op_name
-from mpframe.core.casting.policy import CASTABLE, Compute, Policy
-from mpframe.core.casting.torch_functions import unwrap
 from mpframe.core.tree import HALF, call_with, is_simple, map_tensors, tensors_in, to_fp32
+from mpframe.precision.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, round_to
+from mpframe.precision.op_lists import WITH_STATISTICS, op_name
+from mpframe.precision.policy import CASTABLE, Compute, Policy
+from mpframe.precision.torch_functions import unwrap
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

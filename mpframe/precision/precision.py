@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.casting.cast import Casts, cast_block, casts_here, pin_modules
-from mpframe.core.casting.handlers import OpHandler, cast_to
-from mpframe.core.casting.op_lists import PINS, OpLists
-from mpframe.core.casting.policy import NO_PRODUCTS, Policy
-from mpframe.core.casting.storage import store
-from mpframe.core.casting.torch_functions import follow_backward_passes, stop_following
-from mpframe.core.casting.trace import WeightUses, initialize_lazy, trace
+from mpframe.core.casts import outside_casts
 from mpframe.core.errors import ConfigError
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.optim.masters import set_master
 from mpframe.core.optim.optimizer import refuse_wrapped
 from mpframe.core.optim.widening import watch
 from mpframe.core.tree import HALF, device_of
+from mpframe.precision.cast import Casts, cast_block, casts_here, pin_modules
+from mpframe.precision.handlers import OpHandler, cast_to
+from mpframe.precision.op_lists import PINS, OpLists
+from mpframe.precision.policy import NO_PRODUCTS, Policy
+from mpframe.precision.storage import store
+from mpframe.precision.torch_functions import follow_backward_passes, stop_following
+from mpframe.precision.trace import WeightUses, initialize_lazy, trace
 
 find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
 """Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""
@@ -204,7 +205,8 @@ class Precision:
         """
         if self._casts is not None:
             follow_backward_passes(self._casts, casts_here)
-        return cast_block(self._casts)
+            return cast_block(self._casts)
+        return outside_casts()
 
     def release(self) -> None:
         """Undo what this precision's blocks replaced in torch, as garbage collection also does."""

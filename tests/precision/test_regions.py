@@ -14,9 +14,9 @@ from vocabulary import HALVES, in_another_thread, inside, same_bits
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
-from mpframe.core.casting import policy
-from mpframe.core.casting.handlers import NOT_AUTOCAST
-from mpframe.core.objective import outside_casts
+from mpframe.core.casts import outside_casts
+from mpframe.precision import policy
+from mpframe.precision.handlers import NOT_AUTOCAST
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 RUNS = [("float16", "emulated"), ("bfloat16", "native")]
