@@ -54,8 +54,9 @@ def parts() -> Iterator[Part]:
     yield Part("same numbers", _pytest("tests/same_numbers"), ("tests/same_numbers",))
     yield Part("bench", _pytest("tests/bench"), ("scripts", "tests/bench"))
     for file in sorted((TESTS / "ports").glob("test_*.py")):
-        path, core = f"tests/ports/{file.name}", ("mpframe/core", "mpframe/precision", "tests/ports")
-        yield Part(f"ports {file.stem[5:]}", _pytest(path, "-m", "not storm"), core)
+        path = f"tests/ports/{file.name}"
+        engine = ("mpframe/core", "mpframe/precision", "tests/ports")
+        yield Part(f"ports {file.stem[5:]}", _pytest(path, "-m", "not storm"), engine)
         if "pytest.mark.storm" in file.read_text():
             yield Part(f"storm ports {file.stem[5:]}", _pytest(path, "-m", "storm"), ())
     yield Part("zoo", _pytest("tests/zoo"), ("tests/zoo",))

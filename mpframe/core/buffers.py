@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mpframe.core.step_result import read_verdicts
+from mpframe.core.step_result import StepResult, read_verdicts
 from mpframe.core.tree import not_finite
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
@@ -138,6 +138,11 @@ class Buffers:
         if self._homes:
             self.restore_where(not_finite(amax) | (sum(loss.samples for loss in losses) == 0))
 
+    def restore_if_skipped(self, result: StepResult) -> None:
+        """Put the copies back if any part of the step was skipped."""
+        if self._homes:
+            self.restore_where(result.any_skipped())
+
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:
         """Put the copies back if `skipped`: a bool, or 0-d, 0 or 1, on the device.
@@ -145,7 +150,7 @@ class Buffers:
         The device chooses values without the host, which must wait for the device only if a plain
         attribute or a buffer's shape changed, and for sparse and expanded buffers.
         """
-        if skipped is False or not self._homes:
+        if skipped is False:
             return
         moved = self._kept.find_replaced()  # All buffers: a copy is another object.
         only_values = all(takes(buffer, kept) for _, _, buffer, kept in moved)

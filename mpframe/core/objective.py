@@ -8,7 +8,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -63,38 +63,45 @@ class NamedObjective:
     scaler: LossScaler = field(default_factory=NoScaling)
     parameters: list[Tensor] | None = None
 
+    def __call__(self, model: nn.Module, batch: Any, casts: Any = None) -> StepOutput:
+        """Call the objective in a block of casts, and check its result.
+
+        The loss becomes 0-d and fp32 or wider, and a missing count the size of the batch.
+
+        Raises:
+            UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
+                floating-point number or (if gradients are on) has no gradient, or no valid count.
+        """
+        objective = self.objective
+        try:
+            with casts or nullcontext():
+                output = objective(model, batch)
+        except BaseException:
+            blame("objective:", objective, batch=batch)
+        if not isinstance(output, StepOutput):
+            raise UserCodeError(
+                f"{_source(objective)} gave {describe(output)}; it must give a StepOutput, as in "
+                "StepOutput(loss, outputs, targets)"
+            )
+        loss, count = output.loss, output.count
+        if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
+            loss = _to_one_number(loss, objective)
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise UserCodeError(_explain_no_gradient(objective, model, output))
+        if count is None:
+            count = samples_in(batch)
+        elif type(count) is not int or count < 0:
+            _check_count(count, objective)
+        return StepOutput(loss, output.outputs, output.targets, count)
+
 
 def compute(objective: Objective, model: nn.Module, batch: Any, casts: Any = None) -> StepOutput:
-    """Call an objective in a block of casts, and check its result. The loss becomes 0-d, >= fp32.
-
-    Raises:
-        UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
-            floating-point number or (if gradients are on) has no gradient, or no valid count.
-    """
-    try:
-        with casts or nullcontext():
-            output = objective(model, batch)
-    except BaseException:
-        blame("objective:", objective, batch=batch)
-    if not isinstance(output, StepOutput):
-        raise UserCodeError(
-            f"{_source(objective)} gave {describe(output)}; it must give a StepOutput, as in "
-            "StepOutput(loss, outputs, targets)"
-        )
-    loss = output.loss
-    if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
-        loss = _to_one_number(loss, objective)
-    if not loss.requires_grad and torch.is_grad_enabled():
-        raise UserCodeError(_explain_no_gradient(objective, model, output))
-    if output.count is not None:
-        _check_count(output.count, objective)
-    return output if loss is output.loss else replace(output, loss=loss)
+    """Call an objective as `NamedObjective` does."""
+    return NamedObjective("", objective)(model, batch, casts)
 
 
-def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """Return `count`, or if None the size of the batch's first tensor along dimension 0."""
-    if count is not None:
-        return count
+def samples_in(batch: Any) -> int:
+    """Return the size of a batch's first tensor along dimension 0."""
     if type(batch) is tuple and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return len(batch[0])  # At once: this runs in every step.
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
@@ -126,8 +133,7 @@ def _to_one_number(loss: Any, objective: Objective) -> Tensor:
 
 
 def _check_count(count: Any, objective: Objective) -> None:
-    valid = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
-    if not valid:
+    if not isinstance(count, Tensor) or count.dim():
         raise UserCodeError(
             f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number >= 0 "
             "or a 0-d tensor, or None for the batch's samples"

@@ -11,7 +11,7 @@ Trainers in training/ are composed of the two halves: for several losses, for LB
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.callback import Algorithm, Batch
 from mpframe.core.casts import ForwardCasts, NoCasts
-from mpframe.core.comm import SINGLE_PROCESS, Comm, Loss
+from mpframe.core.comm import SINGLE_PROCESS, Comm, Count, Loss
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaling, scale_of
-from mpframe.core.objective import NamedObjective, Objective, compute, count_of, require_objective
+from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.optim.gradients import check_clipping
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors
@@ -145,8 +145,8 @@ class StepTrainer:
 
     def forward_backward(self, part: NamedObjective, batch: Batch) -> Loss:
         """Run forward under the casts, the loss in fp32 or wider, and backward from the scale."""
-        output = compute(part.objective, self.compiled_model, batch, self.precision.cast())
-        scale, count = scale_of(part.scaler), count_of(output.count, batch)
+        output = part(self.compiled_model, batch, self.precision.cast())
+        scale, count = scale_of(part.scaler), cast(Count, output.count)
         try:
             self.comm.backward(output.loss, scale, count, part.parameters)
         except BaseException:
@@ -170,7 +170,7 @@ class StepTrainer:
             )
         except BaseException:
             blame("optimizer:", getattr(optimizer, "optimizer", optimizer))
-        self._buffers.restore_where(result.any_skipped())
+        self._buffers.restore_if_skipped(result)
         return result
 
     def finish_step(self, result: StepResult) -> StepResult:

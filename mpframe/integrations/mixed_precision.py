@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.buffers import NO_BUFFERS, Buffers
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, name_of, scale_of
-from mpframe.core.objective import NamedObjective, StepOutput, count_of
+from mpframe.core.objective import NamedObjective, StepOutput, samples_in
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import HALF, device_of
@@ -108,7 +108,7 @@ class MixedPrecision:
         """Unscale, check, clip to `max_norm` or `max_value` if one is given, and update or skip."""
         scaler = None if isinstance(self.scaler, NoScaling) else self.scaler
         result: StepResult = optimizer.step(scaler, **bounds)
-        self._buffers.restore_where(result.any_skipped())
+        self._buffers.restore_if_skipped(result)
         self.result, self._in_window = result, False
         self._steps += 1
         if self._autopsy:
@@ -130,7 +130,7 @@ class MixedPrecision:
         scales, scaling = {"": float(result.scale)}, name_of(self.scaler)
         floors = {} if scaling == "none" else {"": getattr(self.scaler, "floor", 1.0)}
         objective = NamedObjective("", lambda model, batch: StepOutput(losses[0](model, batch)))
-        rows = [range(int(count_of(None, batch))) for batch in batches]
+        rows = [range(samples_in(batch)) for batch in batches]
         parts = self._model, self.precision, [objective], batches
         case = Case(*parts, scales, floors, scaling, rows, states[0])
         why = f"{self._skips} steps in a row were skipped"

@@ -10,16 +10,16 @@ from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from numbers import Real
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch
-from mpframe.core.comm import Comm, apply_weight
+from mpframe.core.comm import Comm, Count, apply_weight
 from mpframe.core.errors import UserCodeError
-from mpframe.core.objective import StepOutput, compute, count_of
+from mpframe.core.objective import StepOutput
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors, widest
 from mpframe.core.user_code import describe, name_of, user_code
@@ -230,14 +230,14 @@ class Evaluator:
         first = computed[0]
         metrics.update((first.outputs, first.targets))
         run_callbacks(trainer.callbacks, "on_prediction_end", trainer, number, batch, first)
-        count = as_count(count_of(first.count, batch), device)
+        count = as_count(cast(Count, first.count), device)
         losses = [apply_weight(output.loss.to(count.dtype), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
     def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:
         batch, model = trainer.on_device(batch), trainer.compiled_model
         with trainer.precision.cast():
-            return [compute(part.objective, model, batch) for part in trainer.objectives]
+            return [part(model, batch) for part in trainer.objectives]
 
 
 def _batch_of_any(comm: Comm, batch: Batch | None) -> Batch | None:

@@ -16,7 +16,6 @@ from mpframe.checkpoint.state import rng_state
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
-from mpframe.core.objective import compute
 from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
@@ -178,7 +177,7 @@ class Trainer(StepTrainer):
         batch, total = self.on_device(batch), 0.0
         for part in self.objectives:
             casts = self.precision.cast()
-            loss = compute(part.objective, self.compiled_model, batch, casts).loss
+            loss = part(self.compiled_model, batch, casts).loss
             (loss * scale).backward(inputs=part.parameters)  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, is_sharded
-from mpframe.core.objective import StepOutput, compute, count_of
+from mpframe.core.objective import StepOutput, compute, samples_in
 from mpframe.parallel.launch import init_comm
 from mpframe.run.sharding import shard
 from mpframe.training.evaluation import Evaluator
@@ -220,14 +220,14 @@ def test_labels_are_counted_as_the_model_averages_them(model, extra, count, monk
     batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": LABELS, **extra}
     loss = torch.zeros((), requires_grad=True)
     monkeypatch.setattr(Tagger, "forward", lambda *_, **__: {"loss": loss})
-    assert count_of(compute(model_loss, model, batch).count, batch) == count
+    assert compute(model_loss, model, batch).count == count
 
 
 def test_without_a_count_the_first_tensor_with_samples_counts() -> None:
     weight, inputs = torch.tensor(0.5), torch.zeros(3, 2)
     for batch in ((weight, inputs), {"weight": weight, "inputs": inputs}):
-        assert count_of(None, batch) == 3
-    assert [count_of(None, batch) for batch in (weight, [], ())] == [1, 1, 1]
+        assert samples_in(batch) == 3
+    assert [samples_in(batch) for batch in (weight, [], ())] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])

@@ -17,7 +17,7 @@ it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the devi
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -201,17 +201,16 @@ def _measure(
     return amax.float(), norm
 
 
+@dataclass(slots=True, eq=False)
 class Accumulator:
     """Sums of the gradients of one step's micro-batches, in fp32."""
 
-    filled = False  # whether anything was added
-    _unit: Tensor  # n_1, which all weights are relative to
-
-    def __init__(self) -> None:
-        self._only: Gradients | None = None
-        self._sums: dict[Tensor, Tensor] = {}
-        self._amaxes: list[Tensor] = []
-        self._counts: list[Tensor] = []  # 0-d float64, 0 for a dropped micro-batch
+    filled: bool = False  # whether anything was added
+    _only: Gradients | None = None
+    _unit: Tensor = field(init=False)  # n_1, which all weights are relative to
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict)
+    _amaxes: list[Tensor] = field(default_factory=list)
+    _counts: list[Tensor] = field(default_factory=list)  # 0-d float64, 0 for a dropped micro-batch
 
     def add(self, gradients: Gradients) -> None:
         """Add and consume a micro-batch. It counts 0 if its amax is not finite."""

@@ -85,7 +85,6 @@ class MasterWeights(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also accumulated ones. A step consumes them, zeros as well."""
-        self._register_groups()
         self.optimizer.zero_grad(set_to_none)
         for parameter, stepped in self._stepped.items():
             if stepped is parameter:
@@ -121,8 +120,6 @@ class MasterWeights(OptimizerWrapper):
     @torch.no_grad()
     def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
         """Pop a micro-batch's gradients from parameters and masters, and measure them."""
-        if len(self.optimizer.param_groups) > self._registered:  # Inlined: this runs in every step.
-            self._register_groups()
         alone = self._alone and not self.accumulator.filled  # Its norm will be the step's.
         gradients = measure_grads(self._pop_grads(), scale, self._device, with_norm=alone)
         amax, sharding = gradients.amax, self.comm.sharding
@@ -143,6 +140,7 @@ class MasterWeights(OptimizerWrapper):
         `means` are fp32 and unscaled, by parameter. `amax` is their largest magnitude on any rank,
         0-d fp32, or None to compute it. `before` is the amax before averaging, for the scaler.
         """
+        self._register_groups()
         grads = {master: means[p] for p, master in self._stepped.items() if p in means}
         self._means = measure_grads(grads, 1.0, self._device, amax)
         if amax is None:
@@ -182,12 +180,9 @@ class MasterWeights(OptimizerWrapper):
                 f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
                 "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
             )
-        given: Any = scaler
-        if isinstance(given, Tensor | float | int | torch.amp.GradScaler):
-            raise ConfigError("optimizer.step: takes a scaler of mpframe itself, not its scale")
-        scaling, evaluated = (None, given) if is_closure(given) else (given, closure)
-        loss = None if evaluated is None else evaluate(evaluated)
-        gradients = self.collect_step_grads(scale_of(scaling))
+        scaling, loss = evaluate_closure(scaler, closure)
+        scale = scale_of(scaling)
+        gradients = self.collect_step_grads(scale)
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
@@ -201,10 +196,11 @@ class MasterWeights(OptimizerWrapper):
         verdict = None if self.skips_on_device else read_verdicts([(found_inf, dropped)])[0]
         gradients.max_value = max_value
         self.apply(gradients, found_inf, verdict)
-        used = torch.ones_like(norm) if scaling is None else scaling.scale
+        if not isinstance(scale, Tensor):
+            scale = torch.ones_like(norm) if scaling is None else scaling.scale
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
-        return StepResult(found_inf, amax, norm, used, dropped, loss, verdict)
+        return StepResult(found_inf, amax, norm, scale, dropped, loss, verdict)
 
     def norm_of(self, gradients: Gradients) -> Tensor:
         """Return the global 2-norm, 0-d fp32, of gradients of which this rank may have parts."""
@@ -213,11 +209,10 @@ class MasterWeights(OptimizerWrapper):
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
-        self._register_groups()
+        grads, device = self._pop_grads(), self._device
         for frozen in self._frozen:
             widen_written(frozen, self._steps)
         self._steps += 1
-        grads, device = self._pop_grads(), self._device
         if self._means is not None:
             gradients = self._means
         elif self.accumulator.filled:
@@ -295,16 +290,17 @@ class MasterWeights(OptimizerWrapper):
             round_to_weights(bucket)
 
 
-def is_closure(scaler: Any) -> bool:
-    """Return whether `scaler` is a closure, which torch's callers pass first."""
-    return callable(scaler) and not hasattr(scaler, "scale")
-
-
-def evaluate(closure: Any) -> Tensor | None:
-    """Run a closure as torch's optimizers do before they step, and return its loss, detached."""
+def evaluate_closure(scaler: Any, closure: Any = None) -> tuple[Any, Tensor | None]:
+    """Return the scaler, and the closure's loss, detached. torch's callers pass a closure first."""
+    if isinstance(scaler, Tensor | float | int | torch.amp.GradScaler):
+        raise ConfigError("optimizer.step: takes a scaler of mpframe itself, not its scale")
+    if callable(scaler) and not hasattr(scaler, "scale"):
+        scaler, closure = None, scaler
+    if closure is None:
+        return scaler, None
     with torch.enable_grad():
         loss = closure()
-    return None if loss is None else torch.as_tensor(loss).detach()
+    return scaler, None if loss is None else torch.as_tensor(loss).detach()
 
 
 def no_new_gradients() -> ConfigError:

@@ -180,6 +180,8 @@ class OptimizerWrapper(Optimizer):
 
     def _pop_grads(self) -> dict[Tensor, Tensor]:
         """Pop the gradients, by master, from parameters and (added in fp32) from masters."""
+        if len(self.optimizer.param_groups) > self._registered:
+            self._register_groups()
         popped = {}
         for parameter, master in self._stepped.items():
             gradient, of_master = parameter.grad, None if master is parameter else master.grad

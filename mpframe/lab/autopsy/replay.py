@@ -16,7 +16,7 @@ from torch import nn
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch
-from mpframe.core.objective import NamedObjective, compute, count_of
+from mpframe.core.objective import NamedObjective, samples_in
 from mpframe.core.optim.widening import fp32_weights
 from mpframe.core.tree import HALF, device_of
 from mpframe.lab.autopsy.watch import Trace, Watch, magnitudes_of
@@ -44,7 +44,7 @@ class Case:
 
     def count(self, number: int) -> int:
         known = self.samples[number] if number < len(self.samples) else ()
-        return len(known) or int(count_of(None, self.batches[number]))
+        return len(known) or samples_in(self.batches[number])
 
     @property
     def half(self) -> torch.dtype:
@@ -155,7 +155,7 @@ def _pass(
     scale = 1.0 if setting.fp32 else case.scales[loss_of.name] * 2.0**setting.octaves
     watch = Watch(case.model, case.half, case.count(number))
     with watch.modules(), precision.cast(), watch:
-        loss = compute(loss_of.objective, case.model, case.batches[number]).loss
+        loss = loss_of(case.model, case.batches[number]).loss
     (loss * scale).backward(inputs=loss_of.parameters)  # type: ignore[no-untyped-call]
     watch.count_weights()
     gradients = [p.grad for p in case.model.parameters() if p.grad is not None]

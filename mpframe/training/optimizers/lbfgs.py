@@ -17,7 +17,7 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import require_objective
 from mpframe.core.optim.gradients import measure_grads
-from mpframe.core.optim.master_weights import MasterWeights, evaluate
+from mpframe.core.optim.master_weights import MasterWeights, evaluate_closure
 from mpframe.core.step_result import StepResult, Verdict
 from mpframe.core.tree import HALF
 from mpframe.training.callbacks.guards import spikes_of
@@ -36,7 +36,7 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
     """
     parameters = [p for group in masters.param_groups for p in group["params"]]
     _check_closure(masters.optimizer, {"half weights": any(p.dtype in HALF for p in parameters)})
-    loss = evaluate(lambda: masters.step_wrapped(closure))
+    _, loss = evaluate_closure(None, lambda: masters.step_wrapped(closure))
     device = parameters[0].device
     last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
     masters.zero_grad()

@@ -22,7 +22,7 @@ from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
 from mpframe.core.optim.gradients import Gradients, check_clipping
-from mpframe.core.optim.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
+from mpframe.core.optim.master_weights import MasterWeights, evaluate_closure, no_new_gradients
 from mpframe.core.optim.masters import load_weights
 from mpframe.core.step_result import StepResult, Verdict, read_verdicts
 from mpframe.core.tree import not_finite
@@ -122,8 +122,7 @@ class MultiOptimizer:
         Returns the step of all, and by part. Afterwards no parameter has a gradient.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        scaling: Any = None if is_closure(scaler) else scaler
-        loss = evaluate(scaler) if is_closure(scaler) else None
+        scaling, loss = evaluate_closure(scaler)
         scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
         grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
         if all(gradients.no_new for gradients in grads.values()):
