@@ -3,7 +3,7 @@
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
 `supervised(loss)` is for batches of inputs and targets. The step calls an objective through
-`compute`, which checks the result, so that a mistake in it becomes one line.
+`NamedObjective`, which checks the result, so that a mistake in it becomes one line.
 """
 
 from collections.abc import Callable
@@ -93,11 +93,6 @@ class NamedObjective:
         elif type(count) is not int or count < 0:
             _check_count(count, objective)
         return StepOutput(loss, output.outputs, output.targets, count)
-
-
-def compute(objective: Objective, model: nn.Module, batch: Any, casts: Any = None) -> StepOutput:
-    """Call an objective as `NamedObjective` does."""
-    return NamedObjective("", objective)(model, batch, casts)
 
 
 def samples_in(batch: Any) -> int:

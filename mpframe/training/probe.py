@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.loss_scaling.backoff import Backoff
-from mpframe.core.loss_scaling.scaler import NoScaling, largest_power_below
-from mpframe.core.objective import Objective, compute
+from mpframe.core.loss_scaling.backoff import Backoff, largest_power_below
+from mpframe.core.loss_scaling.scaler import NoScaling
+from mpframe.core.objective import NamedObjective, Objective
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import user_code
 from mpframe.precision.op_lists import OpLists
@@ -76,7 +76,7 @@ def probe_amax(
 
     with preserve_state(model), _wide_weights(model):
         with _watch_outputs(model, see), _all_fp32(precision).cast(), ExitStack() as stack:
-            loss = compute(objective, model, batch).loss
+            loss = NamedObjective("", objective)(model, batch).loss
             # A divided weight's gradient is this rank's, in the format in which it is gathered.
             if comm.sharding is not None:
                 stack.enter_context(comm.sharding.usage.watch(lambda _, weight: see(weight.grad)))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, is_sharded
-from mpframe.core.objective import StepOutput, compute, samples_in
+from mpframe.core.objective import NamedObjective, StepOutput, samples_in
 from mpframe.parallel.launch import init_comm
 from mpframe.run.sharding import shard
 from mpframe.training.evaluation import Evaluator
@@ -220,7 +220,7 @@ def test_labels_are_counted_as_the_model_averages_them(model, extra, count, monk
     batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": LABELS, **extra}
     loss = torch.zeros((), requires_grad=True)
     monkeypatch.setattr(Tagger, "forward", lambda *_, **__: {"loss": loss})
-    assert compute(model_loss, model, batch).count == count
+    assert NamedObjective("", model_loss)(model, batch).count == count
 
 
 def test_without_a_count_the_first_tensor_with_samples_counts() -> None:
@@ -235,6 +235,6 @@ def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode) -> None:
     loader = SimpleNamespace(epoch=lambda _: [texts(1), texts(0), texts(32)])
     weighed, whole = trainer_of(mode).evaluate(loader).loss, trainer_of(mode)
     with torch.no_grad(), whole.precision.cast():
-        expected = compute(model_loss, whole.model, joint(texts(1), texts(32))).loss
+        expected = NamedObjective("", model_loss)(whole.model, joint(texts(1), texts(32))).loss
     # The logits are the same; 33 labels are summed in two orders, each loss is below 4.
     assert weighed == pytest.approx(float(expected), abs=4 * 36 * 2**-24)

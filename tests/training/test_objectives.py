@@ -20,7 +20,7 @@ from mpframe import Backoff, Evaluator, Plan
 from mpframe.config import CONF
 from mpframe.config.command_line import check_config
 from mpframe.core.errors import MpframeError, UserCodeError
-from mpframe.core.objective import Objective, StepOutput, compute, supervised
+from mpframe.core.objective import NamedObjective, Objective, StepOutput, supervised
 from mpframe.run.parts import build_task, to_device
 from mpframe.tracking.summary import Summary
 from mpframe.training.objectives import cross_entropy, model_loss
@@ -69,7 +69,7 @@ def test_a_supervised_loss_is_in_fp32_outside_the_casts(mode: str, half: str) ->
 def test_a_half_loss_is_taken_to_fp32_and_checked_outside_the_casts() -> None:
     seen, half = CalledOps(), torch.float16
     model, batch = nn.Linear(4, 1, dtype=half), torch.ones(4, dtype=half)
-    output = compute(lambda model, batch: StepOutput(model(batch)), model, batch, seen)
+    output = NamedObjective("", lambda model, batch: StepOutput(model(batch)))(model, batch, seen)
     assert (output.loss.dtype, output.loss.requires_grad) == (torch.float32, True)
     assert seen.names == ["linear"]
 
@@ -86,7 +86,9 @@ def test_an_evaluation_weighs_batches_by_their_count(mode: str, counts: list[int
     torch.manual_seed(0)
     trainer = trainer_of(nn.Linear(4, 2), counting, mode, evaluator=Evaluator())
     with torch.no_grad(), trainer.precision.cast():
-        one, two = (compute(plain, trainer.model, batch).loss.double() for batch in batches)
+        one, two = (
+            NamedObjective("", plain)(trainer.model, batch).loss.double() for batch in batches
+        )
     first, second = counts or (5, 3)
     expected = float((one * first + two * second) / (first + second))
     assert trainer.evaluate(batches).loss == expected
@@ -183,7 +185,7 @@ def test_dice_and_cross_entropy_by_hand() -> None:
 
 
 def given(objective: Any, batch: Any) -> Callable[[], object]:
-    return lambda: compute(objective, nn.Linear(4, 2), batch)
+    return lambda: NamedObjective("", objective)(nn.Linear(4, 2), batch)
 
 
 def objective_of(*overrides: str) -> Any:

@@ -15,7 +15,7 @@ from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
 from mpframe.core.errors import UserCodeError
-from mpframe.core.objective import compute
+from mpframe.core.objective import NamedObjective
 from mpframe.data import Loader
 from mpframe.workloads import detection as det
 from mpframe.workloads.detection import MeanAveragePrecision, detection, encode, match, scenes
@@ -112,7 +112,7 @@ def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str)
     for layer in (own for own in model.modules() if isinstance(own, nn.Conv2d)):
         layer.register_forward_hook(lambda _, __, gave: convolved.add(gave.dtype))
     with Kernels() as kernels, precision.cast():
-        output = compute(detection, model, batch())
+        output = NamedObjective("", detection)(model, batch())
     output.loss.backward()
     assert output.count == 2
     assert all(weight.grad is not None for weight in model.parameters())
@@ -122,7 +122,7 @@ def test_a_step_and_an_evaluation_in_every_mode(kind: str, mode: str, half: str)
     assert given["smooth_l1_loss"] == given["_log_softmax"] == {torch.float32}
     assert convolved == {torch.float32 if mode == "fp32" else HALVES[half]}
     with torch.no_grad(), precision.cast():
-        first, second = (compute(detection, model.eval(), batch()) for _ in range(2))
+        first, second = (NamedObjective("", detection)(model.eval(), batch()) for _ in range(2))
     assert torch.equal(first.loss, second.loss)
     for found in first.outputs:
         assert found["boxes"].dtype == found["scores"].dtype == torch.float32
@@ -149,7 +149,7 @@ def test_an_evaluation_measures_losses_and_boxes_and_changes_nothing() -> None:
     model = Detector().eval()
     before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     with torch.no_grad():
-        first, second = (compute(detection, model, batch(3)) for _ in range(2))
+        first, second = (NamedObjective("", detection)(model, batch(3)) for _ in range(2))
     assert torch.equal(first.loss, second.loss)
     assert (len(first.outputs), len(first.targets), first.count) == (3, 3, 3)
     assert model.spy[0][:2] == [[False] * 4, [True, False, False, True]]
@@ -165,7 +165,7 @@ def test_losses_are_summed_in_fp32_and_what_gives_none_is_refused() -> None:
 
     losses = {"large": torch.tensor(2048.0).half(), "small": torch.tensor(1.0).half()}
     with torch.no_grad():
-        output = compute(detection, giving(losses), batch())
+        output = NamedObjective("", detection)(giving(losses), batch())
     assert output.loss.item() == 2049.0  # which float16 does not hold
     pairs = "objective: detection takes batches of (images, targets), and the dataset gave float32 "
     for other, given, text in (
@@ -173,7 +173,7 @@ def test_losses_are_summed_in_fp32_and_what_gives_none_is_refused() -> None:
         (nn.Conv2d(3, 4, 1), ([torch.ones(3, 8, 8)], None), "model: Conv2d raised TypeError"),
         (giving([torch.ones(3, 4)]), batch(), "model: Identity gave a list of float32 [3, 4]"),
     ):
-        assert refused(UserCodeError, compute, detection, other, given).startswith(text)
+        assert refused(UserCodeError, NamedObjective("", detection), other, given).startswith(text)
 
 
 def test_a_shape_fills_its_box_which_overlaps_no_other_and_nothing_else() -> None:

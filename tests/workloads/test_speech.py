@@ -13,7 +13,7 @@ from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
 from mpframe.core.errors import UserCodeError
-from mpframe.core.objective import compute
+from mpframe.core.objective import NamedObjective
 from mpframe.workloads import speech
 from mpframe.workloads.speech import LabelErrorRate, collapse, collate, ctc, phonemes
 
@@ -62,7 +62,7 @@ def test_the_lstm_computes_in_half_whatever_is_padded_and_ctc_in_fp32(mode: str,
     states: list[torch.dtype] = []
     model.head.register_forward_pre_hook(lambda _, given: states.append(given[0].dtype))
     with Kernels() as kernels, precision.cast():
-        output = compute(ctc, model, batch_of((12, 3), (9, 2)))
+        output = NamedObjective("", ctc)(model, batch_of((12, 3), (9, 2)))
     output.loss.backward()
     result = optimizer.step()
     assert result is None or not result.skipped
@@ -93,7 +93,9 @@ def test_batches_are_padded_mappings_and_the_lengths_stay_on_the_host() -> None:
     assert batch["inputs"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
     assert batch["targets"].tolist() == [[4, 0], [5, 6]]
     assert (batch["input_lengths"], batch["target_lengths"]) == ([2, 1], [1, 2])
-    assert refused(UserCodeError, compute, ctc, network(), {"inputs": torch.ones(1, 2, 3)}) == (
+    assert refused(
+        UserCodeError, NamedObjective("", ctc), network(), {"inputs": torch.ones(1, 2, 3)}
+    ) == (
         "objective: ctc takes a mapping with inputs, input_lengths, targets, target_lengths, and "
         "the dataset gave a dict of inputs; let its collate make one"
     )

@@ -19,16 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpframe.core.loss_scaling.scaler import (
-    DEFAULT,
-    SCALES,
-    Scaler,
-    largest_power_below,
-    number,
-    power_of_two,
-)
+from mpframe.core.loss_scaling.scaler import DEFAULT, SCALES, Scaler, number, power_of_two
 from mpframe.core.ranges import Range, make_range_error, require, require_whole
-from mpframe.core.tree import HALVES
+from mpframe.core.tree import HALVES, is_apple
 
 DEFAULT_SCALE = 2.0**16
 PROBE = "probe"
@@ -160,3 +153,12 @@ class Backoff(AdaptiveScaler):
             scale = torch.where(bad & (overflows < self._hysteresis), before, scale)
             overflows.masked_fill_((clean_steps == 0) & ~bad, 0)
         self.state["scale"] = scale.clamp_(self._min, self._max)
+
+
+def largest_power_below(limit: float, amax: Tensor) -> Tensor:
+    """Return the largest e with 2^e * amax <= limit, as int32, for a finite amax > 0."""
+    value = amax.cpu() if is_apple(amax.device) else amax
+    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=value.device))
+    used = torch.frexp(value.double())  # float64 holds the subnormal float32 as normal numbers
+    exponent = room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+    return exponent.to(amax.device)

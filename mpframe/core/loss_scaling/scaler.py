@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpframe.core.errors import CheckpointError
 from mpframe.core.ranges import Range, require
-from mpframe.core.tree import is_apple, widest
+from mpframe.core.tree import widest
 
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS, _MANTISSA_BITS = 127, 23  # of float32
@@ -185,12 +185,3 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def exponent_of(power: Tensor) -> Tensor:
     """Return e of 2^e, a normal float32, as int32."""
     return (power.view(torch.int32) >> _MANTISSA_BITS) - _BIAS
-
-
-def largest_power_below(limit: float, amax: Tensor) -> Tensor:
-    """Return the largest e with 2^e * amax <= limit, as int32, for a finite amax > 0."""
-    value = amax.cpu() if is_apple(amax.device) else amax
-    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=value.device))
-    used = torch.frexp(value.double())  # float64 holds the subnormal float32 as normal numbers
-    exponent = room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
-    return exponent.to(amax.device)
