@@ -10,26 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Patch
 from planted import faint
 from torch import Tensor, nn
 
 from mpframe.core.objective import NamedObjective, supervised
-from mpframe.lab.autopsy import diagnosis as diagnosis_module
 from mpframe.lab.autopsy.diagnosis import (
     Culprit,
     Diagnosis,
     Kind,
     diagnose,
-    saturation_in,
     underflow_share,
 )
-from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Setting, replay
-from mpframe.lab.autopsy.report import report_on
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
-from mpframe.lab.product_noise import Noise
-from mpframe.lowbit.recipe import Recipe
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.precision import Precision
 
@@ -170,35 +163,6 @@ def test_a_planted_fault_is_found(mode: Any, middle: Any, options: Any, found: A
     if kind is BEYOND:
         assert diagnosis.proven
         assert culprit.value > culprit.limit == 65504.0
-
-
-def test_a_product_that_saturates_is_named(monkeypatch: Patch) -> None:
-    """A format without scales; behind the layer a norm makes up for what is cut off."""
-    torch.manual_seed(0)
-    model = nn.Sequential(linear(), times(1.0), linear(), nn.LayerNorm(16), linear())
-    unscaled = {"every": {"format": "e4m3fn", "scale": "none"}, "dx": None, "dw": None}
-    recipe = Recipe.from_mapping("unscaled", unscaled)
-    case = case_of(model, half="bfloat16", products=recipe, scale=1.0)
-    sound = diagnose(case)
-    assert (sound.kind, sound.saturation) == (NONE, None)
-    model[1].function = times(2.0**14)
-    diagnosis = diagnose(case)
-    assert (found := diagnosis.saturation) is not None
-    assert (diagnosis.kind, found.layer, found.operand) == (Kind.SATURATED, "2", "forward.x")
-    # Of values near 2^14 that are cut off at 448 nearly all is lost: below 1 dB.
-    assert (found.noise.saturated > 0.5, found.noise.snr_db < 1) == (True, True)
-    # Of several the one with the least signal.
-    noises = {(name, "dw.x"): Noise(8, snr, 0.5, 0.0) for name, snr in (("1", 9.0), ("2", 3.0))}
-    monkeypatch.setattr(diagnosis_module, "noises_of", lambda case: noises)
-    assert saturation_in(case) == ("2", "dw.x", noises["2", "dw.x"])
-    step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
-    text = report_on(diagnosis, case, step).text()
-    for said in (
-        "autopsy of step 1: saturated: beyond the scale of a product",
-        "where  2, operand forward.x of its products",
-        "add to the command line: ops.modules.2=none, which keeps its products in half",
-    ):
-        assert said in text
 
 
 def test_bad_samples_are_named_by_their_path_and_micro_batch_and_a_weight_that_is_nan() -> None:

@@ -7,14 +7,12 @@
         it is not, or at that scale many gradients underflow               BEYOND_FORMAT
     it is finite:
         many gradients underflow, and fewer at a higher scale              UNDERFLOW
-        an operand of a product is cut off at its scale                    SATURATED
         otherwise                                                          NO_FAULT
 
 A remedy is tried, not guessed: modules are pinned to fp32, the first culprit and then the next,
 until the replay is finite.
 
-Underflow means gradients below half's normal range. An operand of a product below 16 bits is cut
-off if its values outgrow a format without scales (`scale: none`).
+Underflow means gradients below half's normal range.
 """
 
 import math
@@ -24,15 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mpframe.core.tree import dtype_name
 from mpframe.data.fetching import named_leaves
-from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, noises_of, replay
+from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.watch import OUTSIDE, FirstNonFinite, OpCall, bad_rows, magnitudes_of
-from mpframe.lab.product_noise import Noise
 from mpframe.precision.op_lists import known_ops
 from mpframe.training.probe import safe_scale
 
@@ -151,27 +148,6 @@ def _ids(case: Case, batch: int, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(known[row] if row < len(known) else row for row in rows)
 
 
-_LEAST_SIGNAL = 10.0  # decibels: the noise has a tenth of the signal's energy
-
-
-class Saturation(NamedTuple):
-    """An operand that was cut off."""
-
-    layer: str
-    operand: str  # product and operand, as `forward.x`
-    noise: Noise
-
-
-def saturation_in(case: Case) -> Saturation | None:
-    """Find the operand with the least signal, if values beyond the range are to blame."""
-    found = [
-        Saturation(*key, noise)
-        for key, noise in noises_of(case).items()
-        if noise.saturated > 0 and noise.snr_db < _LEAST_SIGNAL
-    ]
-    return min(found, key=lambda operand: operand.noise.snr_db, default=None)
-
-
 def underflow_share(half: Replay, full: Replay, kept_as: str = "normal") -> float:
     """Return the share of half gradients below half's normal range that are not 0 in fp32.
 
@@ -235,7 +211,6 @@ class Kind(Enum):
     NOT_FINITE_IN_FP32 = "not finite in fp32 too: model, data or learning rate"
     DIVERGING = "diverging, in fp32 too: learning rate, model or data"
     UNDERFLOW = "underflow: scale too low"
-    SATURATED = "saturated: beyond the scale of a product"
     NO_FAULT = "no fault found"
 
 
@@ -251,7 +226,6 @@ class Diagnosis:
     underflow: float = math.nan  # share of half gradients below half's normal range
     underflow_then: float = math.nan  # the same at the changed scale
     zeros: float = math.nan  # share of half gradients that are 0 here and not in fp32
-    saturation: Saturation | None = None  # the operand that is cut off
     replays: tuple[Replay, ...] = ()  # all of them, in order
 
 
@@ -302,9 +276,7 @@ class _Examination:
                 culprit = culprit_of_underflow(self._case, half, full)
                 raised = {"octaves": up, "underflow_then": then, "proven": True}
                 return self._diagnosis(Kind.UNDERFLOW, culprit, **shares, **raised)
-        saturation = saturation_in(self._case)
-        kind = Kind.SATURATED if saturation else Kind.NO_FAULT
-        return self._diagnosis(kind, None, saturation=saturation, **shares)
+        return self._diagnosis(Kind.NO_FAULT, None, **shares)
 
     def _octaves_down(self) -> int:
         """Find the fewest octaves that make the step finite, 0 if no allowed number does."""

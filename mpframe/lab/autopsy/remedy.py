@@ -10,7 +10,6 @@ from mpframe.config.overrides import deny_words, pin_words
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.replay import Case, Setting
 from mpframe.lab.hints import ADAPTIVE
-from mpframe.precision.policy import NO_PRODUCTS
 
 CEILING = 2.0**24  # of Backoff and LogMax, unless an option moves it
 
@@ -23,8 +22,6 @@ def remedy_words(diagnosis: Diagnosis, case: Case, ceiling: float = CEILING) -> 
     """
     if diagnosis.kind is Kind.BEYOND_FORMAT:
         return setting_words(diagnosis.remedy) if diagnosis.proven else ("dtype=fp32",)
-    if diagnosis.saturation is not None:
-        return pin_words([diagnosis.saturation.layer], NO_PRODUCTS)
     if diagnosis.kind in (Kind.SCALE_TOO_HIGH, Kind.UNDERFLOW):
         return tuple(_scale_words(case, fitting_scale(diagnosis, case), ceiling))
     return ()

@@ -20,7 +20,6 @@ from mpframe.core.objective import NamedObjective, samples_in
 from mpframe.core.optim.widening import fp32_weights
 from mpframe.core.tree import HALF, device_of
 from mpframe.lab.autopsy.watch import Trace, Watch, magnitudes_of
-from mpframe.lab.product_noise import Noises, ProductProbe
 from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of
 from mpframe.precision.trace import preserve_state
@@ -134,18 +133,6 @@ def replay(case: Case, setting: Setting) -> Replay:
         ]
     wanted = case.skipped
     return Replay(setting, [p for p in passes if wanted is None or p.objective in wanted])
-
-
-def noises_of(case: Case) -> Noises:
-    """Count what products below 16 bits lose in a replay of the step as it ran."""
-    if not case.precision.policy.recipes:
-        return {}
-    probe = ProductProbe(case.precision)
-    try:
-        replay(case, Setting())
-    finally:
-        noises = probe.noises()
-    return noises
 
 
 def _pass(

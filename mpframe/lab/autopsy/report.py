@@ -50,12 +50,6 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     if culprit is not None:
         facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
-    if diagnosis.saturation is not None:
-        layer, operand, noise = diagnosis.saturation
-        beyond = f"{noise.saturated:.0%} of its values are beyond the format's range at their scale"
-        above = f"the signal is {noise.snr_db:.1f} dB above what was cut off"
-        facts.append(("where", f"{layer}, operand {operand} of its products"))
-        facts.append(("value", f"{beyond}; {above}"))
     facts.append(("do", _advice(diagnosis, case, step)))
     title = f"autopsy of step {step.step}: {_title(diagnosis, case, step)}"
     return Report(title, facts, _table(diagnosis.replays))
@@ -148,8 +142,6 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     if diagnosis.kind is Kind.UNDERFLOW:
         then = f"at scale {fitting_scale(diagnosis, case):g} it is {diagnosis.underflow_then:.0%}"
         return f"{_ADD}{words}; {then}"
-    if diagnosis.saturation is not None:
-        return f"{_ADD}{words}, which keeps its products in half"
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         return _mend_fp32(diagnosis.culprit, step)
     if diagnosis.kind is Kind.DIVERGING:

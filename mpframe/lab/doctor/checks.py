@@ -30,7 +30,6 @@ from mpframe.lab.autopsy.remedy import (
     remedy_words,
     scaler_goes_there,
 )
-from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import MODEL, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.hints import (
@@ -246,7 +245,7 @@ _MANY_OF_OPERAND_LOST = 0.5
 def check_products(subject: Subject) -> Iterator[Finding]:
     """Layers whose operands lose too much, or else the ones that lose most."""
     recipe = subject.policy.products
-    noises = noises_of(subject.case) if subject.policy.recipes else {}
+    noises = subject.noises() if subject.policy.recipes else {}
     bad = [key for key, noise in noises.items() if not _bearable(noise)]
     layers = dict.fromkeys(layer for layer, _ in bad if layer != WITHOUT_WEIGHT)
     worst = bad or sorted(noises, key=lambda key: noises[key].snr_db)[:3]

@@ -16,8 +16,9 @@ from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
-from mpframe.lab.autopsy.replay import Case
+from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.hints import PlannedRun
+from mpframe.lab.product_noise import Noises, ProductProbe
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.optimizers.multi_optimizer import largest
 from mpframe.training.probe import probe_amax, wants_probe
@@ -77,6 +78,15 @@ class Subject(PlannedRun):
     def diagnosis(self) -> Diagnosis:
         """The autopsy's diagnosis of the first step, its remedies tried on the first batch."""
         return diagnose(self.case)
+
+    def noises(self) -> Noises:
+        """Count what products below 16 bits lose in the first step."""
+        probe = ProductProbe(self.trainer.precision)
+        try:
+            replay(self.case, Setting())
+        finally:
+            noises = probe.noises()
+        return noises
 
     def first_scale(self, scaler: LossScaler) -> float:
         """Return the first scale. A scaler that probes takes it from the gradients."""
