@@ -17,11 +17,9 @@ Underflow means gradients below half's normal range.
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -148,28 +146,19 @@ def _ids(case: Case, batch: int, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(known[row] if row < len(known) else row for row in rows)
 
 
-def underflow_share(half: Replay, full: Replay, kept_as: str = "normal") -> float:
+def underflow_share(half: Replay, full: Replay) -> float:
     """Return the share of half gradients below half's normal range that are not 0 in fp32.
 
     Each element of op results' and weights' gradients counts once, if it is stored in half.
-    `kept_as="nonzero"` gives the share that is 0.
     """
-    nonzero, kept = _count_kept(half, full, kept_as)
-    return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
-
-
-def culprit_of_underflow(case: Case, half: Replay, full: Replay) -> Culprit:
-    """Find the module with the largest share of underflow, and its largest gradient."""
-    nonzero, kept = _count_kept(half, full)
-    module = max(nonzero, key=lambda name: (1 - kept[name] / nonzero[name], nonzero[name]))
-    calls = full.passes[0].trace.backward.items()
-    largest, call = max(
-        ((seen.inputs.largest, call) for call, seen in calls if call.module == module),
-        key=itemgetter(0),
-        default=(0.0, OpCall(module, "weight")),
-    )
-    value, limit = largest * half.passes[0].scale, torch.finfo(case.half).smallest_normal
-    return Culprit(call, "backward", value, "gradient", limit, dtype_name(case.half))
+    nonzero = kept = 0
+    for one, wide in zip(half.passes, full.passes, strict=True):
+        for key, count in one.trace.gradients.items():
+            there = wide.trace.gradients.get(key)
+            if there is not None and count.narrow:
+                nonzero += there.nonzero
+                kept += min(count.normal, there.nonzero)
+    return 1.0 - kept / nonzero if nonzero else 0.0
 
 
 def largest_gradient(half: Replay, full: Replay) -> float:
@@ -180,22 +169,6 @@ def largest_gradient(half: Replay, full: Replay) -> float:
         held = (key for key, count in narrow.trace.gradients.items() if count.narrow)
         found += [there[key].largest for key in held if key in there]
     return max(found)
-
-
-def _count_kept(
-    half: Replay, full: Replay, kept_as: str = "normal"
-) -> tuple[Counter[str], Counter[str]]:
-    """Count, by module, gradients that fp32 has, and how many of them half keeps."""
-    nonzero, kept = Counter[str](), Counter[str]()
-    for one, wide in zip(half.passes, full.passes, strict=True):
-        for key, count in one.trace.gradients.items():
-            there = wide.trace.gradients.get(key)
-            if there is None or not count.narrow or not there.nonzero:
-                continue
-            module = key[0].rpartition(".")[0] if key[1] == "weight" else key[0]
-            nonzero[module] += there.nonzero
-            kept[module] += min(getattr(count, kept_as), there.nonzero)
-    return nonzero, kept
 
 
 UNDERFLOW_LIMIT = 0.25
@@ -225,7 +198,6 @@ class Diagnosis:
     octaves: int = 0  # by which the scale must change for a finite step (< 0), or less underflow
     underflow: float = math.nan  # share of half gradients below half's normal range
     underflow_then: float = math.nan  # the same at the changed scale
-    zeros: float = math.nan  # share of half gradients that are 0 here and not in fp32
     replays: tuple[Replay, ...] = ()  # all of them, in order
 
 
@@ -267,16 +239,13 @@ class _Examination:
         return self._diagnosis(Kind.SCALE_TOO_HIGH, culprit, **lowered)
 
     def _of_finite(self, half: Replay, full: Replay) -> Diagnosis:
-        underflow, zeros = (underflow_share(half, full, kept) for kept in ("normal", "nonzero"))
-        shares = {"underflow": underflow, "zeros": zeros}
-        up = self._octaves_up(half, full)
+        underflow, up = underflow_share(half, full), self._octaves_up(half, full)
         if underflow > UNDERFLOW_LIMIT and up > 0:
             then = underflow_share(self._replay(Setting(octaves=up)), full)
             if then < underflow * _GAIN:
-                culprit = culprit_of_underflow(self._case, half, full)
                 raised = {"octaves": up, "underflow_then": then, "proven": True}
-                return self._diagnosis(Kind.UNDERFLOW, culprit, **shares, **raised)
-        return self._diagnosis(Kind.NO_FAULT, None, **shares)
+                return self._diagnosis(Kind.UNDERFLOW, None, underflow=underflow, **raised)
+        return self._diagnosis(Kind.NO_FAULT, None, underflow=underflow)
 
     def _octaves_down(self) -> int:
         """Find the fewest octaves that make the step finite, 0 if no allowed number does."""

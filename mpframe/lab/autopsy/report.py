@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, few, markdown
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
@@ -73,7 +74,7 @@ def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str
     if culprit.direction == "weights":
         return [("where", f"weight or buffer {where_of(culprit)} holds {_number(culprit.value)}")]
     facts = [("where", f"{_describe(culprit.call, case)}, {culprit.direction} pass")]
-    facts.append(("value", value_of(culprit, diagnosis)))
+    facts.append(("value", value_of(culprit)))
     if culprit.origin is not None:
         facts.append(("from", f"{_describe(culprit.origin, case)}: so large first there"))
     if culprit.objective:
@@ -102,14 +103,8 @@ def _module(call: OpCall) -> str:
     return call.module or "the model itself"
 
 
-def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
+def value_of(culprit: Culprit) -> str:
     """Say how large that value is, compared with the limit of its format."""
-    if diagnosis.kind is Kind.UNDERFLOW:
-        return (
-            f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
-            f"precision down to {culprit.limit:.3g}; {diagnosis.underflow:.0%} of all gradients "
-            f"are below it, and {diagnosis.zeros:.0%} are 0"
-        )
     if not math.isfinite(culprit.value):
         return f"its {culprit.what} is {_number(culprit.value)} in float32"
     if culprit.value <= culprit.limit:
@@ -140,14 +135,21 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     if diagnosis.kind is Kind.SCALE_TOO_HIGH:
         return _lower(diagnosis, case, words)
     if diagnosis.kind is Kind.UNDERFLOW:
-        then = f"at scale {fitting_scale(diagnosis, case):g} it is {diagnosis.underflow_then:.0%}"
-        return f"{_ADD}{words}; {then}"
+        return f"{_ADD}{words}; {underflow_of(diagnosis, case)}"
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         return _mend_fp32(diagnosis.culprit, step)
     if diagnosis.kind is Kind.DIVERGING:
         loss = f"{diagnosis.replays[0].loss:.3g}, and it was {step.first_loss:.3g}"
         return f"{_calm(step)}: in fp32 too the loss is {loss} at the first step"
     return "nothing: the step replays with finite gradients, and its scale loses few of them"
+
+
+def underflow_of(diagnosis: Diagnosis, case: Case) -> str:
+    """Say how many gradients half keeps badly, and how many at a fitting scale."""
+    return (
+        f"{diagnosis.underflow:.0%} of the gradients are below {dtype_name(case.half)}'s normal "
+        f"range ({diagnosis.underflow_then:.0%} at {fitting_scale(diagnosis, case):g})"
+    )
 
 
 def _pin(diagnosis: Diagnosis, words: str) -> str:

@@ -24,13 +24,8 @@ from torch import Tensor
 from mpframe.config.overrides import deny_words, pin_words
 from mpframe.files.text import few
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
-from mpframe.lab.autopsy.remedy import (
-    CEILING,
-    fitting_scale,
-    remedy_words,
-    scaler_goes_there,
-)
-from mpframe.lab.autopsy.report import MODEL, value_of, where_of
+from mpframe.lab.autopsy.remedy import CEILING, remedy_words, scaler_goes_there
+from mpframe.lab.autopsy.report import MODEL, underflow_of, value_of, where_of
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lab.hints import (
     ADAPTIVE,
@@ -145,7 +140,7 @@ def check_first_step(subject: Subject) -> Iterator[Finding]:
     elif diagnosis.kind is Kind.BEYOND_FORMAT:
         culprit = diagnosis.culprit
         assert culprit is not None  # A step that is finite in fp32 and not in half has one.
-        beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
+        beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit)}"
         yield error(beyond, *remedy_words(diagnosis, subject.case))
     elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
         yield _too_high(subject, diagnosis)
@@ -186,10 +181,8 @@ def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
     option = "scale" if case.scaling == "static" else "init_scale"
     ceiling = float(subject.options.get("loss_scaling.max_scale", CEILING))
     return warning(
-        f"loss_scaling.{option}={max(case.scales.values()):g}: too small, "
-        f"{diagnosis.underflow:.0%} of the first batch's gradients are below "
-        f"{subject.policy.half}'s normal range ({diagnosis.underflow_then:.0%} at "
-        f"{fitting_scale(diagnosis, case):g})",
+        f"loss_scaling.{option}={max(case.scales.values()):g}: too small on the first batch; "
+        f"{underflow_of(diagnosis, case)}",
         *remedy_words(diagnosis, case, ceiling),
     )
 
