@@ -251,7 +251,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_diverges_has_a_report(failed: Path, capsys: Shown) -> None:
     text = page_of(failed)
     assert text.startswith("# autopsy of step 1: activation beyond float16 in gain\n")
-    assert "- **where**: gain (Gain), op mul, forward pass" in text
+    assert "- **where**: gain, op mul, forward pass" in text
     assert "'ops.modules={gain:fp32}'   (replayed with it: finite)" in text
     assert "epoch 0, batch 0" in text
     _, weights, _ = evidence.load(evidence.folder_of(failed, 1))

@@ -40,7 +40,7 @@ class Culprit:
     direction: str  # `forward` or `backward`, or for a value from before `data` or `weights`
     # The largest magnitude in the fp32 replay, gradients times the scale, or inf or nan.
     value: float
-    what: str  # has that magnitude: `result`, `input`, `gradient`, `sample` or `weight`
+    what: str  # has that magnitude: `result`, `input`, `gradient`, or `value` before all ops
     limit: float  # the largest number of the format
     half: str  # the format
     batch: int = 0  # number of the micro-batch
@@ -137,7 +137,7 @@ def _nonfinite(call: OpCall, direction: str, nan: bool, *where: Any) -> Culprit:
     """Make a culprit that is not finite in fp32 either, with its batch, samples and objective."""
     limit = torch.finfo(torch.float32).max
     value = math.nan if nan else math.inf
-    what = {"data": "sample", "weights": "weight", "backward": "gradient"}.get(direction, "result")
+    what = {"data": "value", "weights": "value", "backward": "gradient"}.get(direction, "result")
     return Culprit(call, direction, value, what, limit, "float32", *where)
 
 

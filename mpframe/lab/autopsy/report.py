@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, few, markdown
@@ -21,7 +19,7 @@ from mpframe.lab.autopsy.remedy import (
     setting_words,
 )
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
-from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.lab.autopsy.watch import OpCall
 from mpframe.training.trainer import Trainer
 
 _FEW = 8
@@ -49,7 +47,7 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     culprit = diagnosis.culprit
     facts = [("why", str(step.reason))]
     if culprit is not None:
-        facts += _where(culprit, diagnosis, case)
+        facts += _where(culprit)
         facts += _samples(culprit, step)
     facts.append(("do", _advice(diagnosis, case, step)))
     title = f"autopsy of step {step.step}: {_title(diagnosis, case, step)}"
@@ -68,39 +66,31 @@ def _title(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     return diagnosis.kind.value
 
 
-def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str, str]]:
-    if culprit.direction == "data":
-        return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
-    if culprit.direction == "weights":
-        return [("where", f"weight or buffer {where_of(culprit)} holds {_number(culprit.value)}")]
-    facts = [("where", f"{_describe(culprit.call, case)}, {culprit.direction} pass")]
-    facts.append(("value", value_of(culprit)))
+def _where(culprit: Culprit) -> list[tuple[str, str]]:
+    facts = [("where", where_of(culprit)), ("value", value_of(culprit))]
     if culprit.origin is not None:
-        facts.append(("from", f"{_describe(culprit.origin, case)}: so large first there"))
+        facts.append(("from", f"{_place(culprit.origin)}: so large first there"))
     if culprit.objective:
         facts.append(("loss", culprit.objective))
     return facts
 
 
-def _describe(call: OpCall, case: Case) -> str:
-    if call.module == OUTSIDE:
-        return f"the loss and the model's output, op {call.op}"
-    modules: dict[str, nn.Module] = dict(case.model.named_modules())
-    kind = type(modules[call.module]).__name__ if call.module in modules else "?"
-    return f"{_module(call)} ({kind}), op {call.op}"
-
-
 def where_of(culprit: Culprit) -> str:
     """Say in a few words where a value first left the range."""
     call = culprit.call
-    if culprit.direction in ("data", "weights"):
+    if culprit.direction == "data":
+        return f"{call.op} of the batch"
+    if culprit.direction == "weights":
         return ".".join(filter(None, (call.module, call.op)))
-    module = "the loss" if call.module == OUTSIDE else _module(call)
-    return f"{module}, op {call.op}, {culprit.direction} pass"
+    return f"{_place(call)}, {culprit.direction} pass"
+
+
+def _place(call: OpCall) -> str:
+    return f"{_module(call)}, op {call.op}"
 
 
 def _module(call: OpCall) -> str:
-    return call.module or "the model itself"
+    return call.module or "the model itself"  # `OUTSIDE` is a name as well.
 
 
 def value_of(culprit: Culprit) -> str:
