@@ -1,8 +1,7 @@
 """Checks for options that are allowed, but probably not intended. They compute nothing.
 
 Each yields findings on a `PlannedRun`: a line with the command-line words that fix it. A run
-reports them at its start, and so does the doctor, which has more checks. `find_rounded_numbers`
-finds numbers of an optimizer that a format loses.
+reports them at its start, and so does the doctor, which has more checks.
 """
 
 import shlex
@@ -53,9 +52,6 @@ error, warning, note = map(_finder, Severity)
 
 
 ADAPTIVE = ("Backoff", "LogMax")
-# Their updates are about as large as the learning rate, for any gradients.
-_STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_SAMPLED = 4096  # values of each weight that are looked at instead of all
 
 
 @dataclass
@@ -78,12 +74,6 @@ class PlannedRun:
     def scaling(self) -> str:
         return scaling_of(self.trainer)
 
-    @property
-    def optimizers(self) -> dict[str, MasterWeights]:
-        """The optimizers by the path of their options."""
-        parts = parts_of(self.trainer.optimizer)
-        return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
-
 
 def scaling_of(trainer: Trainer) -> str:
     """Return the name of the loss scaling, which is of one kind for all losses."""
@@ -96,21 +86,8 @@ def check_unscaled(run: PlannedRun) -> Iterator[Finding]:
         yield warning(what, "loss_scaling=Backoff")
 
 
-def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
-    kind = run.scaling
-    if kind in ADAPTIVE and run.half != torch.float16:
-        reason = f", and {run.policy.half} has the range of fp32" if run.half else ""
-        what = f"loss_scaling={kind} with dtype={run.policy.mode}{reason}"
-        yield note(f"{what}: no gradient needs a scale", "loss_scaling=none")
-
-
 def check_masters(run: PlannedRun) -> Iterator[Finding]:
-    if run.trainer.precision.master_weights:
-        return
-    if (mode := run.policy.mode) != "mixed":
-        what = f"dtype.master_weights=false: changes nothing with dtype={mode}"
-        yield warning(f"{what}, whose weights are fp32", "dtype.master_weights=true")
-    else:
+    if run.policy.mode == "mixed" and not run.trainer.precision.master_weights:
         lost = f"below half a unit in the last place of {run.policy.half} weights are lost"
         yield warning(f"dtype.master_weights=false: updates {lost}", "dtype.master_weights=true")
 
@@ -123,62 +100,19 @@ def check_casts(run: PlannedRun) -> Iterator[Finding]:
         yield warning(f"ops=none: {what}", "ops=default")
 
 
-def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
-    """A learning rate that the format of the weights cannot add to most of them."""
-    for path, optimizer in run.optimizers.items():
-        rate = optimizer.optimizer.defaults.get("lr")
-        if not isinstance(optimizer.optimizer, _STEPS_OF_LR) or not isinstance(rate, float):
-            continue
-        half_unit, form = _half_unit(optimizer)
-        if 0.0 < rate < half_unit:
-            wide = run.trainer.precision.master_weights or form == torch.float32
-            yield warning(
-                f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
-                f"{dtype_name(form)} weights, which therefore do not move",
-                f"{path}.lr=0.001" if wide else "dtype.master_weights=true",
-            )
-
-
 def check_average(run: PlannedRun) -> Iterator[Finding]:
     ema = ema_of(run.trainer)
     steps = run.trainer.plan.total_steps(len(run.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
         over = f"averages over the last {1 / (1 - ema.decay):.0f} steps, and the run has {steps}"
-        forgotten = float(f"{10.0 / steps:.2g}")  # a decay rounded to few digits may be 1
-        fits = f"trainer.ema_decay={max(0.5, 1.0 - forgotten):.12g}"
-        yield warning(f"trainer.ema_decay={ema.decay:g}: {over}", fits)
-
-
-def check_accumulation(run: PlannedRun) -> Iterator[Finding]:
-    wanted, batches = run.trainer.plan.accumulate, len(run.loader)
-    if wanted > batches:
-        what = f"an epoch has {batches} batches, all that a step takes"
-        yield warning(f"trainer.accumulate={wanted}: {what}", f"trainer.accumulate={batches}")
+        yield warning(f"trainer.ema_decay={ema.decay:g}: {over}")
 
 
 def check_classes(run: PlannedRun) -> Iterator[Finding]:
     outputs, classes = (run.options.get(f"{part}.classes") for part in ("model", "dataset"))
-    if not isinstance(outputs, int) or not isinstance(classes, int) or outputs == classes:
-        return
-    lost = f"its labels from {outputs} on have no output"
-    lost = f"{outputs - classes} outputs are never right" if outputs > classes else lost
-    what = f"model.classes={outputs}: the data set has {classes}, so {lost}"
-    yield warning(what, f"model.classes={classes}")
-
-
-def _half_unit(optimizer: MasterWeights) -> tuple[float, torch.dtype]:
-    """Return half a unit in the last place of the median weight, and the format of its updates."""
-    updated = [optimizer.master_of(parameter).detach() for parameter in optimizer.parameters]
-    if not updated:
-        return 0.0, torch.float32
-    narrow = min((tensor.dtype for tensor in updated), key=lambda form: form.itemsize)
-    values = [tensor.flatten() for tensor in updated if tensor.dtype == narrow]
-    sampled = torch.cat([v[:: -(-v.numel() // _SAMPLED) or 1].float() for v in values])
-    magnitudes = sampled[sampled != 0].abs()
-    if not magnitudes.numel():
-        return 0.0, narrow
-    octave = torch.frexp(magnitudes.median()).exponent - 1
-    return torch.finfo(narrow).eps / 2 * 2.0 ** int(octave), narrow
+    if isinstance(outputs, int) and isinstance(classes, int) and outputs != classes:
+        what = f"model.classes={outputs}: the data set has {classes}"
+        yield warning(what, f"model.classes={classes}")
 
 
 SMALL = ("eps", "lr", "weight_decay")
@@ -186,24 +120,8 @@ DECAYS = ("betas", "momentum", "alpha", "rho")
 _BADLY = 0.01
 
 
-@dataclass(frozen=True)
-class RoundedNumber:
-    """A number that the format of an optimizer's tensors loses or rounds badly."""
-
-    name: str  # the optimizer's argument
-    index: str  # `[i]` if that is a tuple, else empty
-    value: float
-    rounded: float  # in the format
-    form: torch.dtype
-    lost: bool  # 0 instead of a small number, or 1 instead of a decay
-
-    def __str__(self) -> str:
-        becomes = f"is {self.rounded:g}" if self.lost else f"becomes {self.rounded:.6g}"
-        return f"{self.name}{self.index}={self.value:.10g} {becomes} in {dtype_name(self.form)}"
-
-
-def find_rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
-    """Yield the numbers given to an optimizer that its format loses or rounds badly.
+def check_numbers(run: PlannedRun) -> Iterator[Finding]:
+    """The numbers given to an optimizer that its format loses or rounds badly.
 
     An optimizer adds eps to tensors of one format, multiplies them by lr and the betas, and rounds
     the results to that format. In float16 (smallest number 2^-24) eps = 1e-8 is 0 and Adam divides
@@ -212,13 +130,20 @@ def find_rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
         small numbers    lost if round(x) = 0, bad if |round(x) - x| > 1 % of x
         decays           lost if round(x) = 1, bad if 1 - x is off by more than 1 %
     """
-    form = _format_of(optimizer)
-    for name, index, value in _numbers(optimizer):
-        rounded = float(torch.tensor(value, dtype=torch.float64).to(form))
-        kept, given = (1.0 - rounded, 1.0 - value) if name in DECAYS else (rounded, value)
-        lost = kept == 0.0 < given
-        if lost or abs(kept - given) > _BADLY * abs(given):
-            yield RoundedNumber(name, index, value, rounded, form, lost)
+    for part, optimizer in parts_of(run.trainer.optimizer).items():
+        path = f"optimizer.parts.{part}" if part else "optimizer"
+        form = _format_of(optimizer)
+        half = form.itemsize == 2 and not run.trainer.precision.master_weights
+        fix = ("dtype.master_weights=true",) if half else ()
+        for name, index, value in _numbers(optimizer):
+            rounded = float(torch.tensor(value, dtype=torch.float64).to(form))
+            kept, given = (1.0 - rounded, 1.0 - value) if name in DECAYS else (rounded, value)
+            what = f"{path}.{name}{index}={value:.10g}: is {rounded:.6g} in {dtype_name(form)}"
+            what += f", the format {path} works in"
+            if kept == 0.0 < given:
+                yield error(what, *fix)
+            elif abs(kept - given) > _BADLY * abs(given):
+                yield warning(what, *fix)
 
 
 def _format_of(optimizer: MasterWeights) -> torch.dtype:
@@ -240,20 +165,13 @@ def _numbers(optimizer: MasterWeights) -> Iterator[tuple[str, str, float]]:
 R = TypeVar("R", bound=PlannedRun)
 
 HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
+    check_numbers,
     check_unscaled,
-    check_needless_scaling,
     check_masters,
     check_casts,
-    check_learning_rate,
     check_average,
-    check_accumulation,
     check_classes,
 )
-
-
-def hints_on(run: PlannedRun) -> list[Finding]:
-    """Return the findings that a run reports at its start."""
-    return findings_of(HINTS, run)
 
 
 def findings_of(checks: Iterable[Callable[[R], Iterable[Finding]]], run: R) -> list[Finding]:

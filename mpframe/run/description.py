@@ -37,7 +37,7 @@ from mpframe.data.fetching import named_tensors
 from mpframe.data.loaders import make_loader
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
+from mpframe.lab.hints import HINTS, PlannedRun, findings_of, scaling_of
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.trace import preserve_state
 from mpframe.run.folder import WHOLE
@@ -181,7 +181,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
     precision, model = trainer.precision, trainer.model
     whole = dtype_map.describe(precision, model)
     log.info("%s", dtype_map.describe(precision, model, folded=True), extra={WHOLE: whole})
-    for hint in hints_on(PlannedRun(trainer, train, config.flat)):
+    for hint in findings_of(HINTS, PlannedRun(trainer, train, config.flat)):
         log.warning("%s", hint)
 
 

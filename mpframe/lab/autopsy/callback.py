@@ -137,7 +137,7 @@ class Autopsy(Callback):
         self.written = trainer.comm.broadcast_object(written)
 
     def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
-        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
+        from mpframe.lab.autopsy.evidence import Evidence
 
         assert self._step is not None  # `on_step_begin` came first.
         batches, random, epoch, batch = self._step
@@ -157,7 +157,6 @@ class Autopsy(Callback):
             random=random,
             first_loss=self.state_dict()["first_loss"],
             skipped=frozenset(name for name, part in results.items() if bool(part.skipped)),
-            zero_eps=zero_eps_of(trainer),
             world_size=trainer.comm.size,
             updates=trainer.progress.steps,
             clips=trainer.plan.clip_norm is not None,

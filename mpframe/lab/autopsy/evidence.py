@@ -28,8 +28,6 @@ from mpframe.core.comm import part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import device_of, fields_of, map_tensors, with_fields
 from mpframe.lab.autopsy.replay import Case
-from mpframe.lab.hints import find_rounded_numbers
-from mpframe.training.optimizers.multi_optimizer import parts_of
 from mpframe.training.optimizers.whole_weights import gather
 from mpframe.training.trainer import Trainer
 
@@ -94,7 +92,6 @@ class Evidence:
     random: RandomState | None = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
-    zero_eps: str = ""  # the optimizer's eps if its format rounds it to 0: an update is 0 / 0
     world_size: int = 1  # ranks that shared each micro-batch
     updates: int = 1  # steps that were applied before
     clips: bool = False  # trainer.clip_norm is set
@@ -110,13 +107,6 @@ class Evidence:
         parts = (trainer.model, trainer.precision, trainer.objectives, batches)
         scaling = (self.scales, self.floors, self.scaling)
         return Case(*parts, *scaling, self.samples, self.random, self.first_loss, self.skipped)
-
-
-def zero_eps_of(trainer: Trainer) -> str:
-    """Return, in words, the eps of an optimizer that is 0 in the format it works in, if any."""
-    parts = parts_of(trainer.optimizer).values()
-    numbers = (number for part in parts for number in find_rounded_numbers(part))
-    return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 
 
 def gather_weights(trainer: Trainer) -> dict[str, Tensor]:

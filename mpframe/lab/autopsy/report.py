@@ -127,7 +127,7 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
     if diagnosis.kind is Kind.UNDERFLOW:
         return f"{_ADD}{words}; {underflow_of(diagnosis, case)}"
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
-        return _mend_fp32(diagnosis.culprit, step)
+        return _mend_fp32(diagnosis.culprit, case, step)
     if diagnosis.kind is Kind.DIVERGING:
         loss = f"{diagnosis.replays[0].loss:.3g}, and it was {step.first_loss:.3g}"
         return f"{_calm(step)}: in fp32 too the loss is {loss} at the first step"
@@ -163,16 +163,14 @@ def _lower(diagnosis: Diagnosis, case: Case, words: str) -> str:
     )
 
 
-def _mend_fp32(culprit: Culprit | None, step: Evidence) -> str:
+def _mend_fp32(culprit: Culprit | None, case: Case, step: Evidence) -> str:
     direction = culprit.direction if culprit else ""
     if direction == "data":
         return "correct or remove the samples: no format holds them"
     if direction == "weights":
-        if step.zero_eps:
-            number = f"the optimizer's {step.zero_eps}, the format it works in"
-            return f"start again with dtype.master_weights=true: {number}"
         if step.updates:
-            return "lower optimizer.lr; or start from an earlier checkpoint"
+            masters = "" if case.precision.master_weights else "set dtype.master_weights=true; or "
+            return f"{masters}lower optimizer.lr; or start from an earlier checkpoint"
         return "start from a checkpoint whose weights are finite; see resume and init_from"
     return f"no format helps: {_calm(step)}, and look at these samples and at this op's inputs"
 

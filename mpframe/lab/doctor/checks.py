@@ -1,6 +1,5 @@
 """The doctor's checks: each looks at a `Subject` and yields findings.
 
-optimizer  does its format hold eps, learning rate and betas, and its updates?
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
            bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
            bfloat16, and their activations, may be anywhere in that range.
@@ -15,7 +14,6 @@ products   how much of each operand of the first batch products below 16 bits lo
 emulation  half that a CPU emulates, or computes slowly
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -32,7 +30,6 @@ from mpframe.lab.hints import (
     HINTS,
     Finding,
     error,
-    find_rounded_numbers,
     findings_of,
     note,
     warning,
@@ -40,27 +37,6 @@ from mpframe.lab.hints import (
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.precision.policy import NO_PRODUCTS, has_native_half
 from mpframe.precision.storage import op_of
-
-
-def check_numbers(subject: Subject) -> Iterator[Finding]:
-    """eps, learning rate, decays: lost or badly rounded in the optimizer's format."""
-    for path, optimizer in subject.optimizers.items():
-        for number in find_rounded_numbers(optimizer):
-            make = error if number.lost else warning
-            fix = _fix(subject, path, number.name, number.form)
-            yield make(f"{path}.{number}, the format {path} works in", fix)
-
-
-def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
-    if form.itemsize == 2 and not subject.trainer.precision.master_weights:
-        return "dtype.master_weights=true"
-    known = inspect.signature(type(subject.optimizers[path].optimizer)).parameters
-    default = known[name].default if name in known else inspect.Parameter.empty
-    default = 1e-3 if default is inspect.Parameter.empty else default
-    listed = list(default) if isinstance(default, tuple) else default
-    new = "" if f"{path}.{name}" in subject.options else "++"
-    return f"{new}{path}.{name}={str(listed).replace(' ', '')}"
-
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
@@ -281,7 +257,6 @@ def _native(half: str) -> str:
 
 
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
-    check_numbers,
     *HINTS,
     check_weight_range,
     check_small_weights,
