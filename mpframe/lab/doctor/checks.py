@@ -6,7 +6,7 @@ weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, wi
 scaling    does the first step overflow or lose its gradients, and at which scale does it not? The
            autopsy diagnoses the step with the run's own pins, lists and scale, and each fix has
            been tried on it.
-ops        norms and sizes that run where they should not, or slower than they could
+ops        norms that run where they should not
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
@@ -165,7 +165,6 @@ def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
 
 _KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
 NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
-_TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
@@ -181,29 +180,6 @@ def check_norms(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms",
             *(*deny_words(listed), *pin_words(pins)),
-        )
-
-
-def check_dimensions(subject: Subject) -> Iterator[Finding]:
-    """Dimensions of half products, set by an option, that tensor cores pad."""
-    half = subject.policy.half
-    products = [row.module for row in subject.rows if row.compute == half]
-    modules = map(subject.trainer.model.get_submodule, products)
-    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
-    sizes = {size for weight in weights for size in weight.shape[:2]}
-    options = {
-        path: value
-        for path, value in subject.options.items()
-        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
-        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
-    }
-    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
-    options = {path: value for path, value in options.items() if value not in fixed}
-    if options and products:
-        yield note(
-            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
-            f"{_TILE}; tensor cores compute {half} products in tiles of it",
-            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
         )
 
 
@@ -263,7 +239,6 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_training_format,
     check_first_step,
     check_norms,
-    check_dimensions,
     check_products,
     check_emulation,
 )
