@@ -1,8 +1,7 @@
 """The doctor's checks: each looks at a `Subject` and yields findings.
 
 weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on. bfloat16 has the range of fp32, so weights that were trained in
-           bfloat16, and their activations, may be anywhere in that range.
+           bits from 2^-14 on. bfloat16 has the range of fp32.
 scaling    does the first step overflow or lose its gradients, and at which scale does it not? The
            autopsy diagnoses the step with the run's own pins, lists and scale, and each fix has
            been tried on it.
@@ -40,7 +39,6 @@ from mpframe.precision.storage import op_of
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
-_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -75,25 +73,6 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
             f"{lost:.1%} of {name} become 0 and {subnormal:.1%} subnormal",
             *pin_words(small),
         )
-
-
-def check_training_format(subject: Subject) -> Iterator[Finding]:
-    if subject.half != torch.float16:
-        return
-    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
-    if born:
-        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
-        beyond = "beyond 65504, the largest float16 number"
-        yield warning(f"{few(born)}: {why} {beyond}", "dtype.half=bfloat16")
-
-
-def _all_bfloat16(values: Tensor) -> bool:
-    """Return whether all values are bfloat16 numbers, and too many of them for chance."""
-    if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
-        return False
-    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
-    different: int = torch.unique(values).numel()
-    return different >= _TELLING // 4
 
 
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
@@ -236,7 +215,6 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weight_range,
     check_small_weights,
-    check_training_format,
     check_first_step,
     check_norms,
     check_products,
