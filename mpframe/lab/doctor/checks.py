@@ -10,7 +10,7 @@ products   how much of each operand of the first batch products below 16 bits lo
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
            counts them.
-emulation  half that a CPU emulates, or computes slowly
+compute    half that a CPU computes slowly
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -190,25 +190,14 @@ def _words(noise: Noise) -> str:
     return f"{noise.snr_db:.0f} dB, {noise.lost:.0%} lost"
 
 
-def check_emulation(subject: Subject) -> Iterator[Finding]:
-    """Half on a CPU: emulated, or in kernels that are much slower than fp32's."""
-    policy = subject.policy
-    if subject.half is None or subject.device.type != "cpu":
-        return
-    if policy.emulates(subject.device):
-        what = "the numbers are a tensor core's, the speed and memory are not"
-        yield note(f"dtype.half={policy.half} on cpu is emulated: {what}", _native(policy.half))
-    elif not has_native_half(policy.half):
+def check_compute(subject: Subject) -> Iterator[Finding]:
+    """Half on a CPU, in kernels that are much slower than fp32's."""
+    half, device = subject.policy.half, subject.device
+    emulated = subject.half is None or device.type != "cpu" or subject.policy.emulates(device)
+    if not emulated and not has_native_half(half):
         why = "and PyTorch's kernels for them are many times slower than fp32's"
-        what = f"dtype.compute=native: this cpu has no {policy.half} products, {why}"
+        what = f"dtype.compute=native: this cpu has no {half} products, {why}"
         yield warning(what, "dtype.compute=auto")
-
-
-def _native(half: str) -> str:
-    if torch.cuda.is_available():
-        return "device=cuda"
-    other = half == "float16" and has_native_half("bfloat16")
-    return "dtype.half=bfloat16" if other else "dtype=fp32"
 
 
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
@@ -218,7 +207,7 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_first_step,
     check_norms,
     check_products,
-    check_emulation,
+    check_compute,
 )
 """The doctor's checks, with those that every run makes."""
 
