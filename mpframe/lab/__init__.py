@@ -5,7 +5,7 @@
     product_noise  the loss of each operand of products below 16 bits
     range_watch    the callback that reports both during a run; pictures draws them
     autopsy/       why a step failed, found by replaying it
-    doctor/        what will go wrong, before training
+    doctor         what will go wrong, before training
     report/        runs compared, on one page
     hints          options that are allowed, but probably not intended, which each run reports
     search         which modules must stay in fp32

@@ -18,12 +18,11 @@ from vocabulary import differing
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composing import check_config
+from mpframe.lab import doctor as checks
 from mpframe.lab import hints
 from mpframe.lab.autopsy.diagnosis import diagnose
-from mpframe.lab.doctor import checks
-from mpframe.lab.doctor.checks import CHECKS, examine
-from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.hints import Severity
+from mpframe.lab.doctor import CHECKS, Subject
+from mpframe.lab.hints import Severity, findings_of
 from mpframe.lab.ranges import KINDS, RangeProbe
 
 DIGITS = "dataset._target_=planted.digits"
@@ -46,9 +45,9 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff")],
     "loss_scaling=static dtype.compute=native device=cpu": [
         (checks.check_compute, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto")],
-    f"{NET} model.head=1e7 dtype=amp": [(checks.check_weight_range, r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'")],
-    f"{NET} model.head=1e-7": [(checks.check_small_weights, r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'")],
-    f"{NET} model.head=1e-4": [(checks.check_small_weights, r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and (100\.0|99\.\d)% subnormal; .*")],
+    f"{NET} model.head=1e7 dtype=amp": [(checks.check_weights, r"error: head\.weight \(reaches 1\.\d+e\+06\): weights beyond 65504, the largest float16 number; fix: 'ops\.modules=\{head:fp32\}'")],
+    f"{NET} model.head=1e-7": [(checks.check_weights, r"warning: head\.weight \(100\.0% become 0, 0\.0% subnormal\): small weights for float16; fix: 'ops\.modules=\{head:fp32\}'")],
+    f"{NET} model.head=1e-4": [(checks.check_weights, r"warning: head\.weight \(0\.\d% become 0, (100\.0|99\.\d)% subnormal\): small weights for float16; .*")],
     LOUD: [(checks.check_first_step, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(hints.check_casts, r"warning: ops=none: norms, softmax and reductions run in float16 too, and lose small terms; fix: ops=default")],
     "ops=none dtype=amp": [(hints.check_casts, r"warning: ops=none: casts nothing with dtype=amp: the run is an fp32 run; fix: ops=default")],
@@ -69,9 +68,9 @@ SOUND: dict[str, tuple[Check, ...]] = {
     "dtype=amp_bf16 optimizer.lr=1e-6": CHECKS,
     "dtype=fp32 device=cpu dtype.compute=native": CHECKS,
     "dtype=mixed_bf16 loss_scaling=none dtype.master_weights=true": hints.HINTS,
-    f"{NET} model.head=0": (checks.check_small_weights,),
-    f"{NET} model.head=1e7 dtype=amp_bf16": (checks.check_weight_range,),
-    f"{NET} model.head=1e-7 dtype=mixed_bf16": (checks.check_small_weights,),
+    f"{NET} model.head=0": (checks.check_weights,),
+    f"{NET} model.head=1e7 dtype=amp_bf16": (checks.check_weights,),
+    f"{NET} model.head=1e-7 dtype=mixed_bf16": (checks.check_weights,),
     f"{LOUD} dtype=amp_bf16": (checks.check_first_step,),
     f"{NET} {DIGITS} dataset.gain=1e-4": CHECKS,
     f"{NET} {DIGITS} dataset.gain=1e-9 dtype=mixed_bf16": (checks.check_first_step,),
@@ -134,7 +133,7 @@ def test_a_run_says_what_the_doctor_says(tmp_path: Path, start_run: StartRun, ca
     words = "model=mlp loss_scaling=none trainer.max_steps=1 model.classes=12"
     start_run(tmp_path, *words.split())
     said = [message for message in caplog.messages if "fix:" in message]
-    assert said == [str(hint) for hint in hints.findings_of(hints.HINTS, subject(words))]
+    assert said == [str(hint) for hint in findings_of(hints.HINTS, subject(words))]
     assert len(said) == 2
 
 
@@ -150,7 +149,7 @@ def test_an_examination_changes_nothing(words: str) -> None:
         return copy.deepcopy([trainer.state_dict(), torch.get_rng_state()])
 
     before = state()
-    severities = [finding.severity for finding in examine(examined)]
+    severities = [finding.severity for finding in findings_of(CHECKS, examined)]
     assert severities == sorted(severities)
     assert Severity.ERROR not in severities
     assert differing(before, state()) == []
@@ -174,8 +173,8 @@ def test_hints_doctor_ranges_and_autopsy_see_the_first_step(
     assert sorted(TINY) == EXPERIMENTS
     words = [*tiny(experiment, tiny_data), "device=cpu", "dtype=mixed"]
     checked = subject_of(check_config(composed(*words)))
-    assert hints.findings_of(hints.HINTS, checked) == []
-    assert [str(f) for f in examine(checked) if f.severity is Severity.ERROR] == []
+    assert findings_of(hints.HINTS, checked) == []
+    assert [str(f) for f in findings_of(CHECKS, checked) if f.severity is Severity.ERROR] == []
     # At a scale of 2^40 the gradient of the loss itself is beyond float16.
     loud = replace(checked.case, scales=dict.fromkeys(checked.case.scales, 2.0**40))
     culprit = diagnose(loud).culprit

@@ -21,7 +21,7 @@ from mpframe.core.comm import Comm
 from mpframe.core.objective import supervised
 from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, replay
-from mpframe.lab.doctor.subject import Subject
+from mpframe.lab.doctor import Subject
 from mpframe.lab.product_noise import Noise, ProductProbe
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe

@@ -24,9 +24,8 @@ from mpframe.config.command_line import jobs
 from mpframe.config.overrides import PRIMARY
 from mpframe.config.schema import Config
 from mpframe.files.text import say
-from mpframe.lab.doctor.checks import examine
-from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.hints import Finding, Severity
+from mpframe.lab.doctor import CHECKS, Subject
+from mpframe.lab.hints import Finding, Severity, findings_of
 from mpframe.run.resume import take_first_weights
 
 
@@ -34,7 +33,7 @@ from mpframe.run.resume import take_first_weights
 def main(arguments: list[str]) -> int:
     errors = 0
     for job in jobs(arguments):
-        findings = examine(subject_of(job.config))
+        findings = findings_of(CHECKS, subject_of(job.config))
         say(without_secrets(as_text(job.typed, findings, job.name), job.typed))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0

@@ -1,0 +1,259 @@
+"""Tells before training what will go wrong, and which option corrects it.
+
+Each check looks at a `Subject`, a run that is built and has not begun, and yields findings. Nothing
+is written, and each trial leaves weights, buffers, optimizer state and random numbers bit for bit
+as they were. hints.py has the checks of every run. Beside them there are
+
+weights    does half hold them?
+first step does it overflow or lose its gradients, and at which scale does it not? The autopsy
+           diagnoses the step with the run's own pins, lists and scale, and each fix has been tried
+           on it.
+norms      norms that run where they should not
+products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
+           decibels below the signal is a third of its size. Signal to noise only sees the
+           largest values: if a few of them set the scale, the others become 0, and `lost`
+           counts them.
+compute    half that a CPU computes slowly
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mpframe.config.overrides import deny_words, pin_words
+from mpframe.core.callback import Batch
+from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.tree import device_of
+from mpframe.files.text import few
+from mpframe.lab.autopsy.callback import floors_of
+from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind, diagnose
+from mpframe.lab.autopsy.remedy import CEILING, remedy_words, scaler_goes_there
+from mpframe.lab.autopsy.replay import Case, Setting, replay
+from mpframe.lab.autopsy.report import MODEL, underflow_of, value_of, where_of
+from mpframe.lab.exponents import FIELDS, Limits, count_exponents
+from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, warning
+from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
+from mpframe.precision.policy import NO_PRODUCTS, has_native_half
+from mpframe.precision.storage import op_of
+from mpframe.tracking.dtype_map import Row, dtype_map
+from mpframe.training.optimizers.multi_optimizer import largest
+from mpframe.training.probe import probe_amax, wants_probe
+
+
+@dataclass
+class Subject(PlannedRun):
+    """A planned run, and trials on it."""
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return dtype_map(self.trainer.precision, self.trainer.model)
+
+    def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (module, parameter, fp32 values) of each weight stored or computed with in half."""
+        weights = self.trainer.weights()
+        for row in self.rows:
+            if self.half and self.half in (row.storage, getattr(torch, row.compute, None)):
+                module = self.trainer.model.get_submodule(row.module)
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.is_floating_point():
+                        full = f"{row.module}.{name}".lstrip(".")
+                        yield row.module, full, weights[full].detach().float()
+
+    @cached_property
+    def batch(self) -> Batch:
+        return self.trainer.on_device(next(self.loader.epoch(0)))
+
+    @cached_property
+    def case(self) -> Case:
+        """The first step, as the autopsy replays it."""
+        trainer = self.trainer
+        return Case(
+            model=trainer.model,
+            precision=trainer.precision,
+            objectives=trainer.objectives,
+            batches=[self.batch],
+            scales={o.name: self._first_scale(o.scaler) for o in trainer.objectives},
+            floors=floors_of(trainer),
+            scaling=self.scaling,
+        )
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        """The autopsy's diagnosis of the first step, its remedies tried on the first batch."""
+        return diagnose(self.case)
+
+    def noises(self) -> Noises:
+        """Count what products below 16 bits lose in the first step."""
+        probe = ProductProbe(self.trainer.precision)
+        try:
+            replay(self.case, Setting())
+        finally:
+            noises = probe.noises()
+        return noises
+
+    @cached_property
+    def _amax(self) -> Tensor:
+        """The largest gradient of the first batch in fp32, 0-d float32."""
+        trainer = self.trainer
+        trainer.model.train()
+        about = trainer.precision, self.batch
+        losses = [loss.objective for loss in trainer.objectives]
+        return largest([probe_amax(trainer.model, loss, *about) for loss in losses])
+
+    def _first_scale(self, scaler: LossScaler) -> float:
+        """Return the first scale. A scaler that probes takes it from the gradients."""
+        tried = copy.deepcopy(scaler)
+        if wants_probe(tried):
+            tried.start_from(self._amax)
+        return float(tried.scale)
+
+
+_MANY_SUBNORMAL = 0.05
+_MANY_WEIGHTS_LOST = 0.01
+
+
+def check_weights(subject: Subject) -> Iterator[Finding]:
+    """Weights beyond half, and layers of which half rounds many to 0 or to fewer bits."""
+    if subject.half is None:
+        return
+    half, limits = subject.policy.half, Limits.of(subject.half)
+    beyond, small = {}, {}
+    for module, name, values in subject.half_weights():
+        seen = dict(zip(FIELDS, count_exponents(values, limits).tolist(), strict=False))
+        nonzero = max(1.0, seen["count"] - seen["zeros"])
+        lost, subnormal = seen["lost"] / nonzero, seen["subnormal"] / nonzero
+        if seen["over"]:
+            beyond[module] = f"{name} (reaches {seen['amax']:.4g})"
+        if lost > _MANY_WEIGHTS_LOST or subnormal > _MANY_SUBNORMAL:
+            small[module] = f"{name} ({lost:.1%} become 0, {subnormal:.1%} subnormal)"
+    if beyond:
+        what = f"weights beyond {limits.largest:g}, the largest {half} number"
+        yield error(f"{few(beyond.values())}: {what}", *pin_words(beyond))
+    if small:
+        yield warning(f"{few(small.values())}: small weights for {half}", *pin_words(small))
+
+
+def check_first_step(subject: Subject) -> Iterator[Finding]:
+    """A forward and backward pass that is not finite, loses many gradients, or has none."""
+    diagnosis, culprit = subject.diagnosis, subject.diagnosis.culprit
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
+        where = "" if culprit is None else f" (first {where_of(culprit)})"
+        yield error(f"model, dataset: the first batch is not finite in fp32 either{where}; {MODEL}")
+    elif diagnosis.kind is Kind.BEYOND_FORMAT:
+        assert culprit is not None  # A step that is finite in fp32 and not in half has one.
+        beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit)}"
+        yield error(beyond, *remedy_words(diagnosis, subject.case))
+    elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
+        yield _too_high(subject, diagnosis)
+    elif not _has_gradients(diagnosis):
+        yield warning(
+            "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
+            "learnt from it; look at the loss"
+        )
+    elif diagnosis.kind is Kind.UNDERFLOW and subject.scaling in ("static", *ADAPTIVE):
+        yield _too_low(subject, diagnosis)
+
+
+def _has_gradients(diagnosis: Diagnosis) -> bool:
+    """Return whether any weight's gradient in fp32 is not 0."""
+    in_fp32 = (one.trace.gradients for one in diagnosis.replays[0].passes)
+    return any(
+        count.nonzero for found in in_fp32 for key, count in found.items() if key[1] == "weight"
+    )
+
+
+def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    case, words = subject.case, remedy_words(diagnosis, subject.case)
+    first = next(iter(case.scales.values()))
+    if scaler_goes_there(diagnosis, case):
+        return note(
+            f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
+            f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
+            *words,
+        )
+    option = "scale" if case.scaling == "static" else "min_scale"
+    lowest = max(case.floors.values(), default=first)
+    what = f"loss_scaling.{option}={lowest:g}: too large, the first batch overflows at it"
+    return error(what, *words)
+
+
+def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    case = subject.case
+    option = "scale" if case.scaling == "static" else "init_scale"
+    ceiling = float(subject.options.get("loss_scaling.max_scale", CEILING))
+    return warning(
+        f"loss_scaling.{option}={max(case.scales.values()):g}: too small on the first batch; "
+        f"{underflow_of(diagnosis, case)}",
+        *remedy_words(diagnosis, case, ceiling),
+    )
+
+
+_KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
+NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
+
+
+def check_norms(subject: Subject) -> Iterator[Finding]:
+    if subject.half is None or subject.policy.ops.empty:  # Without lists a hint says so.
+        return
+    stored = [row.module for row in subject.rows if row.storage == subject.half]
+    ops = {module: op_of(subject.trainer.model.get_submodule(module)) for module in stored}
+    norms = {module: str(op) for module, op in ops.items() if op in NORMS}
+    pins = [module for module in norms if subject.policy.format_pin_of(module)]
+    listed = {op for module, op in norms.items() if module not in pins}
+    if norms:
+        half = subject.policy.half
+        what = f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms"
+        yield warning(what, *deny_words(sorted(listed)), *pin_words(pins))
+
+
+_LEAST_DB = 10.0
+_MANY_OF_OPERAND_LOST = 0.5
+
+
+def check_products(subject: Subject) -> Iterator[Finding]:
+    """Layers whose operands lose too much, or else the ones that lose most."""
+    recipe = subject.policy.products
+    noises = subject.noises() if subject.policy.recipes else {}
+    bad = [key for key, noise in noises.items() if not _bearable(noise)]
+    layers = dict.fromkeys(layer for layer, _ in bad if layer != WITHOUT_WEIGHT)
+    worst = bad or sorted(noises, key=lambda key: noises[key].snr_db)[:3]
+    said = few(f"{' '.join(key)} ({_words(noises[key])})" for key in worst)
+    if bad:
+        what = f"dtype.products={recipe}: takes too much of {said} on the first batch"
+        yield warning(what, *pin_words(layers, NO_PRODUCTS))
+    elif noises:
+        yield note(f"dtype.products={recipe}: the noisiest on the first batch are {said}")
+
+
+def _bearable(noise: Noise) -> bool:
+    # Beside inf and nan there is no ratio. Another check reports the overflow.
+    return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_OF_OPERAND_LOST
+
+
+def _words(noise: Noise) -> str:
+    return f"{noise.snr_db:.0f} dB, {noise.lost:.0%} lost"
+
+
+def check_compute(subject: Subject) -> Iterator[Finding]:
+    """Half on a CPU, in kernels that are much slower than fp32's."""
+    half, device = subject.policy.half, device_of(subject.trainer.model)
+    emulated = subject.half is None or device.type != "cpu" or subject.policy.emulates(device)
+    if not emulated and not has_native_half(half):
+        why = "and PyTorch's kernels for them are many times slower than fp32's"
+        what = f"dtype.compute=native: this cpu has no {half} products, {why}"
+        yield warning(what, "dtype.compute=auto")
+
+
+CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
+    *HINTS,
+    check_weights,
+    check_first_step,
+    check_norms,
+    check_products,
+    check_compute,
+)
+"""The doctor's checks, with those that every run makes."""
