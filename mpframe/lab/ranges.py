@@ -46,7 +46,6 @@ class Ranges:
     layers: tuple[str, ...]  # names of modules
     rows: Counts  # [kinds, layers, WIDTH] of `count_exponents`, with count 0 if a layer has none
     rounded_away: Counts  # [layers], weights whose update half would have rounded away
-    in_half: npt.NDArray[np.bool_]  # [kinds, layers], the values were in a 16-bit format
 
     def field(self, kind: str, name: str) -> Counts:
         """[layers]: one of FIELDS."""
@@ -84,7 +83,6 @@ class RangeProbe:
         self._trainer, self._half = trainer, half
         self._sharding = trainer.comm.sharding
         self._rows: dict[tuple[str, str], Tensor] = {}
-        self._in_half = set[tuple[str, str]]()
         self._before: dict[Tensor, Tensor] = {}
         # With several losses, the first one's scale.
         self._scale = next((scaler.scale for scaler in trainer.scalers.values()), 1.0)
@@ -104,7 +102,6 @@ class RangeProbe:
         keys = [(kind, layer) for kind in KINDS for layer in self.layers]
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
         rows = self._add_ranks(rows.view(len(KINDS), -1, WIDTH))
-        in_half = self._trainer.comm.max_of([key in self._in_half for key in keys])
         counts = torch.stack([away.get(layer, empty[0]) for layer in self.layers])
         if self._sharding is not None:
             self._trainer.comm.sum_([counts])
@@ -117,7 +114,6 @@ class RangeProbe:
             layers=self.layers,
             rows=flat[1 + layers :].reshape(len(KINDS), layers, WIDTH),
             rounded_away=flat[1 : 1 + layers],
-            in_half=np.array(in_half, dtype=bool).reshape(len(KINDS), layers),
         )
 
     def _add_ranks(self, rows: Tensor) -> Tensor:
@@ -164,8 +160,6 @@ class RangeProbe:
     def _count(self, kind: str, layer: str, values: Tensor | None) -> None:
         if values is None or not values.is_floating_point():
             return
-        if values.element_size() == 2:
-            self._in_half.add((kind, layer))
         scale = self._scale if kind in SCALED else 1.0
         with torch._C.DisableTorchFunction():  # A hook of a module runs in its casts, op by op.
             row = count_exponents(values, Limits.of(self._half), scale, held_at=scale)

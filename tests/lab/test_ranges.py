@@ -1,6 +1,5 @@
 """Counts of magnitudes against a recount in float64; a step's ranges and pictures of them."""
 
-import itertools
 import math
 from collections import defaultdict
 from functools import partial
@@ -155,8 +154,6 @@ def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -
             values = torch.cat([torch.zeros(0), *(t.float().ravel() for t in seen[kind][layer])])
             found = ranges.rows[index, place].tolist()
             assert found == recount(values.detach() / at, dtype, at), (kind, layer)
-            in_half = any(tensor.dtype == dtype for tensor in seen[kind][layer])
-            assert ranges.in_half[index, place] == in_half
         stuck = [(after[p].to(dtype) == before[p].to(dtype)) & (after[p] != before[p]) for p in own]
         assert ranges.rounded_away[place] == sum(int(part.sum()) for part in stuck)
     assert (ranges.step, ranges.scale) == (1, scale)
@@ -211,27 +208,21 @@ def made(layers: int) -> Ranges:
     rows[:, :, 0] = rows[:, :, len(FIELDS) :].sum(axis=-1)
     rows[:, :, FIELDS.index("amax")] = 8.0
     names = tuple(f"encoder.block{index}.attention.projection" for index in range(layers))
-    in_half = np.arange(len(KINDS) * layers).reshape(len(KINDS), layers) % 2 == 0
-    return Ranges(7, 2.0**10, names, rows, np.ones(layers), in_half)
+    return Ranges(7, 2.0**10, names, rows, np.ones(layers))
 
 
-def test_only_layers_in_half_are_drawn_against_its_limits_whose_words_lie_on_nothing_else(
+def test_layers_are_drawn_against_the_limits_of_half_at_the_scale(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: drawn.append(own))
+    monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.append(figure.axes[0]))
     ranges = made(layers=6)
-    draw_layers(ranges, "weights", torch.float16, tmp_path)
-    (axes,) = drawn
-    rows = [label.get_text().split()[1:-1] for label in axes.get_yticklabels()]
-    assert rows == [[], ["fp32"], [], ["fp32"], [], ["fp32"]]
-    middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
-    assert middles == {0.0, 2.0, 4.0}
-    assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
-    axes.figure.canvas.draw()
-    boxes = [part.get_window_extent() for part in (*axes.texts, axes.title)]
-    assert all(not a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-    assert all(axes.get_window_extent().y1 < box.y0 for box in boxes[:-1])
+    for kind, octaves in (("weights", 0), ("gradients", 10)):
+        draw_layers(ranges, kind, torch.float16, tmp_path)
+        lines = [float(line.get_xdata()[0]) + 0.5 + octaves for line in drawn[-1].lines]
+        assert lines == pytest.approx([-25, -14, 16], abs=1e-3)
+        low, high = drawn[-1].get_xlim()
+        assert low < min(lines) - octaves < max(lines) - octaves < high
     assert np.allclose(ranges.headroom("weights", FLOAT16), np.log2(65504) - 3)
     ranges.rows[:] = 0
     assert not draw_layers(ranges, "weights", torch.float16, tmp_path)
