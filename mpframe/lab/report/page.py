@@ -5,7 +5,7 @@ in case that ever fails.
 
 The curves are one picture: losses, every metric, loss scale, skipped steps. Each group has one
 colour and one dash pattern, because the lines of two modes often coincide. There is a line for each
-run. Text and axes take the reader's colour scheme, light or dark.
+run.
 """
 
 import base64
@@ -27,10 +27,6 @@ _MOST_METRICS = 12  # the first by name
 _MOST_POINTS = 300  # a panel is about 400 pixels wide
 _LONG_LABEL = 55  # letters from which on the legend has one column
 _FEW_POINTS = 40  # points up to which each is marked
-_INK = "#010203"  # stands for the reader's text colour until the picture is written
-_COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-_DARK = b"@media (prefers-color-scheme: dark) { svg { color: #dfe5ec } }"
-_SCHEME = b"svg { color: #1c2430 } " + _DARK + b" *{"
 
 
 def draw(groups: Sequence[RunGroup]) -> bytes:
@@ -42,16 +38,14 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
 
     panels = _panels(groups)
     height = 2.9 * math.ceil(len(panels) / 2) + 0.24 * len(groups)
-    settings: Any = {"svg.hashsalt": "mpframe", "font.size": 10, **dict.fromkeys(_COLOURED, _INK)}
     # Without a date, and with fixed element names, the same runs give the same bytes.
-    with rc_context(settings):
+    with rc_context({"svg.hashsalt": "mpframe", "font.size": 10}):
         layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
-        figure = Figure(figsize=(9, height), layout=layout, facecolor="none")
+        figure = Figure(figsize=(9, height), layout=layout)
         grid = figure.subplots(math.ceil(len(panels) / 2), 2).flat
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         for axes, (tag, title) in zip(grid, panels, strict=False):
-            axes.set_facecolor("none")
             _panel(axes, tag, title, groups)
         handles = [Line2D([], [], linewidth=1.8, **_style(n)) for n, _ in enumerate(groups)]
         labels = [_plain(f"{group.label}, n {len(group.runs)}") for group in groups]
@@ -59,7 +53,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().replace(_INK.encode(), b"currentColor").replace(b"*{", _SCHEME, 1)
+    return text.getvalue()
 
 
 def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
@@ -94,7 +88,6 @@ def _panel(axes: Any, tag: str, title: str, groups: Sequence[RunGroup]) -> None:
         axes.set_yscale("log", base=2)
     elif tag == Tag.SKIPPED_TOTAL:
         axes.set_ylim(0, max(drawn) * 1.05 + 1)
-        axes.yaxis.get_major_locator().set_params(integer=True)
     elif not _METRIC.fullmatch(tag) and 0 < min(drawn) < max(drawn) / 30:
         axes.set_yscale("log")
 
@@ -122,26 +115,18 @@ def _plain(label: str) -> str:
 _CAPTION = "One line for each run and each of several losses. A cross: the run did not finish."
 _TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
 _STYLE = """
-:root { color-scheme: light dark; --text: #1c2430; --quiet: #5b6675; --back: #fff; --line: #e3e7ed;
-  --head: #c5ccd6; --hover: #f5f7fa; }
-@media (prefers-color-scheme: dark) { :root { --text: #dfe5ec; --quiet: #9aa6b4; --back: #14181e;
-  --line: #2b323b; --head: #48525e; --hover: #1c222a; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--back);
+body { font: 15px/1.45 system-ui, sans-serif; color: #1c2430; background: #fff;
   margin: 2rem auto; max-width: 1100px; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p { max-width: 75ch; } .quiet { color: var(--quiet); font-size: .88rem; }
+p { max-width: 75ch; } .quiet { color: #5b6675; font-size: .88rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .5rem; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: .35rem .5rem; text-align: right; border-bottom: 1px solid #e3e7ed;
   vertical-align: top; }
-th { color: var(--quiet); font-weight: 600; border-bottom: 2px solid var(--head);
-  vertical-align: bottom; }
-td { white-space: nowrap; } td .quiet { font-size: .77rem; }
+td { white-space: nowrap; }
 .text { text-align: left; } td.text { white-space: normal; overflow-wrap: anywhere;
   min-width: 6rem; }
-tbody tr:hover { background: var(--hover); }
 img { width: 100%; height: auto; } figure { margin: 1rem 0 1.6rem; }
-figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
+figcaption { color: #5b6675; font-size: .88rem; overflow-wrap: anywhere; }
 """
 
 
@@ -149,7 +134,9 @@ def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -
     """Write the page on all `records`. A group is a row of the tables, and a colour."""
     *first, last = map(_section, sections(groups))
     curves = ["<h2>Curves</h2>", _figure(draw(groups))]
-    about = f"<p class=quiet>{escape(_count_runs(groups, records))}</p>"
+    finished = sum(record.finished for record in records)
+    counted = f"{finished} of {len(records)} runs finished, in {len(groups)} groups"
+    about = f"<p class=quiet>{counted}</p>"
     parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, last]
     return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
 
@@ -163,20 +150,9 @@ _HEAD = """<!DOCTYPE html>
 """
 
 
-def _count_runs(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
-    finished = sum(record.finished for record in records)
-    said = [f"{finished} of {len(records)} runs finished, in {len(groups)} groups"]
-    summaries = [record.summary for record in records if record.summary]
-    if summaries:
-        said.append(f"torch {', '.join(sorted({summary.torch for summary in summaries}))}")
-        said.append(f"on {', '.join(sorted({summary.device for summary in summaries}))}")
-    return "; ".join(said)
-
-
 def _section(section: Section) -> str:
     notes = [f"<p class=quiet>{escape(note)}</p>" for note in section.notes]
-    warnings = [f"<p>{escape(warning)}</p>" for warning in section.warnings]
-    return "\n".join([f"<h2>{section.title}</h2>", *warnings, _table(section.table), *notes])
+    return "\n".join([f"<h2>{section.title}</h2>", _table(section.table), *notes])
 
 
 def _table(table: Table) -> str:

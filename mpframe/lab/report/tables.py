@@ -126,15 +126,12 @@ def _shorten(words: Collection[str]) -> dict[str, str]:
 
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
-    alike = _alike(record, records, [key for key in keys if key.split(".")[0] not in PRECISION])
-    fp32 = sorted((run for run in alike if run.mode == "fp32"), key=attrgetter("finished"))
+    kept = [key for key in keys if key.split(".")[0] not in PRECISION]
+    own = _words(record, kept)
+    alike = [run for run in records if run.mode == "fp32" and _words(run, kept) == own]
+    fp32 = sorted(alike, key=attrgetter("finished"))
     plain = [key for key in keys if not key.startswith("loss_scaling")]  # It changes no number.
     return [*{(r.options.get("seed", r.name), *_words(r, plain)): r for r in fp32}.values()]
-
-
-def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
-    words = _words(record, keys)
-    return [run for run in records if _words(run, keys) == words]
 
 
 def _span(runs: Iterable[Record], value: Number) -> Span | None:
@@ -164,7 +161,6 @@ class Section(NamedTuple):
     title: str
     table: Table  # the head first
     notes: Sequence[str] = ()
-    warnings: Sequence[str] = ()  # above the table
 
 
 def sections(groups: Sequence[RunGroup]) -> list[Section]:
@@ -174,7 +170,7 @@ def sections(groups: Sequence[RunGroup]) -> list[Section]:
     emulated = any((done.half, done.device) == ("float16", "cpu") for done in cast)
     every = [
         Section("Results", results(groups), NOTES),
-        Section("Speed and memory", costs(groups), COST_NOTES, [EMULATED] * emulated),
+        Section("Speed and memory", costs(groups), [*COST_NOTES, *[EMULATED] * emulated]),
         Section("Every run", every_run(groups)),
     ]
     return [section for section in every if section.table]
@@ -223,7 +219,7 @@ def every_run(groups: Sequence[RunGroup]) -> Table:
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
-            _name_run(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
+            _name_run(run),
             _label(group),
             _lines(run.status, run.reason),
             *_numbers(run.summary),
@@ -239,9 +235,11 @@ def _label(group: RunGroup) -> str:
     return _lines(f"{first.mode}, {first.scaling}", " ".join(group.differing))
 
 
-def _name_run(run: Record, *more: str) -> str:
-    seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
-    return _lines(run.name, ", ".join([f"seed {seed}", *more]))
+def _name_run(run: Record) -> str:
+    done = run.summary
+    seed = done.seed if done else run.options.get("seed", "unknown")
+    where = [done.device, f"torch {done.torch}"] if done else []
+    return _lines(run.name, ", ".join([f"seed {seed}", *where]))
 
 
 def _numbers(done: Summary | None) -> list[str]:
@@ -249,23 +247,10 @@ def _numbers(done: Summary | None) -> list[str]:
         return [""] * 4
     return [
         _lines(str(done.steps), f"{done.skipped_steps} skipped" if done.skipped_steps else ""),
-        _format_validation(done),
+        "" if done.val_metric is None else f"{done.metric} {done.val_metric:.4f}",
         "" if done.val_loss is None else f"{done.val_loss:.4g}",
         f"{done.seconds:.1f}",
     ]
-
-
-def _format_validation(done: Summary) -> str:
-    """Return the metric at the last validation, and below it the best monitored value and test."""
-    if done.val_metric is None:
-        return ""
-    lines = [f"{done.metric} {done.val_metric:.4f}"]
-    if done.best is not None:
-        monitored = "loss " if done.monitor == "loss" else ""
-        lines.append(f"best {monitored}{done.best:.4f}, step {done.best_step}")
-    if done.test_metric is not None:
-        lines.append(f"test {done.test_metric:.4f}, {done.tested} weights")
-    return "\n".join(lines)
 
 
 def _count(group: RunGroup) -> str:
@@ -308,6 +293,12 @@ def _final_scales(group: RunGroup) -> str:
     return ", ".join(dict.fromkeys(_scale(end) for end in ends if end))
 
 
+def _scale(scale: float | dict[str, float]) -> str:
+    if isinstance(scale, dict):
+        return " ".join(f"{name} {value:g}" for name, value in scale.items())
+    return f"{scale:.10g}"
+
+
 def _lines(first: str, second: str) -> str:
     return f"{first}\n{second}" if second else first
 
@@ -321,9 +312,3 @@ def _all_tested(groups: Sequence[RunGroup]) -> bool:
     """Return whether there is a finished run, and each has a test's value of the metric."""
     finished = [run.summary for group in groups for run in group.runs if run.finished]
     return bool(finished) and all(done and done.test_metric is not None for done in finished)
-
-
-def _scale(scale: float | dict[str, float]) -> str:
-    if isinstance(scale, dict):
-        return " ".join(f"{name} {value:g}" for name, value in scale.items())
-    return f"{scale:.10g}"
