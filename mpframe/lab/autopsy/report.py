@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import align, few, markdown
+from mpframe.files.text import align, few
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.remedy import (
@@ -18,7 +18,7 @@ from mpframe.lab.autopsy.remedy import (
     scaler_goes_there,
     setting_words,
 )
-from mpframe.lab.autopsy.replay import Case, Replay, Setting
+from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.autopsy.watch import OpCall
 from mpframe.training.trainer import Trainer
 
@@ -31,7 +31,6 @@ MODEL = "look for a division by zero, a logarithm of zero, or first weights that
 class Report:
     title: str  # the diagnosis in one line
     facts: Sequence[tuple[str, str]]  # (word, sentence) pairs: where, value, samples, do, ...
-    replays: Sequence[Sequence[str]]  # rows of a table, the head first
 
     def text(self, path: Path | None = None) -> str:
         facts = [*self.facts, *([("report", str(path))] if path else [])]
@@ -39,8 +38,7 @@ class Report:
 
     def markdown(self) -> str:
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
-        table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
-        return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
+        return "\n".join([f"# {self.title}", "", *facts, ""])
 
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
@@ -51,7 +49,7 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
         facts += _samples(culprit, step)
     facts.append(("do", _advice(diagnosis, case, step)))
     title = f"autopsy of step {step.step}: {_title(diagnosis, case, step)}"
-    return Report(title, facts, _table(diagnosis.replays))
+    return Report(title, facts)
 
 
 def _title(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
@@ -180,22 +178,6 @@ def _calm(step: Evidence) -> str:
     if not step.updates:
         return MODEL
     return "lower optimizer.lr" + ("" if step.clips else " or set trainer.clip_norm")
-
-
-def _table(replays: Sequence[Replay]) -> list[list[str]]:
-    rows = [["replay", "scale", "loss", "gradients"]]
-    for replay in replays:
-        finite = "finite" if all(one.weights_finite for one in replay.passes) else "not finite"
-        scale, loss = f"{replay.passes[0].scale:g}", f"{replay.loss:.6g}"
-        rows.append([_name_setting(replay.setting), scale, loss, finite])
-    return rows
-
-
-def _name_setting(setting: Setting) -> str:
-    if setting.fp32:
-        return "fp32"
-    more = shlex.join(setting_words(setting)).replace("|", "")
-    return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
 
 
 def _number(value: float) -> str:
