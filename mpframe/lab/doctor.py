@@ -31,9 +31,15 @@ from mpframe.core.tree import device_of
 from mpframe.files.text import few
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind, diagnose
-from mpframe.lab.autopsy.remedy import CEILING, remedy_words, scaler_goes_there
 from mpframe.lab.autopsy.replay import Case, Setting, replay
-from mpframe.lab.autopsy.report import MODEL, underflow_of, value_of, where_of
+from mpframe.lab.autopsy.report import (
+    MODEL,
+    remedy_words,
+    scaler_goes_there,
+    underflow_of,
+    value_of,
+    where_of,
+)
 from mpframe.lab.exponents import FIELDS, Limits, count_exponents
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, warning
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
@@ -139,23 +145,29 @@ def check_weights(subject: Subject) -> Iterator[Finding]:
 
 def check_first_step(subject: Subject) -> Iterator[Finding]:
     """A forward and backward pass that is not finite, loses many gradients, or has none."""
-    diagnosis, culprit = subject.diagnosis, subject.diagnosis.culprit
+    case, diagnosis = subject.case, subject.diagnosis
+    culprit, scale = diagnosis.culprit, max(case.scales.values())
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         where = "" if culprit is None else f" (first {where_of(culprit)})"
         yield error(f"model, dataset: the first batch is not finite in fp32 either{where}; {MODEL}")
     elif diagnosis.kind is Kind.BEYOND_FORMAT:
         assert culprit is not None  # A step that is finite in fp32 and not in half has one.
         beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit)}"
-        yield error(beyond, *remedy_words(diagnosis, subject.case))
+        yield error(beyond, *remedy_words(diagnosis, case))
     elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
-        yield _too_high(subject, diagnosis)
+        reached = scaler_goes_there(diagnosis, case)
+        way = "skipped steps lead there" if reached else "the scaler does not go there"
+        what = f"{scale:g}: the first batch overflows above {scale * 2.0**diagnosis.octaves:g}"
+        make = note if reached else error
+        yield make(f"loss scale {what}, and {way}", *remedy_words(diagnosis, case))
     elif not _has_gradients(diagnosis):
         yield warning(
             "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
             "learnt from it; look at the loss"
         )
     elif diagnosis.kind is Kind.UNDERFLOW and subject.scaling in ("static", *ADAPTIVE):
-        yield _too_low(subject, diagnosis)
+        what = f"{scale:g}: too low for the first batch, {underflow_of(diagnosis, case)}"
+        yield warning(f"loss scale {what}", *remedy_words(diagnosis, case))
 
 
 def _has_gradients(diagnosis: Diagnosis) -> bool:
@@ -163,32 +175,6 @@ def _has_gradients(diagnosis: Diagnosis) -> bool:
     in_fp32 = (one.trace.gradients for one in diagnosis.replays[0].passes)
     return any(
         count.nonzero for found in in_fp32 for key, count in found.items() if key[1] == "weight"
-    )
-
-
-def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
-    case, words = subject.case, remedy_words(diagnosis, subject.case)
-    first = next(iter(case.scales.values()))
-    if scaler_goes_there(diagnosis, case):
-        return note(
-            f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-            f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
-            *words,
-        )
-    option = "scale" if case.scaling == "static" else "min_scale"
-    lowest = max(case.floors.values(), default=first)
-    what = f"loss_scaling.{option}={lowest:g}: too large, the first batch overflows at it"
-    return error(what, *words)
-
-
-def _too_low(subject: Subject, diagnosis: Diagnosis) -> Finding:
-    case = subject.case
-    option = "scale" if case.scaling == "static" else "init_scale"
-    ceiling = float(subject.options.get("loss_scaling.max_scale", CEILING))
-    return warning(
-        f"loss_scaling.{option}={max(case.scales.values()):g}: too small on the first batch; "
-        f"{underflow_of(diagnosis, case)}",
-        *remedy_words(diagnosis, case, ceiling),
     )
 
 

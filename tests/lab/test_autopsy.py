@@ -31,9 +31,8 @@ from mpframe.data.fetching import named_tensors
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
-from mpframe.lab.autopsy.remedy import remedy_words
 from mpframe.lab.autopsy.replay import Pass, Replay, Setting, replay
-from mpframe.lab.autopsy.report import Report, report_on
+from mpframe.lab.autopsy.report import Report, remedy_words, report_on
 from mpframe.lab.autopsy.watch import OpCall, Trace
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.policy import Policy

@@ -1,30 +1,76 @@
-"""A diagnosis in words: the report on a step, written beside its evidence."""
+"""A diagnosis in words: what to type, and the report on a step, written beside its evidence."""
 
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpframe.config.overrides import deny_words, pin_words
 from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import align, few
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
-from mpframe.lab.autopsy.remedy import (
-    fitting_scale,
-    remedy_words,
-    scaler_goes_there,
-    setting_words,
-)
-from mpframe.lab.autopsy.replay import Case
+from mpframe.lab.autopsy.replay import Case, Setting
 from mpframe.lab.autopsy.watch import OpCall
+from mpframe.lab.hints import ADAPTIVE
 from mpframe.training.trainer import Trainer
 
 _FEW = 8
+_CEILING = 2.0**24  # of Backoff and LogMax, unless an option moves it
 _ADD = "add to the command line: "
 MODEL = "look for a division by zero, a logarithm of zero, or first weights that are too large"
+
+
+def remedy_words(diagnosis: Diagnosis, case: Case) -> tuple[str, ...]:
+    """Return the words that mend the step, none if no option of the precision does.
+
+    Pins and ops are the ones that were tried, or fp32 if none helped. A scale's words name the
+    scaler: one that `loss_scaling=auto` chose has no options to set.
+    """
+    if diagnosis.kind is Kind.BEYOND_FORMAT:
+        return setting_words(diagnosis.remedy) if diagnosis.proven else ("dtype=fp32",)
+    if diagnosis.kind in (Kind.SCALE_TOO_HIGH, Kind.UNDERFLOW):
+        return tuple(_scale_words(case, fitting_scale(diagnosis, case)))
+    return ()
+
+
+def setting_words(setting: Setting) -> tuple[str, ...]:
+    """Return the words for a replay's pins and ops, none if it had none."""
+    return (*pin_words(setting.pins), *deny_words(setting.denied))
+
+
+def fitting_scale(diagnosis: Diagnosis, case: Case) -> float:
+    """Return a power of two that is low enough for the step, or high enough."""
+    if diagnosis.octaves < 0:
+        # An octave below the scale that was tried: the next batch may have larger gradients.
+        return 2.0 ** (math.floor(math.log2(min(case.scales.values())) + diagnosis.octaves) - 1)
+    return 2.0 ** math.floor(math.log2(max(case.scales.values())) + diagnosis.octaves)
+
+
+def scaler_goes_there(diagnosis: Diagnosis, case: Case) -> bool:
+    """Return whether the scaler itself goes down to the scale at which the step was finite."""
+    times = 2.0**diagnosis.octaves
+    return all(case.floors.get(name, scale) <= scale * times for name, scale in case.scales.items())
+
+
+def _scale_words(case: Case, scale: float) -> Iterator[str]:
+    if case.scaling == "static":
+        yield from ("loss_scaling=static", f"loss_scaling.scale={_exactly(scale)}")
+        return
+    yield f"loss_scaling={case.scaling if case.scaling in ADAPTIVE else ADAPTIVE[0]}"
+    yield f"loss_scaling.init_scale={_exactly(scale)}"
+    if scale < max(case.floors.values(), default=1.0):
+        yield f"loss_scaling.min_scale={_exactly(scale)}"
+    if scale > _CEILING:
+        yield f"loss_scaling.max_scale={_exactly(scale)}"
+
+
+def _exactly(power: float) -> str:
+    """Write a power of two in all its digits."""
+    return str(int(power)) if power >= 1.0 else repr(power)
 
 
 @dataclass(frozen=True)
