@@ -41,7 +41,7 @@ from mpframe.lab.autopsy.report import (
     where_of,
 )
 from mpframe.lab.exponents import FIELDS, Limits, count_exponents
-from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, warning
+from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, scaling_of, warning
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
 from mpframe.precision.policy import NO_PRODUCTS, has_native_half
 from mpframe.precision.storage import op_of
@@ -84,7 +84,7 @@ class Subject(PlannedRun):
             batches=[self.batch],
             scales={o.name: self._first_scale(o.scaler) for o in trainer.objectives},
             floors=floors_of(trainer),
-            scaling=self.scaling,
+            scaling=scaling_of(trainer),
         )
 
     @cached_property
@@ -165,7 +165,7 @@ def check_first_step(subject: Subject) -> Iterator[Finding]:
             "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
             "learnt from it; look at the loss"
         )
-    elif diagnosis.kind is Kind.UNDERFLOW and subject.scaling in ("static", *ADAPTIVE):
+    elif diagnosis.kind is Kind.UNDERFLOW and case.scaling in ("static", *ADAPTIVE):
         what = f"{scale:g}: too low for the first batch, {underflow_of(diagnosis, case)}"
         yield warning(f"loss scale {what}", *remedy_words(diagnosis, case))
 

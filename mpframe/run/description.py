@@ -181,7 +181,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
     precision, model = trainer.precision, trainer.model
     whole = dtype_map.describe(precision, model)
     log.info("%s", dtype_map.describe(precision, model, folded=True), extra={WHOLE: whole})
-    for hint in findings_of(HINTS, PlannedRun(trainer, train, config.flat)):
+    for hint in findings_of(HINTS, PlannedRun(trainer, train)):
         log.warning("%s", hint)
 
 

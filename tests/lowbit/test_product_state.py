@@ -89,7 +89,7 @@ def test_what_looks_at_a_run_leaves_no_trace() -> None:
     before = copy.deepcopy(run.precision.state_dict())
     case = Case(run.model, run.precision, run.objectives, [batch(2)], {"": 1.0})
     assert replay(case, Setting()).finite
-    subject = Subject(run, loader=cast(Any, None), options={})
+    subject = Subject(run, loader=cast(Any, None))
     subject.batch = batch(3)
     assert subject.noises()
     assert_same(run.precision.state_dict(), before)

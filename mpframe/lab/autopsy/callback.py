@@ -159,7 +159,6 @@ class Autopsy(Callback):
             skipped=frozenset(name for name, part in results.items() if bool(part.skipped)),
             world_size=trainer.comm.size,
             updates=trainer.progress.steps,
-            clips=trainer.plan.clip_norm is not None,
         )
 
 

@@ -94,7 +94,6 @@ class Evidence:
     skipped: frozenset[str] | None = None
     world_size: int = 1  # ranks that shared each micro-batch
     updates: int = 1  # steps that were applied before
-    clips: bool = False  # trainer.clip_norm is set
 
     def like(self, example: Batch) -> "Evidence":
         """Return it with the classes that the containers of a batch `example` have."""

@@ -223,7 +223,7 @@ def _calm(step: Evidence) -> str:
     """Advise smaller updates, or before the first update a look at the model."""
     if not step.updates:
         return MODEL
-    return "lower optimizer.lr" + ("" if step.clips else " or set trainer.clip_norm")
+    return "lower optimizer.lr or trainer.clip_norm"
 
 
 def _number(value: float) -> str:

@@ -45,9 +45,10 @@ class Span:
     count: int
 
     @classmethod
-    def of(cls, numbers: Iterable[float | None]) -> "Span | None":
-        """Return the span of the numbers that are known, if any is."""
-        known = [float(number) for number in numbers if number is not None]
+    def of(cls, runs: Iterable[Record], value: Number) -> "Span | None":
+        """Return the span of the values that are known of finished runs, if any is."""
+        values = [value(run.summary) for run in runs if run.finished and run.summary]
+        known = [float(number) for number in values if number is not None]
         count = len(known)
         return cls(math.fsum(known) / count, min(known), max(known), count) if known else None
 
@@ -65,11 +66,11 @@ class RunGroup:
         return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
 
     def span(self, value: Number) -> Span | None:
-        return _span(self.runs, value)
+        return Span.of(self.runs, value)
 
     def beside_fp32(self, value: Number) -> tuple[Span, Span] | None:
         """Return the spans of this group and of its fp32 runs, if both are known."""
-        mine, full = _span(self.runs, value), _span(self.fp32, value)
+        mine, full = Span.of(self.runs, value), Span.of(self.fp32, value)
         return (mine, full) if mine and full else None
 
 
@@ -132,10 +133,6 @@ def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> 
     fp32 = sorted(alike, key=attrgetter("finished"))
     plain = [key for key in keys if not key.startswith("loss_scaling")]  # It changes no number.
     return [*{(r.options.get("seed", r.name), *_words(r, plain)): r for r in fp32}.values()]
-
-
-def _span(runs: Iterable[Record], value: Number) -> Span | None:
-    return Span.of(value(run.summary) for run in runs if run.finished and run.summary)
 
 
 Table = list[list[str]]
