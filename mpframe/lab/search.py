@@ -67,38 +67,26 @@ class SearchResult:
     reached: RelativeError  # its error
 
 
+@dataclass
 class Search:
-    """A search for the modules that must stay in fp32, or whose products must stay in half.
+    """A search for the modules that must stay in fp32, or whose products must stay in half."""
 
-    Args:
-        reference: a fresh trainer in fp32, with the weights that every trial starts from.
-        make: builds the trainers of the trials.
-        batches: one or more, the same for all trials.
-        target: relative error to reach, > 0.
-        progress: called with a name after each trial.
-        pin: `fp32`, or `none` for products in half.
-        modules: the ones that may be pinned, by default every module without children.
-    """
+    reference: Trainer  # fresh, in fp32, with the weights that every trial starts from
+    make: Maker  # builds the trainers of the trials
+    batches: Sequence[Batch]  # one or more, the same for all trials
+    target: float  # relative error to reach, > 0
+    progress: Callable[[str], None] = lambda name: None  # called with a name after each trial
+    pin: str = "fp32"  # or `none` for products in half
+    modules: Sequence[str] | None = None  # that may be pinned, by default each without children
 
-    def __init__(
-        self,
-        reference: Trainer,
-        make: Maker,
-        batches: Sequence[Batch],
-        target: float,
-        progress: Callable[[str], None] = lambda name: None,
-        pin: str = "fp32",
-        modules: Sequence[str] | None = None,
-    ) -> None:
-        self._make, self._batches, self._target = make, batches, target
-        self._progress, self._pin = progress, pin
-        named = reference.model.named_modules()
+    def __post_init__(self) -> None:
+        named = self.reference.model.named_modules()
         leaves = [name for name, module in named if name and not list(module.children())]
-        self._modules = leaves if modules is None else list(modules)
-        self._loss, self._gradients = _step(reference, batches, 1.0)
+        self._modules = leaves if self.modules is None else list(self.modules)
+        self._loss, self._gradients = _step(self.reference, self.batches, 1.0)
         # The largest power of two, up to 2^16, that leaves an octave free above every gradient.
         amaxes = (float(g.abs().max()) for g in self._gradients.values() if g.numel())
-        half = reference.precision.policy.half_dtype
+        half = self.reference.precision.policy.half_dtype
         self._scale = min(2.0**16, safe_scale(max(amaxes, default=0.0), half) or 1.0)
         self._trail: dict[tuple[str, ...], RelativeError] = {}
 
@@ -112,14 +100,14 @@ class Search:
         pinned, reached = self._prune(*self._reach_target(modules))
         ordered = tuple(name for name in self._modules if name in pinned)
         evidence = (all_half, modules, ranked, self._trail)
-        return SearchResult(self._target, self._scale, *evidence, ordered, reached)
+        return SearchResult(self.target, self._scale, *evidence, ordered, reached)
 
     def _reach_target(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
         """Pin in the order of the ranking until the target is reached, or all are pinned."""
-        pinned = [module.name for module in ranked if module.error.worst > self._target]
+        pinned = [module.name for module in ranked if module.error.worst > self.target]
         error = self._with(pinned)
         for module in ranked[len(pinned) :]:
-            if error.worst <= self._target:
+            if error.worst <= self.target:
                 break
             pinned.append(module.name)
             error = self._with(pinned)
@@ -130,7 +118,7 @@ class Search:
         for name in reversed(pinned):
             fewer = [other for other in pinned if other != name]
             without = self._with(fewer)
-            if without.worst <= self._target:
+            if without.worst <= self.target:
                 pinned, error = fewer, without
         return pinned, error
 
@@ -138,13 +126,13 @@ class Search:
         """Measure E(P), once for each set."""
         names = tuple(sorted(pinned))
         if names not in self._trail:
-            self._trail[names] = self._error(self._make(dict.fromkeys(names, self._pin), None))
-            self._progress(f"{len(names)} modules pinned")
+            self._trail[names] = self._error(self.make(dict.fromkeys(names, self.pin), None))
+            self.progress(f"{len(names)} modules pinned")
         return self._trail[names]
 
     def _try_module(self, name: str) -> Sensitivity:
         others = [other for other in self._modules if other != name]
-        trainer = self._make(dict.fromkeys(others, self._pin), None)
+        trainer = self.make(dict.fromkeys(others, self.pin), None)
         module, half = trainer.model.get_submodule(name), trainer.precision.policy.half_dtype
 
         def round_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:  # as a half neighbour would
@@ -152,16 +140,16 @@ class Search:
 
         module.register_forward_pre_hook(round_inputs, with_kwargs=True)
         error = self._error(trainer)
-        self._progress(name)
+        self.progress(name)
         return Sensitivity(name, type(module).__name__, error)
 
     def _try_op(self, op: str) -> Sensitivity:
-        error = self._error(self._make({}, op))
-        self._progress(op)
+        error = self._error(self.make({}, op))
+        self.progress(op)
         return Sensitivity(op, "op", error)
 
     def _error(self, trainer: Trainer) -> RelativeError:
-        loss, gradients = _step(trainer, self._batches, self._scale)
+        loss, gradients = _step(trainer, self.batches, self._scale)
         away = _norm(gradients[name] - exact for name, exact in self._gradients.items())
         return RelativeError(
             _relative(abs(loss - self._loss), abs(self._loss)),

@@ -138,7 +138,7 @@ def test_the_command_writes_which_stay_and_proves_it(tmp_path: Path, capsys: Sho
 
 def test_the_pin_with_the_smallest_error_is_tried_first() -> None:
     search = Search.__new__(Search)
-    search._target, needed = 0.5, [{"worst"}, {"middle", "least"}]  # Either pair keeps the target.
+    search.target, needed = 0.5, [{"worst"}, {"middle", "least"}]  # Either pair keeps the target.
     search._with = lambda pinned: RelativeError(0.0, float(not any(e <= {*pinned} for e in needed)))
     pinned, error = search._prune(["worst", "middle", "least"], RelativeError(0.0, 0.0))
     assert (pinned, error.worst) == (["worst"], 0.0)

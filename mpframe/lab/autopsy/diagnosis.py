@@ -29,7 +29,6 @@ from mpframe.data.fetching import named_leaves
 from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting, replay
 from mpframe.lab.autopsy.watch import OUTSIDE, FirstNonFinite, OpCall, bad_rows, magnitudes_of
 from mpframe.precision.op_lists import known_ops
-from mpframe.training.probe import safe_scale
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,7 @@ def culprit_of_inputs(case: Case) -> Culprit | None:
 def culprit_of_fp32(case: Case, full: Replay) -> Culprit | None:
     """Find where the fp32 replay itself leaves the range of fp32."""
     for one in full.passes:
-        if one.finite:
-            continue
-        direction = "forward" if not one.loss_finite else "backward"
-        nonfinite = sorted(one.trace.nonfinite, key=lambda first: first.direction != direction)
-        if nonfinite:
-            first = nonfinite[0]
+        if not one.finite and (first := _first_nonfinite(one)):
             samples, name = _ids(case, one.batch, first.rows), one.objective
             return _nonfinite(first.call, first.direction, first.nan, one.batch, samples, name)
     return None
@@ -87,26 +81,23 @@ def culprit_of_fp32(case: Case, full: Replay) -> Culprit | None:
 def culprit_of(case: Case, half: Replay, full: Replay) -> Culprit | None:
     """Find where a replay leaves the range and the fp32 replay of the same step does not."""
     for one, wide in zip(half.passes, full.passes, strict=True):
-        if not one.finite and (first := _first_in_half_only(one, wide)):
+        if not one.finite and (first := _first_nonfinite(one, wide.trace.nonfinite)):
             return _culprit_at(case, first, one, wide)
     return None
 
 
-def _first_in_half_only(one: Pass, wide: Pass) -> FirstNonFinite | None:
-    """Find the first value that is not finite, forward first.
+def _first_nonfinite(one: Pass, also: Sequence[FirstNonFinite] = ()) -> FirstNonFinite | None:
+    """Find the first value that is not finite, forward first, but for what `also` has.
 
     If the loss is finite, the forward pass did no harm, unless the backward pass multiplies by 0.
     """
-    harmless = {(first.call, first.direction) for first in wide.trace.nonfinite}
+    harmless = {(first.call, first.direction) for first in also}
     made = one.trace.nonfinite
     nonfinite = [seen for seen in made if (seen.call, seen.direction) not in harmless]
     forward = [first for first in nonfinite if first.direction == "forward"]
     backward = [first for first in nonfinite if first.direction == "backward"]
-    if not one.loss_finite:
-        return next(iter(forward or backward), None)
-    if backward and not (backward[0].nan and forward):
-        return backward[0]
-    return next(iter(forward), None)
+    harmed = not one.loss_finite or not backward or backward[0].nan
+    return next(iter(forward + backward if harmed else backward), None)
 
 
 def _culprit_at(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culprit:
@@ -159,16 +150,6 @@ def underflow_share(half: Replay, full: Replay) -> float:
                 nonzero += there.nonzero
                 kept += min(count.normal, there.nonzero)
     return 1.0 - kept / nonzero if nonzero else 0.0
-
-
-def largest_gradient(half: Replay, full: Replay) -> float:
-    """Return the largest unscaled gradient, in fp32, that the run stores in half."""
-    found = [0.0]
-    for narrow, wide in zip(half.passes, full.passes, strict=True):
-        there = wide.trace.gradients
-        held = (key for key, count in narrow.trace.gradients.items() if count.narrow)
-        found += [there[key].largest for key in held if key in there]
-    return max(found)
 
 
 UNDERFLOW_LIMIT = 0.25
@@ -239,8 +220,9 @@ class _Examination:
         return self._diagnosis(Kind.SCALE_TOO_HIGH, culprit, **lowered)
 
     def _of_finite(self, half: Replay, full: Replay) -> Diagnosis:
-        underflow, up = underflow_share(half, full), self._octaves_up(half, full)
-        if underflow > UNDERFLOW_LIMIT and up > 0:
+        underflow = underflow_share(half, full)
+        if underflow > UNDERFLOW_LIMIT:
+            up = self._octaves_up()
             then = underflow_share(self._replay(Setting(octaves=up)), full)
             if then < underflow * _GAIN:
                 raised = {"octaves": up, "underflow_then": then, "proven": True}
@@ -258,14 +240,15 @@ class _Examination:
             return 0
         return 1 + bisect_left(range(1, most), True, key=is_finite)
 
-    def _octaves_up(self, half: Replay, full: Replay) -> int:
+    def _octaves_up(self) -> int:
         """Find by how many octaves the scale could grow, with one to spare, 0 if it cannot."""
-        scale = max(self._case.scales.values())
-        safe = safe_scale(largest_gradient(half, full) * scale, self._case.half) or 1.0
-        up = min(int(math.log2(safe)), 126 - math.ceil(math.log2(scale)))
-        while up > 0 and not self._replay(Setting(octaves=up)).finite:
-            up -= 1
-        return max(up, 0)
+        most = 126 - math.ceil(math.log2(max(self._case.scales.values())))
+
+        def overflows(octaves: int) -> bool:
+            return not self._replay(Setting(octaves=octaves)).finite
+
+        fit = bisect_left(range(1, most + 1), True, key=overflows)
+        return max(fit - 1, 0)
 
     def _pin_culprits(self, octaves: int) -> tuple[Setting, bool]:
         """Pin culprit after culprit to fp32 until the step is finite, and say whether it is."""

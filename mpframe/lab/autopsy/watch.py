@@ -127,7 +127,6 @@ class Count:
     nonzero: int
     normal: int
     narrow: bool  # stored in half
-    largest: float  # finite
 
 
 @dataclass
@@ -252,7 +251,6 @@ class Watch(TorchFunctionMode):
             int(values.count_nonzero()),
             int((values.abs() >= smallest).sum()),
             values.dtype == self._half,
-            magnitudes_of(values).largest,
         )
 
 
