@@ -8,7 +8,6 @@ weights    does half hold them?
 first step does it overflow or lose its gradients, and at which scale does it not? The autopsy
            diagnoses the step with the run's own pins, lists and scale, and each fix has been tried
            on it.
-norms      norms that run where they should not
 products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
@@ -24,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mpframe.config.overrides import deny_words, pin_words
+from mpframe.config.overrides import pin_words
 from mpframe.core.callback import Batch
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.tree import device_of
@@ -44,7 +43,6 @@ from mpframe.lab.exponents import FIELDS, Limits, count_exponents
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, scaling_of, warning
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
 from mpframe.precision.policy import NO_PRODUCTS, has_native_half
-from mpframe.precision.storage import op_of
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.optimizers.multi_optimizer import largest
 from mpframe.training.probe import probe_amax, wants_probe
@@ -178,24 +176,6 @@ def _has_gradients(diagnosis: Diagnosis) -> bool:
     )
 
 
-_KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
-NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
-
-
-def check_norms(subject: Subject) -> Iterator[Finding]:
-    if subject.half is None or subject.policy.ops.empty:  # Without lists a hint says so.
-        return
-    stored = [row.module for row in subject.rows if row.storage == subject.half]
-    ops = {module: op_of(subject.trainer.model.get_submodule(module)) for module in stored}
-    norms = {module: str(op) for module, op in ops.items() if op in NORMS}
-    pins = [module for module in norms if subject.policy.format_pin_of(module)]
-    listed = {op for module, op in norms.items() if module not in pins}
-    if norms:
-        half = subject.policy.half
-        what = f"{few(norms)}: norms stored and computed in {half}; their sums lose small terms"
-        yield warning(what, *deny_words(sorted(listed)), *pin_words(pins))
-
-
 _LEAST_DB = 10.0
 _MANY_OF_OPERAND_LOST = 0.5
 
@@ -238,7 +218,6 @@ CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weights,
     check_first_step,
-    check_norms,
     check_products,
     check_compute,
 )

@@ -48,8 +48,6 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
     LOUD: [(checks.check_first_step, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(hints.check_casts, r"warning: ops=none: norms, softmax and reductions run in float16 too, and lose small terms; fix: ops=default")],
     "ops=none dtype=amp": [(hints.check_casts, r"warning: ops=none: casts nothing with dtype=amp: the run is an fp32 run; fix: ops=default")],
-    f"ops=fast {NORMED}": [(checks.check_norms, r"warning: 2: norms stored and computed in float16; their sums lose small terms; fix: 'ops\.deny\+=\[layer_norm\]'")],
-    f"ops.modules={{2*:half}} {NORMED}": [(checks.check_norms, r"warning: 2: norms stored .*; fix: ops\.modules\.2=fp32")],
     f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4": [(checks.check_first_step, r"error: loss scale 1024: the first batch overflows above [\d.]+, and the scaler does not go there; fix: loss_scaling=static loss_scaling\.scale=\d+")],
     f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9": [(checks.check_first_step, r"warning: loss scale 1024: too low for the first batch, \d+% of the gradients are below float16's normal range \(\d+% at [\d.e+]+\); fix: loss_scaling=static loss_scaling\.scale=\d+")],
     f"{NET} {DIGITS} dataset.gain=1e-9": [(checks.check_first_step, r"warning: loss scale 65536: too low for the first batch, \d+% of the gradients are below float16's normal range \(\d+% at [\d.e+]+\); fix: loss_scaling=Backoff loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1")],
@@ -71,7 +69,6 @@ SOUND: dict[str, tuple[Check, ...]] = {
     f"{LOUD} dtype=amp_bf16": (checks.check_first_step,),
     f"{NET} {DIGITS} dataset.gain=1e-4": CHECKS,
     f"{NET} {DIGITS} dataset.gain=1e-9 dtype=mixed_bf16": (checks.check_first_step,),
-    "model._target_=planted.bare_norm dtype=fp32": (checks.check_norms,),
     "model._target_=planted.Plain dtype=fp32": CHECKS,
     "model._target_=planted.Plain dtype=amp": CHECKS,
 }  # fmt: skip
