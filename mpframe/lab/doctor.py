@@ -12,7 +12,6 @@ products   how much of each operand of the first batch products below 16 bits lo
            decibels below the signal is a third of its size. Signal to noise only sees the
            largest values: if a few of them set the scale, the others become 0, and `lost`
            counts them.
-compute    half that a CPU computes slowly
 """
 
 import copy
@@ -26,7 +25,6 @@ from torch import Tensor
 from mpframe.config.overrides import pin_words
 from mpframe.core.callback import Batch
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.core.tree import device_of
 from mpframe.files.text import few
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind, diagnose
@@ -42,7 +40,7 @@ from mpframe.lab.autopsy.report import (
 from mpframe.lab.exponents import FIELDS, Limits, count_exponents
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, scaling_of, warning
 from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
-from mpframe.precision.policy import NO_PRODUCTS, has_native_half
+from mpframe.precision.policy import NO_PRODUCTS
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.optimizers.multi_optimizer import largest
 from mpframe.training.probe import probe_amax, wants_probe
@@ -204,21 +202,10 @@ def _words(noise: Noise) -> str:
     return f"{noise.snr_db:.0f} dB, {noise.lost:.0%} lost"
 
 
-def check_compute(subject: Subject) -> Iterator[Finding]:
-    """Half on a CPU, in kernels that are much slower than fp32's."""
-    half, device = subject.policy.half, device_of(subject.trainer.model)
-    emulated = subject.half is None or device.type != "cpu" or subject.policy.emulates(device)
-    if not emulated and not has_native_half(half):
-        why = "and PyTorch's kernels for them are many times slower than fp32's"
-        what = f"dtype.compute=native: this cpu has no {half} products, {why}"
-        yield warning(what, "dtype.compute=auto")
-
-
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weights,
     check_first_step,
     check_products,
-    check_compute,
 )
 """The doctor's checks, with those that every run makes."""

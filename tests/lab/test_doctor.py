@@ -40,8 +40,6 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (hints.check_numbers, r"error: optimizer\.betas\[1\]=0\.999: is 1 in bfloat16, the format optimizer works in; fix: dtype\.master_weights=true")],
     "loss_scaling=none device=cpu": [
         (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff")],
-    "loss_scaling=static dtype.compute=native device=cpu": [
-        (checks.check_compute, r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto")],
     f"{NET} model.head=1e7 dtype=amp": [(checks.check_weights, r"error: head\.weight \(reaches 1\.\d+e\+06\): weights beyond 65504, the largest float16 number; fix: 'ops\.modules=\{head:fp32\}'")],
     f"{NET} model.head=1e-7": [(checks.check_weights, r"warning: head\.weight \(100\.0% become 0, 0\.0% subnormal\): small weights for float16; fix: 'ops\.modules=\{head:fp32\}'")],
     f"{NET} model.head=1e-4": [(checks.check_weights, r"warning: head\.weight \(0\.\d% become 0, (100\.0|99\.\d)% subnormal\): small weights for float16; .*")],
@@ -61,7 +59,7 @@ SOUND: dict[str, tuple[Check, ...]] = {
     "optimizer.lr=1e-7 trainer.accumulate=4 trainer.ema_decay=0.99 loss_scaling=LogMax": CHECKS,
     "dtype=amp loss_scaling=static": hints.HINTS,
     "dtype=amp_bf16 optimizer.lr=1e-6": CHECKS,
-    "dtype=fp32 device=cpu dtype.compute=native": CHECKS,
+    "dtype=fp32": CHECKS,
     "dtype=mixed_bf16 loss_scaling=none dtype.master_weights=true": hints.HINTS,
     f"{NET} model.head=0": (checks.check_weights,),
     f"{NET} model.head=1e7 dtype=amp_bf16": (checks.check_weights,),
