@@ -4,14 +4,11 @@ Each check looks at a `Subject`, a run that is built and has not begun, and yiel
 is written, and each trial leaves weights, buffers, optimizer state and random numbers bit for bit
 as they were. hints.py has the checks of every run. Beside them there are
 
-weights    does half hold them?
-first step does it overflow or lose its gradients, and at which scale does it not? The autopsy
-           diagnoses the step with the run's own pins, lists and scale, and each fix has been tried
-           on it.
-products   how much of each operand of the first batch products below 16 bits lose. Noise of 10
-           decibels below the signal is a third of its size. Signal to noise only sees the
-           largest values: if a few of them set the scale, the others become 0, and `lost`
-           counts them.
+weights     does half hold them?
+first step  does it overflow or lose its gradients? The autopsy diagnoses it with the run's pins,
+            lists and scale, and each fix has been tried on it.
+products    how much of each operand do products below 16 bits lose? Signal to noise only sees the
+            largest values: if a few of them set the scale, the others become 0.
 """
 
 import copy

@@ -75,12 +75,13 @@ class ProductProbe:
         counted: Rows = {}
         for counted_on_rank in comm.gather_object(dict(zip(self._rows, rows, strict=True))):
             for key, row in counted_on_rank.items():
-                _add(counted, key, row)
+                counted[key] = merge(counted.get(key), row)
         return {key: Noise.of(row.tolist()) for key, row in counted.items()}
 
     def _add_row(self, weight: str, product: str, operand: str, row: Tensor) -> None:
         layer = weight.rpartition(".")[0] or ("model" if weight else WITHOUT_WEIGHT)
-        _add(self._rows, (layer, f"{product}.{operand}"), row)
+        key = layer, f"{product}.{operand}"
+        self._rows[key] = merge(self._rows.get(key), row)
 
 
 def rows_of(step: int, noises: Noises) -> Iterator[dict[str, Any]]:
@@ -88,10 +89,8 @@ def rows_of(step: int, noises: Noises) -> Iterator[dict[str, Any]]:
         yield {"step": step, "layer": layer, "operand": operand, **vars(noise)}
 
 
-def _add(rows: Rows, key: tuple[str, str], row: Tensor) -> None:
-    rows[key] = merge(rows[key], row) if key in rows else row
-
-
-def merge(one: Tensor, other: Tensor) -> Tensor:
+def merge(one: Tensor | None, other: Tensor) -> Tensor:
+    if one is None:
+        return other
     ends = torch.maximum(one[_SUMS], other[_SUMS]), torch.minimum(one[-1], other[-1])
     return torch.cat([one[:_SUMS] + other[:_SUMS], torch.stack(ends)])

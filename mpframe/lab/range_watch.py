@@ -100,9 +100,20 @@ class RangeWatch(Callback):
 
     def draw(self) -> None:
         """Draw the last reports, for the run's folder and TensorBoard. OSError stops the run."""
-        if self._last is not None:
-            self._draw(self._last)
-            self._last, self._drawn = None, time.monotonic()
+        last, self._last = self._last, None
+        if last is None:
+            return
+        step, tracker, half = last.step, self._context.tracker, self._policy.half_dtype
+        folder = self._context.folder / FOLDER
+        if self._noises:
+            path = folder / "products.png"
+            draw_noises(self._noises, step, path)
+            tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
+        for kind in KINDS:
+            path = folder / f"{kind}.png"
+            if draw_layers(last, kind, half, path):
+                tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
+        self._drawn = time.monotonic()
 
     def _log_histograms(self, ranges: Ranges) -> None:
         for kind in KINDS:
@@ -118,18 +129,6 @@ class RangeWatch(Callback):
             figures = {"/".join(key): getattr(noise, name) for key, noise in noises.items()}
             tags = self._worst_of(f"numerics/products/{name}", figures)
             self._context.tracker.scalars(step, tags)
-
-    def _draw(self, last: Ranges) -> None:
-        step, tracker, half = last.step, self._context.tracker, self._policy.half_dtype
-        folder = self._context.folder / FOLDER
-        if self._noises:
-            path = folder / "products.png"
-            draw_noises(self._noises, step, path)
-            tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
-        for kind in KINDS:
-            path = folder / f"{kind}.png"
-            if draw_layers(last, kind, half, path):
-                tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         figures = {"updates/rounded_away_fraction": ranges.rounded_away_fraction()}

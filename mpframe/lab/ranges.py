@@ -10,7 +10,7 @@ The half format holds gradients multiplied by s, so for gradients its limits are
 value that half has already rounded to zero counts as a zero, because nobody can tell the two apart.
 An update is `rounded_away` if a weight without a master, stored in half, would not change.
 
-Everything is counted in fp32 on the device while the step runs. One transfer brings it to the host.
+Everything is counted in fp32 on the device while the step runs.
 """
 
 from collections.abc import Iterator
@@ -90,10 +90,7 @@ class RangeProbe:
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
     def ranges(self) -> Ranges:
-        """Return the numbers of all ranks, in one transfer from the device, and remove the hooks.
-
-        All ranks call it.
-        """
+        """Return the numbers of all ranks, and remove the hooks. All ranks call it."""
         for handle in self._handles:
             handle.remove()
         away = self._measure_weights()
@@ -105,16 +102,8 @@ class RangeProbe:
         counts = torch.stack([away.get(layer, empty[0]) for layer in self.layers])
         if self._sharding is not None:
             self._trainer.comm.sum_([counts])
-        scale = torch.as_tensor(self._scale, dtype=widest(device), device=device)
-        flat = torch.cat([scale.reshape(1), counts, rows.ravel()]).cpu().numpy()
-        layers = len(self.layers)
-        return Ranges(
-            step=self._trainer.progress.global_step,
-            scale=float(flat[0]),
-            layers=self.layers,
-            rows=flat[1 + layers :].reshape(len(KINDS), layers, WIDTH),
-            rounded_away=flat[1 : 1 + layers],
-        )
+        step, scale = self._trainer.progress.global_step, float(self._scale)
+        return Ranges(step, scale, self.layers, rows.cpu().numpy(), counts.cpu().numpy())
 
     def _add_ranks(self, rows: Tensor) -> Tensor:
         """Add the other ranks' samples and parts of weights to rows [KINDS, layers, WIDTH]."""

@@ -67,11 +67,6 @@ def normed() -> nn.Module:
     return nn.Sequential(flat, first, nn.LayerNorm(32), nn.BatchNorm1d(32), relu, head)
 
 
-def bare_norm() -> nn.Module:
-    norm = nn.BatchNorm1d(32, affine=False)
-    return named(first=nn.Linear(64, 32), norm=norm, head=nn.Linear(32, 10))
-
-
 class Plain(nn.Module):
     """Parameters of its own beside a layer."""
 

@@ -117,7 +117,8 @@ class Autopsy(Callback):
         """Examine the micro-batches of all ranks on rank 0, or keep them with divided weights."""
         # The replays are loaded when a step has failed: most runs need none.
         from mpframe.lab.autopsy import evidence
-        from mpframe.lab.autopsy.report import report_beside_evidence
+        from mpframe.lab.autopsy.diagnosis import Kind
+        from mpframe.lab.autopsy.report import examine, write_report
 
         step, written = self._evidence(trainer, result, reason), None
         divided, run = trainer.comm.sharding is not None, self._context.folder
@@ -131,7 +132,11 @@ class Autopsy(Callback):
                     log.warning("warning: %s; one process examines it: %s", reason, command)
                     written = folder, ""
                 else:
-                    written = report_beside_evidence(step, trainer, folder)
+                    report = examine(step, trainer)
+                    path = write_report(folder, report)
+                    log.warning("warning: %s\n%s", reason, report.text(path))
+                    diagnosis = report.title.partition(": ")[2]
+                    written = path, "" if diagnosis == Kind.NO_FAULT.value else diagnosis
             except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
                 log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
         self.written = trainer.comm.broadcast_object(written)

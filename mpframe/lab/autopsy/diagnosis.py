@@ -101,8 +101,7 @@ def _first_nonfinite(one: Pass, also: Sequence[FirstNonFinite] = ()) -> FirstNon
 
 
 def _culprit_at(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culprit:
-    observations = wide.trace.observations(first.direction)
-    seen, times = observations.get(first.call), one.scale
+    seen, times = wide.trace.observations(first.direction).get(first.call), one.scale
     if seen is None:  # A cast that only the half replay makes.
         seen, times = one.trace.observations(first.direction)[first.call], 1.0
     limit = torch.finfo(case.half).max

@@ -1,6 +1,5 @@
 """A diagnosis in words: what to type, and the report on a step, written beside its evidence."""
 
-import logging
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -230,9 +229,6 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:g}"
 
 
-log = logging.getLogger(__name__)
-
-
 def examine(step: Evidence, trainer: Trainer) -> Report:
     """Replay a step with a trainer that has its weights, and say what is wrong with it."""
     case = step.case(trainer)
@@ -244,16 +240,3 @@ def write_report(folder: Path, report: Report) -> Path:
     path = folder / "report.md"
     write_atomically(path, report.markdown())
     return path
-
-
-def report_beside_evidence(step: Evidence, trainer: Trainer, folder: Path) -> tuple[Path, str]:
-    """Examine a failed step, log the report, and write it into the folder of the evidence.
-
-    `trainer` still has the weights that the step began with. Returns the report's path, and the
-    diagnosis, empty if that is no fault.
-    """
-    report = examine(step, trainer)
-    path = write_report(folder, report)
-    log.warning("warning: %s\n%s", step.reason, report.text(path))
-    diagnosis = report.title.partition(": ")[2]
-    return path, "" if diagnosis == Kind.NO_FAULT.value else diagnosis

@@ -33,15 +33,13 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
     """Draw the curves as SVG. A panel without a curve says so."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
 
     panels = _panels(groups)
     height = 2.9 * math.ceil(len(panels) / 2) + 0.24 * len(groups)
     # Without a date, and with fixed element names, the same runs give the same bytes.
     with rc_context({"svg.hashsalt": "mpframe", "font.size": 10}):
-        layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
-        figure = Figure(figsize=(9, height), layout=layout)
+        figure = Figure(figsize=(9, height), layout="constrained")
         grid = figure.subplots(math.ceil(len(panels) / 2), 2).flat
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
