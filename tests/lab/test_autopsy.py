@@ -177,7 +177,7 @@ ZERO = "look for a division by zero, a logarithm of zero, or first weights that 
 @pytest.mark.parametrize(
     ("step", "calm"),
     [
-        (STEP, "lower optimizer.lr or trainer.clip_norm"),
+        (STEP, "lower optimizer.lr or set a lower trainer.clip_norm"),
         (replace(STEP, updates=0), ZERO),
     ],
 )

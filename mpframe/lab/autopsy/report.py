@@ -222,7 +222,7 @@ def _calm(step: Evidence) -> str:
     """Advise smaller updates, or before the first update a look at the model."""
     if not step.updates:
         return MODEL
-    return "lower optimizer.lr or trainer.clip_norm"
+    return "lower optimizer.lr or set a lower trainer.clip_norm"
 
 
 def _number(value: float) -> str:
