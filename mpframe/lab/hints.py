@@ -1,6 +1,6 @@
 """Checks for options that are allowed, but probably not intended. They compute nothing.
 
-Each yields findings on a `PlannedRun`: a line with the command-line words that fix it. A run
+Each yields findings on a `PlannedRun`: a line, with the words to type if an option helps. A run
 reports them at its start, and so does the doctor, which has more checks.
 """
 
