@@ -4,17 +4,19 @@ Each check looks at a `Subject`, a run that is built and has not begun, and yiel
 is written, and each trial leaves weights, buffers, optimizer state and random numbers bit for bit
 as they were. hints.py has the checks of every run. Beside them there are
 
-weights     does half hold them?
+weights     does half hold them, and were they trained in bfloat16, which has the range of fp32?
 first step  does it overflow or lose its gradients? The autopsy diagnoses it with the run's pins,
             lists and scale, and each fix has been tried on it.
+sizes       do half products fill the tiles of a tensor core?
 products    how much of each operand do products below 16 bits lose? Signal to noise only sees the
             largest values: if a few of them set the scale, the others become 0.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,8 @@ from mpframe.training.probe import probe_amax, wants_probe
 @dataclass
 class Subject(PlannedRun):
     """A planned run, and trials on it."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # every one by its dotted path
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -113,6 +117,8 @@ class Subject(PlannedRun):
 
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
+_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
+_TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
 def check_weights(subject: Subject) -> Iterator[Finding]:
@@ -134,6 +140,23 @@ def check_weights(subject: Subject) -> Iterator[Finding]:
         yield error(f"{few(beyond.values())}: {what}", *pin_words(beyond))
     if small:
         yield warning(f"{few(small.values())}: small weights for {half}", *pin_words(small))
+
+
+def check_training_format(subject: Subject) -> Iterator[Finding]:
+    """float16 weights of which all values are bfloat16 numbers, and too many for chance."""
+    weights = subject.half_weights() if subject.half == torch.float16 else ()
+    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
+    born = [
+        name
+        for _, name, values in weights
+        if values.numel() >= _TELLING
+        and torch.equal(values, values.bfloat16().float())
+        and torch.unique(values).numel() >= _TELLING // 4
+    ]
+    if born:
+        why = "all values are bfloat16 numbers; weights trained in bfloat16 may make activations"
+        beyond = "beyond 65504, the largest float16 number"
+        yield warning(f"{few(born)}: {why} {beyond}", "dtype.half=bfloat16")
 
 
 def check_first_step(subject: Subject) -> Iterator[Finding]:
@@ -171,6 +194,28 @@ def _has_gradients(diagnosis: Diagnosis) -> bool:
     )
 
 
+def check_dimensions(subject: Subject) -> Iterator[Finding]:
+    """Dimensions of half products, set by an option, that tensor cores pad."""
+    half, options = subject.policy.half, subject.options
+    products = [row.module for row in subject.rows if row.compute == half]
+    modules = map(subject.trainer.model.get_submodule, products)
+    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
+    sizes = {size for weight in weights for size in weight.shape[:2]}
+    sizes -= {options.get("dataset.classes"), options.get("dataset.channels")}
+    padded = {
+        path: value
+        for path, value in options.items()
+        if type(value) is int and value % _TILE
+        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
+    }
+    if padded and products:
+        yield note(
+            f"{few(f'{path}={value}' for path, value in padded.items())}: not a multiple of "
+            f"{_TILE}; tensor cores compute {half} products in tiles of it",
+            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in padded.items()),
+        )
+
+
 _LEAST_DB = 10.0
 _MANY_OF_OPERAND_LOST = 0.5
 
@@ -202,7 +247,9 @@ def _words(noise: Noise) -> str:
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     *HINTS,
     check_weights,
+    check_training_format,
     check_first_step,
+    check_dimensions,
     check_products,
 )
 """The doctor's checks, with those that every run makes."""

@@ -29,11 +29,12 @@ class Gain(nn.Module):
         return x * self.factor
 
 
-def net(head: float = 1.0, width: int = 32) -> nn.Module:
-    """Two linear layers; the head's weights multiplied by `head`."""
+def net(head: float = 1.0, form: str = "float32", width: int = 32) -> nn.Module:
+    """Two linear layers; the head's weights multiplied by `head` and held in `form`."""
     first, last = nn.Linear(64, width), nn.Linear(width, 10)
     with torch.no_grad():
         last.weight.mul_(head)
+        last.weight.copy_(last.weight.to(getattr(torch, form)).float())
     return named(**{"1": first, "2": nn.ReLU(), "head": last})
 
 

@@ -38,11 +38,14 @@ FAULTY: dict[str, list[tuple[Check, str]]] = {
         (hints.check_masters, r"warning: dtype\.master_weights=false: updates below half a unit in the last place of float16 weights are lost; fix: dtype\.master_weights=true")],
     "dtype=mixed_bf16 dtype.master_weights=false": [
         (hints.check_numbers, r"error: optimizer\.betas\[1\]=0\.999: is 1 in bfloat16, the format optimizer works in; fix: dtype\.master_weights=true")],
-    "loss_scaling=none device=cpu": [
-        (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff")],
+    "loss_scaling=none model.hidden=100 dataset.batch_size=60 device=cpu": [
+        (hints.check_unscaled, r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff"),
+        (checks.check_dimensions, r"note: (model\.hidden=100|dataset\.batch_size=60|, ){3}: not a multiple of 8; tensor cores compute float16 products in tiles of it; fix: (model\.hidden=104|dataset\.batch_size=64| ){3}")],
     f"{NET} model.head=1e7 dtype=amp": [(checks.check_weights, r"error: head\.weight \(reaches 1\.\d+e\+06\): weights beyond 65504, the largest float16 number; fix: 'ops\.modules=\{head:fp32\}'")],
     f"{NET} model.head=1e-7": [(checks.check_weights, r"warning: head\.weight \(100\.0% become 0, 0\.0% subnormal\): small weights for float16; fix: 'ops\.modules=\{head:fp32\}'")],
-    f"{NET} model.head=1e-4": [(checks.check_weights, r"warning: head\.weight \(0\.\d% become 0, (100\.0|99\.\d)% subnormal\): small weights for float16; .*")],
+    f"{NET} model.head=1e-4 model.form=bfloat16": [
+        (checks.check_weights, r"warning: head\.weight \(0\.\d% become 0, 100\.0% subnormal\): small weights for float16; .*"),
+        (checks.check_training_format, r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16")],
     LOUD: [(checks.check_first_step, r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'")],
     f"ops=none {NORMED}": [(hints.check_casts, r"warning: ops=none: norms, softmax and reductions run in float16 too, and lose small terms; fix: ops=default")],
     "ops=none dtype=amp": [(hints.check_casts, r"warning: ops=none: casts nothing with dtype=amp: the run is an fp32 run; fix: ops=default")],
@@ -59,9 +62,10 @@ SOUND: dict[str, tuple[Check, ...]] = {
     "optimizer.lr=1e-7 trainer.accumulate=4 trainer.ema_decay=0.99 loss_scaling=LogMax": CHECKS,
     "dtype=amp loss_scaling=static": hints.HINTS,
     "dtype=amp_bf16 optimizer.lr=1e-6": CHECKS,
-    "dtype=fp32": CHECKS,
+    "dtype=fp32 dataset.batch_size=60": CHECKS,
     "dtype=mixed_bf16 loss_scaling=none dtype.master_weights=true": hints.HINTS,
-    f"{NET} model.head=0": (checks.check_weights,),
+    f"{NET} model.form=float16": CHECKS,
+    f"{NET} model.head=0": (checks.check_weights, checks.check_training_format),
     f"{NET} model.head=1e7 dtype=amp_bf16": (checks.check_weights,),
     f"{NET} model.head=1e-7 dtype=mixed_bf16": (checks.check_weights,),
     f"{LOUD} dtype=amp_bf16": (checks.check_first_step,),

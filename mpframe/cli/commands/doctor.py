@@ -46,7 +46,7 @@ def subject_of(config: Config) -> Subject:
     trainer, train = rebuilt(config)
     if config.run.init_from is not None:
         take_first_weights(trainer, config.run)
-    return Subject(trainer, train)
+    return Subject(trainer, train, config.flat)
 
 
 def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) -> str:
