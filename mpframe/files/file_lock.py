@@ -67,10 +67,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             "free space or choose another folder"
         ) from None
     with file:
-        try:
-            yield
-        finally:
-            file.truncate(0)  # It names the holder, and now there is none.
+        yield
 
 
 def _try_lock(file: IO[Any]) -> bool:

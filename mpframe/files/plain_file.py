@@ -37,18 +37,12 @@ def _opener(flag: int) -> Callable[[str, int], int]:
         try:
             descriptor = os.open(path, flags | flag | _NO_WAIT, 0o666)
         except OSError as error:
-            raise _explain(error, path) from None
+            if error.errno == errno.ELOOP:
+                error.strerror = "A link, which is not followed"
+            raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "Not a regular file", path)
         return descriptor
 
     return open_checked
-
-
-def _explain(error: OSError, path: str) -> OSError:
-    if error.errno == errno.ELOOP:
-        return OSError(errno.ELOOP, "A link, which is not followed", path)
-    if error.errno in (errno.ENXIO, errno.EISDIR):  # a FIFO without a reader, or a folder
-        return OSError(errno.EINVAL, "Not a regular file", path)
-    return error

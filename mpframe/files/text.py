@@ -9,8 +9,6 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
 from typing import TextIO
 
 from mpframe.core.errors import ConfigError, MpframeError
@@ -43,21 +41,10 @@ def unreachable_in_one_line() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNREACHABLE or not isinstance(error.filename, str):
             raise
-        word = _word_with(Path(error.filename).absolute()) or error.filename
         raise ConfigError(
-            f"{word}: {error.strerror}; name a path that you may enter, each name in it at most "
-            "255 bytes long"
+            f"{error.filename}: {error.strerror}; name a path that you may enter, each name in it "
+            "at most 255 bytes long"
         ) from error
-
-
-def _word_with(path: Path) -> str | None:
-    """Return the word of the command line that names a path, or one above or below it."""
-    words = {}
-    for flag, word in pairwise(sys.argv):
-        named = Path(word.partition("=")[2] or word).absolute()
-        if path.is_relative_to(named) or named.is_relative_to(path):
-            words[len(str(named))] = f"{flag} {word}" if flag.startswith("--") else word
-    return words[max(words)] if words else None
 
 
 @contextmanager
