@@ -13,11 +13,10 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence, Sized
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -29,7 +28,6 @@ from mpframe.config.check import as_typed
 from mpframe.config.overrides import parse_words, words_again
 from mpframe.config.redaction import hide, redact
 from mpframe.config.schema import Config, only_watches
-from mpframe.core.comm import Comm
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.tree import HALF, device_of, dtype_name
@@ -47,9 +45,10 @@ from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.training.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 _SWEEP = "multirun.yaml"  # Hydra writes it before the first job.
 _ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}
-_MOST = 512  # most values of an option
 
 Value = str | float | int | bool | None
 
@@ -68,13 +67,13 @@ def format_section(node: Mapping[str, Any] | None) -> str:
     return " ".join([str(node["_target_"]).rpartition(".")[2], *arguments])
 
 
-def find_varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
-    """Return the options that the jobs of a sweep differ in, with their values as typed."""
+def find_varied(hydra: DictConfig | None) -> dict[str, str]:
+    """Return the options that the jobs of a sweep differ in, with this job's values as typed."""
     if hydra is None:
         return {}
     words, sweep = parse_words(list(hydra.overrides.task)), _sweep(hydra)
     return {
-        key: _values(sweep.get(key, word), word)
+        key: word.get_value_element_as_str()
         for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
         if not only_watches(key) and (key not in sweep or sweep[key].is_sweep_override())
     }
@@ -90,7 +89,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
 
 
 def hparams(
-    config: Config, scaling: str, varied: Mapping[str, Sequence[str]]
+    config: Config, scaling: str, varied: Mapping[str, str]
 ) -> tuple[dict[str, Value], list[str]]:
     """Return the columns of a run, and the names of the ones that vary."""
     nodes = config.optimizer_nodes
@@ -110,34 +109,13 @@ def hparams(
         "seed": config.run.seed,
     }
     first: dict[str, None] = {}
-    for key, values in varied.items():
+    for key, word in varied.items():
         name = _ONE_COLUMN.get(key, key.removesuffix("._target_"))
         first[name] = None
         if name not in columns:
-            columns[name] = _value(config.flat.get(key, values[0]), values)
+            value = config.flat.get(key, word)
+            columns[name] = value if type(value) in (int, float) else _type_out(value)
     return columns, list(first)
-
-
-def _values(sweep: Override, word: Override) -> Sequence[str]:
-    """Return the values of an option that are known before a sweeper draws them."""
-    listed = sweep.is_choice_sweep() or sweep.is_range_sweep()
-    if listed and not isinstance(sweep.value(), Glob):  # Only Hydra knows what a glob matches.
-        return list(islice(sweep.sweep_string_iterator(), _MOST))
-    return [word.get_value_element_as_str()]
-
-
-def _value(value: Any, values: Sequence[str]) -> Value:
-    """Return a number only if the column has no word: TensorBoard cannot sort a mixed column."""
-    numbers = all(map(_is_number, values)) and isinstance(value, int | float)
-    return value if numbers and not isinstance(value, bool) else _type_out(value)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _type_out(value: Any) -> str:
@@ -149,32 +127,18 @@ def _type_out(value: Any) -> str:
     return as_typed(value)
 
 
-log = logging.getLogger(__name__)
-
-
-def _describe_ranks(comm: Comm) -> str:
-    """Return how many ranks train, and how they divide the work, or an empty text for one."""
-    if comm.size == 1:
-        return ""
-    how = ["ddp" if comm.sharding is None else "fsdp"]
-    if comm.sharding is not None and comm.sharding.replicas > 1:
-        how.append(f"{comm.sharding.replicas} replicas")
-    if comm.tensor > 1:
-        how.append(f"layers divided by {comm.tensor}")
-    return f", {comm.size} ranks ({', '.join(how)})"
-
-
 def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> None:
     """Log the dtype mode, each module's formats, and hints about what may go wrong."""
     device = device_of(trainer.model)
     policy = trainer.precision.policy
     emulated = policy.mode != "fp32" and policy.emulates(device)
+    ranks = trainer.comm.size
     log.info(
         "%s on %s%s%s, loss scaling %s, run folder %s",
         trainer.precision,
         device,
         f" ({policy.half} emulated)" if emulated else "",
-        _describe_ranks(trainer.comm),
+        f", {ranks} ranks ({config.trainer.parallel or 'ddp'})" if ranks > 1 else "",
         scaling_of(trainer),
         folder,
     )
@@ -306,26 +270,17 @@ def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:
 
 def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
     """Return the arguments and keywords that the objective calls its model with."""
-    model = _Recorder()
+    model, calls = nn.Identity(), list[tuple[Any, Any]]()
+
+    def note(module: nn.Module, arguments: Any, keywords: Any) -> None:
+        calls.append((arguments, keywords))
+        raise RuntimeError("not an error, but the way out of the objective")
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
     with preserve_state(model):
         try:
             objective(model, batch)
         except Exception:
-            if model.call is None:
+            if not calls:
                 raise
-        assert model.call is not None
-        return model.call
-
-
-class _Called(Exception):  # noqa: N818 - not an error, but the way out of the objective
-    pass
-
-
-class _Recorder(nn.Module):
-    """A model that keeps the arguments of its first call, and raises to stop there."""
-
-    call: tuple[Any, Any] | None = None
-
-    def forward(self, *arguments: Any, **keywords: Any) -> None:
-        self.call = arguments, keywords
-        raise _Called
+    return calls[0]

@@ -36,10 +36,9 @@ def config_of(*words: str) -> Config:
     ("model=mlp dtype=mixed trainer.epochs=3 trainer.log_every=1",
      "model=cnn,mlp dtype=fp32,mixed trainer.epochs=3 trainer.log_every=1,2",
      {"model": MLP, "dtype": "mixed float16"}),
-    # null is no number, so no value is one
     ("model.width=8 model.dropout=0.5 optimizer.weight_decay=1",
      "model.width=range(8,17,8) model.dropout=0,0.5 optimizer.weight_decay=1,null",
-     {"model.width": 8, "model.dropout": 0.5, "optimizer.weight_decay": "1"}),
+     {"model.width": 8, "model.dropout": 0.5, "optimizer.weight_decay": 1}),
     ("dtype=amp_bf16", "dtype=glob(*bf16)", {"dtype": "amp bfloat16"}),
     # What a searcher draws comes first, then what it adds.
     ("optimizer.lr=0.02 model=mlp model.depth=2",
