@@ -38,7 +38,6 @@ from mpframe.data.task import Task
 from mpframe.lab.hints import HINTS, PlannedRun, findings_of, scaling_of
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.trace import preserve_state
-from mpframe.run.folder import WHOLE
 from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text, format_command
 from mpframe.tracking.logger import Loggers
@@ -142,9 +141,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         scaling_of(trainer),
         folder,
     )
-    precision, model = trainer.precision, trainer.model
-    whole = dtype_map.describe(precision, model)
-    log.info("%s", dtype_map.describe(precision, model, folded=True), extra={WHOLE: whole})
+    log.info("%s", dtype_map.describe(trainer.precision, trainer.model, folded=True))
     for hint in findings_of(HINTS, PlannedRun(trainer, train)):
         log.warning("%s", hint)
 

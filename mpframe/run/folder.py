@@ -15,7 +15,7 @@ import logging.handlers
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -95,7 +95,7 @@ class RunFolder:
             self._texts = {name: as_yaml(node, secrets) for name, node in nodes.items()}
             self._name = f"{hydra.job.name}.log"
         self._log = logging.handlers.MemoryHandler(_RECORDS, logging.CRITICAL + 1)
-        self._formatter = Redacting(_WholeLines(_FORMAT), secrets)
+        self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
 
     def holds_a_run(self) -> bool:
         """Return whether there is a record to lose, which a start without a step has not."""
@@ -149,36 +149,13 @@ class RunFolder:
         self._log.capacity = 1  # From now on each line at once.
 
 
-WHOLE = "whole"
-"""`extra` of a log line: what train.log gets in its place, where the console shows less."""
-
-
-class _WholeLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        whole = getattr(record, WHOLE, None)
-        if whole is not None:
-            record = logging.makeLogRecord({**vars(record), "msg": whole, "args": ()})
-        return super().format(record)
-
-
 class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
-    """A log file that reports a full disk once, without a traceback."""
-
-    _reported = False
+    """A log file that reports a full disk without a traceback, and can be closed even then."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Report on stderr that the log is not complete."""
-        error = sys.exception()
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._reported:
-            self._reported = True
-            print(f"mpframe: the log cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"mpframe: the log cannot be written ({sys.exception()})", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the file, even if its last lines cannot be written."""
         super().close()
-        try:
+        with suppress(OSError):
             self.stream.close()
-        except OSError:
-            self._reported = True
