@@ -2,15 +2,12 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
@@ -88,10 +85,15 @@ log = logging.getLogger(__name__)
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
-    """Test the weights of a checkpoint, or the present ones; return `best` or `last`."""
-    weights = "the last weights" if best is None else f"the weights of {best.name}"
-    with nullcontext() if best is None else take_weights_from(trainer, best):
-        evaluation = trainer.test(loader)
+    """Test the weights of a checkpoint, which the trainer keeps, or the present ones.
+
+    Returns `best` or `last`.
+    """
+    weights = "the last weights"
+    if best is not None:
+        weights = f"the weights of {best.name}"
+        _take_weights_from(trainer, best)
+    evaluation = trainer.test(loader)
     metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
     log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)
     return "last" if best is None else "best"
@@ -112,23 +114,12 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
     return None
 
 
-@contextmanager
-def take_weights_from(trainer: Trainer, path: Path) -> Iterator[None]:
-    """Context manager in which the trainer has a checkpoint's weights and, if any, averages."""
+def _take_weights_from(trainer: Trainer, path: Path) -> None:
+    """Load a checkpoint's weights and, if any, averages."""
     state = checkpoint.load(path, trainer.comm)
-    extra = trainer.extra_state
-    kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).to_cpu().state
+    trainer.extra_state.load_state_dict(extra_state_of(state, path))
+    trainer.load_weights(weights_of(state, "trained", path))
     ema = ema_of(trainer)
-    averages, updates = (ema.by_name(trainer.model), ema.updates) if ema else ({}, 0)
-    try:
-        extra.load_state_dict(extra_state_of(state, path))
-        trainer.load_weights(weights_of(state, "trained", path))
-        # A run that had no averages yet was validated with its weights, which are loaded now.
-        if ema is not None and state["trainer"].get("ema") is not None:
-            ema.load_by_name(trainer.model, averages_of(state, path))
-        yield
-    finally:
-        extra.load_state_dict(kept["extra"])
-        trainer.load_weights(kept["weights"])
-        if ema is not None:
-            ema.load_by_name(trainer.model, averages, updates)
+    # A run that had no averages yet was validated with its weights, which are loaded now.
+    if ema is not None and state["trainer"].get("ema") is not None:
+        ema.load_by_name(trainer.model, averages_of(state, path))
