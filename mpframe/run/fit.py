@@ -9,7 +9,7 @@ from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.run.folder import refuse_unfit
 from mpframe.run.parts import RunCallbacks
-from mpframe.run.resume import Resume
+from mpframe.run.resume import resume_from
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
@@ -46,7 +46,7 @@ def fit(
     try:
         with run_lock(path), interruption, interruption.defer():
             tidy(path)
-            identity = Resume(resume, path, "").into(trainer)
+            identity = resume_from(trainer, resume, path, "")
             set_aside_after(path, trainer.progress.global_step)
             with Loggers(Tracker(path, max(1, trainer.progress.global_step))) as tracker:
                 context = RunContext(path, "", identity, tracker, train, speed, fixed.results)

@@ -1,17 +1,14 @@
 """The state or the weights that a run starts from: `resume` and `init_from`.
 
-Begin with `Resume`. It finds the newest good checkpoint, verifies it, and loads all of it or
+Begin with `resume_from`. It finds the newest good checkpoint, verifies it, and loads all of it or
 nothing. Then it reports why the resumed run cannot equal the uninterrupted one bit for bit, if it
 cannot. Callbacks get their states by name. `init_from` loads saved weights.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
@@ -20,7 +17,6 @@ from mpframe.checkpoint.state import conversion, of_rank, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parse_stored
@@ -122,54 +118,44 @@ def restore(callbacks: Callbacks, saved: Any) -> None:
         )
 
 
-Renew = Callable[[Trainer], None]  # Gives a trainer new callbacks, without a state.
+def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str:
+    """Load a checkpoint into the trainer, its callbacks and the random generators.
 
+    Returns the run's identity, which is new if there is no checkpoint to load.
 
-@dataclass(frozen=True)
-class Resume:
-    """The checkpoint that a run continues from."""
-
-    option: str  # `none`, `auto`, or a checkpoint's or run's folder
-    folder: Path  # of this run
-    config: str  # this run's resolved options as YAML
-
-    def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
-        """Load the checkpoint into the trainer, its callbacks and the random generators.
-
-        Returns the run's identity, which is new if there is no checkpoint to load.
-        """
-        if self.option == "none":
-            renew(trainer)
-            return new_identity()
-        if self.option == "auto":
-            return self._load_newest_good(trainer, renew)
-        refuse_missing(self.option)
-        return self._load(newest(Path(self.option)), trainer, renew)
-
-    def _load_newest_good(self, trainer: Trainer, renew: Renew) -> str:
-        found = trainer.comm.broadcast_object(all_in(self.folder))
-        for path in reversed(found):
-            try:
-                return self._load(path, trainer, renew)
-            except CheckpointError as error:
-                log.warning("warning: resume=auto passes over %s: %s", path.name, error)
-        if found:
-            raise CheckpointError(
-                f"resume=auto: none of the {len(found)} checkpoints in {self.folder} can be used; "
-                "repair or delete them, or start again in another hydra.run.dir"
-            )
-        log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
-        renew(trainer)
+    Args:
+        trainer: with the callbacks of the run.
+        option: `none`, `auto`, or a checkpoint's or run's folder.
+        folder: of this run.
+        config: this run's resolved options as YAML.
+    """
+    if option == "none":
         return new_identity()
+    if option != "auto":
+        refuse_missing(option)
+        return _resume(trainer, newest(Path(option)), config)
+    found = trainer.comm.broadcast_object(all_in(folder))
+    for path in reversed(found):
+        try:
+            return _resume(trainer, path, config)
+        except CheckpointError as error:
+            log.warning("warning: resume=auto passes over %s: %s", path.name, error)
+    if found:
+        raise CheckpointError(
+            f"resume=auto: none of the {len(found)} checkpoints in {folder} can be used; "
+            "repair or delete them, or start again in another hydra.run.dir"
+        )
+    log.info("resume=auto: no checkpoint in %s, starting from the beginning", folder)
+    return new_identity()
 
-    def _load(self, path: Path, trainer: Trainer, renew: Renew) -> str:
-        snapshot = checkpoint.read(path, trainer.comm)
-        renew(trainer)
-        then, now = _options(snapshot.config, path), _options(self.config, self.folder)
-        _apply(snapshot, (then, now), path, trainer)
-        _warn_of_differences(snapshot, then, now, trainer)
-        log.info("resumed from %s at step %d", path, trainer.progress.global_step)
-        return identity_of(snapshot.facts) or new_identity()
+
+def _resume(trainer: Trainer, path: Path, config: str) -> str:
+    snapshot = checkpoint.read(path, trainer.comm)
+    then, now = _options(snapshot.config, path), _options(config, path)
+    _apply(snapshot, (then, now), path, trainer)
+    _warn_of_differences(snapshot, then, now, trainer)
+    log.info("resumed from %s at step %d", path, trainer.progress.global_step)
+    return identity_of(snapshot.facts) or new_identity()
 
 
 def _options(config: str, path: Path) -> dict[str, Any]:
@@ -242,13 +228,17 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
 
 def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
     """Load the weights that `init_from` names into the trainer, and log which were used."""
-    from mpframe.checkpoint.init_from import fit_weights, rename_weights  # seldom needed
+    from mpframe.checkpoint import init_from  # seldom needed
 
     source, left_out = str(options.init_from), options.init_from_except
-    saved, left = _read(Path(source), trainer.comm)
+    path, left = Path(source), tuple[str, ...]()
+    if init_from.is_foreign(path):
+        saved, left = init_from.read_foreign(path)
+    else:
+        saved = weights_of(checkpoint.load(path, trainer.comm), "trained", path)
     weights = trainer.weights()
-    saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
-    taken = fit_weights(saved, weights, left_out, source)
+    saved = init_from.rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
+    taken = init_from.fit_weights(saved, weights, left_out, source)
     trainer.load_weights(taken.weights)
     log.info(
         "weights taken from %s%s: %s",
@@ -260,13 +250,3 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
         log.info("init_from: other entries of the file, not used: %s", ", ".join(left))
     for line in taken.remarks():
         log.info("init_from: %s", line)
-
-
-def _read(path: Path, comm: Comm) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-    """Return weights by name, and the names of a file's other entries."""
-    from mpframe.checkpoint.init_from import is_foreign, read_foreign
-
-    if is_foreign(path):
-        foreign = read_foreign(path)
-        return foreign.tensors, foreign.left
-    return weights_of(checkpoint.load(path, comm), "trained", path), ()

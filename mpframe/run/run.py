@@ -60,7 +60,7 @@ from mpframe.run.parts import (
 )
 from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
-from mpframe.run.resume import Resume, take_first_weights
+from mpframe.run.resume import resume_from, take_first_weights
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.summary import Status, Summary
@@ -94,7 +94,10 @@ class Run:
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
         self._scratch = ExitStack()
-        self.rank_folder = folder if place().rank == 0 else _make_scratch(self._scratch)
+        self.rank_folder = folder
+        if place().rank:
+            scratch = TemporaryDirectory(prefix="mpframe-rank-")
+            self.rank_folder = Path(self._scratch.enter_context(scratch))
         self.run_folder = RunFolder(self.rank_folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
         self.comm: Comm = SINGLE_PROCESS
@@ -188,13 +191,17 @@ class Run:
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
+        if config.run.init_from is not None:
+            take_first_weights(trainer, config.run)
         if config.trainer.find is not None:
             self._find(trainer, task, train)
         if config.trainer.find is not None or config.trainer.max_steps == 0:
             return
         if self.comm.data_rank:  # Ranks with the same dropout would see less of it.
             seed_everything(config.run.seed + self.comm.data_rank)
-        identity = self._start(trainer, train)
+        callbacks = callbacks_of(config, self.started, self.interruption, train)
+        self.callbacks, trainer.callbacks = callbacks, callbacks.by_name
+        identity = self._start(trainer)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redact(usage_of(task, trainer, self.hydra), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
@@ -204,60 +211,51 @@ class Run:
             Loggers(Tracker(self.rank_folder, first_step)) as tracker,
         ):
             describe(tracker, config, trainer, train, self.config_text, self.secrets, self.hydra)
-            assert self.callbacks is not None
             context = RunContext(
                 folder=self.rank_folder,
                 config=self.config_text,
                 identity=identity,
                 tracker=tracker,
                 train=train,
-                throughput=self.callbacks.throughput,
-                results=self.callbacks.results,
+                throughput=callbacks.throughput,
+                results=callbacks.results,
                 usage=usage,
             )
-            self._train_with(trainer, self.callbacks, loaders, context)
+            self._train_with(trainer, loaders, context)
             tracker.tensorboard.mark_finished()
 
     def _find(self, trainer: Trainer, task: Task, train: Loader) -> None:
-        options, what = self.config.run, self.config.trainer.find
-        if options.resume != "none" or self.comm.size > 1:
+        what = self.config.trainer.find
+        if self.config.run.resume != "none" or self.comm.size > 1:
             means = "measures in one process and before the first step; start it without torchrun"
             raise ConfigError(f"trainer.find={what}: {means} and with resume=none")
-        if options.init_from is not None:
-            take_first_weights(trainer, options)
         self.run_folder.take()
         find = import_module(f"mpframe.lab.find.{what}").find
         said = find(self.config, trainer, task, train, self.rank_folder)
         trainer.stop(f"trainer.find={what}: {said}")
 
-    def _start(self, trainer: Trainer, train: Loader) -> str:
-        """Load first weights or a checkpoint, take the folder, and return the run's identity."""
-        options = self.config.run
-        if options.init_from is not None:
-            take_first_weights(trainer, options)
-        resume = Resume(options.resume, self.folder, self.config_text)
-        identity = resume.into(trainer, partial(self._renew_callbacks, train))
-        refuse_other_start(trainer, options.resume)
+    def _start(self, trainer: Trainer) -> str:
+        """Load the checkpoint, if any, take the folder, and return the run's identity."""
+        resume = self.config.run.resume
+        identity = resume_from(trainer, resume, self.folder, self.config_text)
+        refuse_other_start(trainer, resume)
         self.run_folder.take()
         for moved in set_aside_after(self.rank_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(
-        self, trainer: Trainer, callbacks: RunCallbacks, loaders: Loaders, context: RunContext
-    ) -> None:
-        with set_up(trainer, context):
-            with callbacks.checkpoints.around(trainer), _date_errors(trainer):
+    def _train_with(self, trainer: Trainer, loaders: Loaders, context: RunContext) -> None:
+        assert self.callbacks is not None
+        with set_up(trainer, context), _date_errors(trainer):
+            with self.callbacks.checkpoints.around(trainer):
                 trainer.fit(loaders.train, loaders.val)
             if loaders.test is None or trainer.stop_status is Status.PRUNED:
                 return
-            with _date_errors(trainer):
-                loaders.train.close()  # The workers of the test take their place.
-                loaders.val.close()
-                keep_best, best = self.config.trainer.keep_best, callbacks.results.best
-                path = best_checkpoint(self.folder, keep_best, best)
-                path = self.comm.broadcast_object(path)
-                self.tested = final_test(trainer, loaders.test, path)
+            loaders.train.close()  # The workers of the test take their place.
+            loaders.val.close()
+            path = best_checkpoint(self.folder, self.config.trainer.keep_best, context.results.best)
+            path = self.comm.broadcast_object(path)
+            self.tested = final_test(trainer, loaders.test, path)
 
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:
@@ -269,11 +267,6 @@ class Run:
         except BaseException as error:
             self.comm.report_failure(first_line(error))
             raise
-
-    def _renew_callbacks(self, train: Loader, trainer: Trainer) -> None:
-        """Give the trainer new callbacks, without a state."""
-        self.callbacks = callbacks_of(self.config, self.started, self.interruption, train)
-        trainer.callbacks = self.callbacks.by_name
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         reason = None if reason is None else hide(reason, self.secrets)
@@ -352,10 +345,6 @@ def _of_this_rank(config: Config) -> Config:
     return replace(config, callbacks=kept)
 
 
-def _make_scratch(stack: ExitStack) -> Path:
-    return Path(stack.enter_context(TemporaryDirectory(prefix="mpframe-rank-")))
-
-
 @contextmanager
 def _refuse_exit() -> Iterator[None]:
     """Turn a `sys.exit` in users' code into an error, because the run is not finished."""
@@ -394,10 +383,8 @@ def _refuse_other_options(comm: Comm, text: str) -> None:
 
 def _refuse_to_forget(config: Config) -> None:
     """Refuse a requeued job that would start again, because it runs the same command line."""
-    if config.trainer.requeue and config.run.resume != "auto":
+    if config.trainer.requeue and (config.run.resume != "auto" or not config.trainer.keep_last):
         raise ConfigError(
-            f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "
-            "hydra.run.dir, so that the job goes on from its checkpoint"
+            "trainer.requeue=true: needs resume=auto, a fixed hydra.run.dir and trainer.keep_last "
+            ">= 1, so that the job goes on from its checkpoint"
         )
-    if config.trainer.requeue and not config.trainer.keep_last:
-        raise ConfigError("trainer.keep_last=0: trainer.requeue=true needs checkpoints; use 1")

@@ -90,8 +90,7 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
 
     from mpframe.config.command_line import compose_named
     from mpframe.config.composing import check_config, without_hydra
-    from mpframe.run.resume import Resume
-    from mpframe.run.run import Run
+    from mpframe.run import run
     from mpframe.training.callbacks.checkpoints import Checkpoints
 
     def into(*arguments: Any) -> str:
@@ -102,14 +101,14 @@ def run_rank(folder: str, options: Sequence[str]) -> None:
         close(checkpoints)
         Phases.mark("save")
 
-    load, Resume.into = Resume.into, into  # type: ignore[method-assign, assignment]
+    load, run.resume_from = run.resume_from, into  # type: ignore[attr-defined, assignment]
     close, Checkpoints.close = Checkpoints.close, close_after_saving  # type: ignore[method-assign, assignment]
     composed = without_hydra(compose_named(list(options))[1])
     config = check_config(composed)
     Path(folder).mkdir(exist_ok=True)
     Phases.peak, Phases.found = Peak(), {}
     resident, private = Phases.peak.take()
-    Run(config, composed, Path(folder)).train()
+    run.Run(config, composed, Path(folder)).train()
     found = {phase: (r - resident, p - private) for phase, (r, p) in Phases.found.items()}
     name = f"{folder}.{os.environ.get('RANK', 0)}.json"
     Path(name).write_text(json.dumps(found))

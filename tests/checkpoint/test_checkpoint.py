@@ -260,6 +260,6 @@ def test_a_run_that_saves_nothing_says_so_if_stopped(tmp_path: Path, monkeypatch
     with pytest.raises(RunInterrupted, match=said):
         train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
     assert checkpoint.all_in(tmp_path) == []
-    said = r"^trainer\.keep_last=0: trainer\.requeue=true needs checkpoints; use 1$"
+    said = r"^trainer\.requeue=true: needs resume=auto, .* and trainer\.keep_last >= 1, so that "
     with pytest.raises(ConfigError, match=said):
         train(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")

@@ -17,7 +17,7 @@ from in_process import differing, train, trained
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest
 from mpframe.core.errors import CheckpointError
-from mpframe.run.resume import Resume
+from mpframe.run.resume import resume_from
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [
@@ -101,9 +101,10 @@ BAD: dict[str, tuple[Damage, str]] = {
 def built(folder: Path, *options: str) -> tuple[Trainer, str]:
     """The trainer of a run before its first step, with its callbacks, and the run's options."""
     kept: list[Trainer] = []
-    into = Resume.into
+    load = resume_from
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Resume, "into", lambda *words: kept.append(words[1]) or into(*words))
+        noting = lambda *words: kept.append(words[0]) or load(*words)  # noqa: E731
+        patched.setattr("mpframe.run.run.resume_from", noting)
         patched.setattr(Trainer, "fit", lambda *_: None)
         train(folder, *OPTIONS, *options)
     return kept[0], (folder / "config_resolved.yaml").read_text()
@@ -122,9 +123,10 @@ def refusal_of(trainer: Trainer, config: str, source: Path) -> str:
 
     torch.rand(()), random.random()  # The generators stand elsewhere than the checkpoint's.
     before = checkpoint.Snapshot(0, present()).to_cpu().state
-    resume = Resume(str(source), Path("elsewhere"), config)
     with time_limit(30):
-        line = refused(CheckpointError, resume.into, trainer)
+        line = refused(
+            CheckpointError, resume_from, trainer, str(source), Path("elsewhere"), config
+        )
     assert differing(before, present()) == []
     return line
 
@@ -144,7 +146,7 @@ def test_a_bad_checkpoint_is_refused(own: Any, folder: Path, case: str, caplog: 
     assert re.search(said, line), line
     assert line.startswith(str(folder))
     with time_limit(30):
-        Resume("auto", folder, own[1]).into(own[0])
+        resume_from(own[0], "auto", folder, own[1])
     (line,) = (line for line in caplog.messages if "passes over" in line)
     assert re.search(rf"^warning: resume=auto passes over step_00000008: .*({said})", line), line
     assert "\n" not in line

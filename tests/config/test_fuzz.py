@@ -48,12 +48,12 @@ def ours_alone(run: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     """A finished run in a folder of its own, and its trainer."""
-    run, into = tmp_path_factory.mktemp("fuzz") / "run", resume.Resume.into
-    with patch.object(resume.Resume, "into", autospec=True, side_effect=into) as called:
+    run = tmp_path_factory.mktemp("fuzz") / "run"
+    with patch("mpframe.run.run.resume_from", side_effect=resume.resume_from) as called:
         train(run, "model=mlp", "model.hidden=4", "loss_scaling=LogMax", "trainer.max_steps=2",
               "trainer.ema_decay=0.9", "dtype=mixed", "trainer.log_every=1")  # fmt: skip
     (run.parent / "precious").write_text("beside the run")
-    return run, called.call_args.args[1]
+    return run, called.call_args.args[0]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mpframe import Backoff, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
-from mpframe.run.resume import Resume
+from mpframe.run.resume import resume_from
 
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 
@@ -231,7 +231,7 @@ def test_a_resumed_run_is_exact(kind, tmp_path) -> None:
     resumed.train_step(given[5])  # What it moves is put back.
     state = {"trainer": first.state_dict(), "rng": checkpoint.rng_state()}
     checkpoint.save(tmp_path, Snapshot(3, state).to_cpu())
-    Resume("auto", tmp_path, "").into(resumed)
+    resume_from(resumed, "auto", tmp_path, "")
     for own in given[3:]:
         resumed.train_step(own)
     own, other = (dense(trainer.weights()) for trainer in (whole, resumed))
