@@ -1,9 +1,8 @@
 """The description of a run: its log, its HParams in TensorBoard, and how to use its weights.
 
-In the HParams table the first columns are the options that the sweep varies, or in a single run the
-options of its command line. The other columns are the same for every run. An open section is one
-column, arguments included, because two models do not have the same arguments and TensorBoard drops
-a column that some runs lack.
+In the HParams table the first columns are the options of the command line. The other columns are
+the same for every run. An open section is one column, arguments included, because two models do not
+have the same arguments and TensorBoard drops a column that some runs lack.
 
 Each checkpoint and each export says how a stranger uses its weights.
 """
@@ -16,8 +15,6 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -46,7 +43,6 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-_SWEEP = "multirun.yaml"  # Hydra writes it before the first job.
 _ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}
 
 Value = str | float | int | bool | None
@@ -66,31 +62,20 @@ def format_section(node: Mapping[str, Any] | None) -> str:
     return " ".join([str(node["_target_"]).rpartition(".")[2], *arguments])
 
 
-def find_varied(hydra: DictConfig | None) -> dict[str, str]:
-    """Return the options that the jobs of a sweep differ in, with this job's values as typed."""
-    if hydra is None:
-        return {}
-    words, sweep = parse_words(list(hydra.overrides.task)), _sweep(hydra)
+def find_typed(hydra: DictConfig | None) -> dict[str, str]:
+    """Return the options of a run's command line that change a number, with their values."""
+    words = parse_words(list(hydra.overrides.task)) if hydra else []
     return {
-        key: word.get_value_element_as_str()
-        for key, word in ((o.key_or_group, o) for o in words if not o.is_delete())
-        if not only_watches(key) and (key not in sweep or sweep[key].is_sweep_override())
+        word.key_or_group: word.get_value_element_as_str()
+        for word in words
+        if not word.is_delete() and not only_watches(word.key_or_group)
     }
 
 
-def _sweep(hydra: DictConfig) -> dict[str, Override]:
-    """Return the words of the sweep that a job belongs to, if it belongs to one."""
-    file = Path(hydra.runtime.cwd, hydra.sweep.dir, _SWEEP)
-    if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
-        return {}
-    words = list(OmegaConf.load(file).hydra.overrides.task)
-    return {override.key_or_group: override for override in parse_words(words)}
-
-
 def hparams(
-    config: Config, scaling: str, varied: Mapping[str, str]
+    config: Config, scaling: str, typed: Mapping[str, str]
 ) -> tuple[dict[str, Value], list[str]]:
-    """Return the columns of a run, and the names of the ones that vary."""
+    """Return the columns of a run, and the names of the ones on its command line."""
     nodes = config.optimizer_nodes
     columns: dict[str, Value] = {
         "dtype": precision_in_words(config),
@@ -108,7 +93,7 @@ def hparams(
         "seed": config.run.seed,
     }
     first: dict[str, None] = {}
-    for key, word in varied.items():
+    for key, word in typed.items():
         name = _ONE_COLUMN.get(key, key.removesuffix("._target_"))
         first[name] = None
         if name not in columns:
@@ -165,7 +150,7 @@ def describe(
     tracker.tensorboard.layout(metrics)
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
     results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
-    columns, first = hparams(config, scaling_of(trainer), find_varied(hydra))
+    columns, first = hparams(config, scaling_of(trainer), find_typed(hydra))
     options = redact(columns, secrets)
     tracker.tensorboard.hparams(options, results, first)
     tracker.options(options)
