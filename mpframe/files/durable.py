@@ -18,13 +18,8 @@ def refuse_unwritable(option: str, folder: Path) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"{option}={folder}: {existing} is a file; choose a folder")
-    probe = existing / f".write-probe-{os.getpid()}"
-    try:
-        probe.touch(exist_ok=False)  # A link planted there is not followed.
-        probe.unlink()
-    except OSError:
-        cause = f"{existing} cannot be written; choose another folder"
-        raise ConfigError(f"{option}={folder}: {cause}") from None
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}={folder}: {existing} cannot be written; choose another folder")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -135,8 +135,6 @@ class RunFolder:
     def __exit__(self, *exception: object) -> None:
         logging.getLogger().removeHandler(self._log)
         file = self._log.target
-        self._log.setTarget(None)
-        self._log.buffer.clear()
         self._log.close()
         if file is not None:
             file.close()

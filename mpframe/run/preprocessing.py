@@ -31,22 +31,19 @@ def refuse_other_preprocessing(
             "dataset: the vocabulary of its tokenizer is not the run's, because the texts or the "
             f"options that it was made of have changed; give dataset.vocab={folder / VOCABULARY}"
         )
-    if _differ("mean", ours, runs) or _differ("std", ours, runs):
+    differ = {key for key in ours.keys() & runs.keys() if ours[key] != runs[key]}
+    if differ & {"mean", "std"}:
         raise DataError(
             "dataset: its images are normalised by other numbers than the run's, because the "
             "training images have changed; give "
             f"'dataset.mean={runs['mean']}' 'dataset.std={runs['std']}'"
         )
     for key in _OF_A_TABLE:
-        if _differ(key, ours, runs):
+        if key in differ:
             raise DataError(
                 f"dataset: {key}, as measured on the training rows, is not the run's, because the "
                 "rows have changed; the table's training rows must be the ones of the run"
             )
-
-
-def _differ(key: str, ours: Mapping[str, Any], runs: Mapping[str, Any]) -> bool:
-    return key in ours and key in runs and ours[key] != runs[key]
 
 
 def as_mapping(preprocessing: Any) -> Mapping[str, Any]:
