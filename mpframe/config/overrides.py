@@ -200,11 +200,6 @@ def _moves(word: str) -> list[str]:
     return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
 
 
-def as_given(move: str, words: Iterable[str]) -> str:
-    """Return the word among `words` that moves an op, such as `ops.move.exp=none`, or the move."""
-    return next((word for word in words if f"++{move}" in _moves(word)), move)
-
-
 def _choose_users_targets(words: list[str]) -> list[str]:
     """Give a user's class none of the arguments of the shipped choice."""
     named = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}

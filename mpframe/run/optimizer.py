@@ -16,13 +16,9 @@ from mpframe.config.planned import fill_in
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, GroupOptions, Part, parse_measure
 from mpframe.core.errors import ConfigError
-from mpframe.core.optim.master_weights import MasterWeights
-from mpframe.core.trainer import StepOptimizer
-from mpframe.data.task import Task
 from mpframe.run.parts import find_monitored
 from mpframe.run.target import find_target, make, make_a, parameters_of, require_methods
 from mpframe.training.callbacks.schedules import Numbers, PlannedSchedule, Schedule
-from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.optimizers.selection import Selection, divide_parameters, group_parameters
 from mpframe.training.plan import Progress
 
@@ -35,13 +31,13 @@ def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     """Make the optimizers by name, an only one with the name ""."""
     if config.joint is None:
         parameters = _build_groups(config, model) if config.groups else model.parameters()
-        return {"": _build_optimizer("optimizer", config.optimizer, parameters)}
+        return {"": make_a(Optimizer, "optimizer", config.optimizer, parameters)}
     parts = config.joint.parts
     of_part = divide_parameters(
         model, {name: _selection(part.options) for name, part in parts.items()}
     )
     return {
-        name: _build_optimizer(f"optimizer.parts.{name}", part.node, of_part[name])
+        name: make_a(Optimizer, f"optimizer.parts.{name}", part.node, of_part[name])
         for name, part in parts.items()
     }
 
@@ -85,7 +81,7 @@ def _settings(
         settings["lr"] = lr if factor is None else config.optimizer["lr"] * factor
     if not settings:
         return {}
-    made = _build_optimizer(path, {**config.optimizer, **settings}, parameters)
+    made = make_a(Optimizer, path, {**config.optimizer, **settings}, parameters)
     for key in settings:
         if key not in made.defaults:
             raise ConfigError(
@@ -93,18 +89,6 @@ def _settings(
                 f"set {', '.join(made.defaults)}"
             )
     return {key: made.defaults[key] for key in settings}
-
-
-def _build_optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
-    return make_a(Optimizer, "torch.optim.Optimizer", path, node, parameters)
-
-
-def combine(config: Config, masters: dict[str, MasterWeights], task: Task) -> StepOptimizer:
-    """Make one optimizer over all of them, or return the only one."""
-    if config.joint is not None:
-        several = isinstance(task.objective, Mapping)
-        return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
-    return masters[""]
 
 
 def build_schedule(

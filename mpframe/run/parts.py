@@ -6,8 +6,6 @@ that does not fit is refused before the first step.
 
 import inspect
 import random
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpframe.config.overrides import as_given
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.errors import ConfigError, UserCodeError, nearest
+from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
@@ -47,7 +44,7 @@ from mpframe.training.trainer import Callbacks
 
 def build_model(config: Config) -> nn.Module:
     """Make the model, and refuse one without weights to train or with weights on `meta`."""
-    model = make_a(nn.Module, "torch.nn.Module", "model", config.model)
+    model = make_a(nn.Module, "model", config.model)
     weights = dict(model.named_parameters())
     empty = next((name for name, weight in weights.items() if weight.is_meta), None)
     if empty is not None:
@@ -66,7 +63,7 @@ def build_model(config: Config) -> nn.Module:
 def build_layout(config: Config) -> Layout:
     """Make the layout, and refuse one that nothing is divided by."""
     node = config.distributed
-    layout = Layout() if node is None else make_a(Layout, "Layout", "distributed", node)
+    layout = Layout() if node is None else make_a(Layout, "distributed", node)
     for name, value in vars(layout).items():
         if config.trainer.parallel != "fsdp" and value != getattr(Layout(), name):
             raise ConfigError(
@@ -82,9 +79,6 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-_DEVICE = re.compile("cpu|mps|cuda(:(0|[1-9][0-9]{0,2}))?")
-
-
 def resolve_device(name: str) -> torch.device:
     """Return the device an option names, for `auto` CUDA, MPS or the CPU, in this order.
 
@@ -92,20 +86,13 @@ def resolve_device(name: str) -> torch.device:
     """
     if place().size > 1:
         return _of_this_rank(name)
+    devices, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
+    there = ["cuda"] * bool(devices) + ["mps"] * mps + ["cpu"]
     if name == "auto":
-        mps = torch.backends.mps.is_available()
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
-    if not _DEVICE.fullmatch(name):
-        hint = nearest(name, ["auto", "cpu", "cuda", "mps"], before="; ")
-        raise ConfigError(f"device={name}: choose auto, cpu, cuda, cuda:N or mps{hint}")
-    kind, _, index = name.partition(":")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "
-            "use device=cpu"
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device=mps: this machine has no MPS device; use device=cpu")
+        return torch.device(there[0])
+    there += ["auto", *(f"cuda:{number}" for number in range(devices))]
+    if name not in there:
+        raise ConfigError(f"device={name}: this machine has none; choose {', '.join(there)}")
     return torch.device(name)
 
 
@@ -161,7 +148,7 @@ def to_device(objective: Objective, device: torch.device) -> None:
 
 def build_task(config: Config) -> Task:
     """Make the dataset's task, with the objective of the configuration if that names one."""
-    task = make_a(Task, "mpframe.data.Task", "dataset", config.dataset)
+    task = make_a(Task, "dataset", config.dataset)
     if config.objective is None:
         return task
     return replace(task, objective=build_objective(config.objective))
@@ -226,10 +213,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
         NamedMetric(name, code)  # An error is reported now, not at the first validation.
     monitor, known = config.trainer.monitor, [*metrics, LOSS]
     if monitor is not None and monitor not in known:
-        hint = nearest(monitor, known, before="; ")
-        raise ConfigError(
-            f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}{hint}"
-        )
+        raise ConfigError(f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}")
     return metrics
 
 
@@ -255,7 +239,7 @@ def _of_dataset(task: Task) -> dict[str, Any]:
 def build_precision(config: Config) -> Precision:
     """Make the dtype mode with its op lists."""
     dtype = config.dtype
-    lists = _op_lists(config)
+    lists = OpLists.from_mapping(vars(config.ops))
     recipes = {}
     if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
         made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
@@ -271,15 +255,6 @@ def build_precision(config: Config) -> Precision:
     )
 
 
-def _op_lists(config: Config) -> OpLists:
-    """Make the op lists, or name the word that was typed, `ops.allow+=[exp]`, for a move."""
-    try:
-        return OpLists.from_mapping(vars(config.ops))
-    except ConfigError as error:
-        path, _, said = str(error).partition(": ")
-        raise ConfigError(f"{as_given(path, sys.orig_argv)}: {said}") from None
-
-
 def in_fp32(config: Config) -> Config:
     """Return the same options in fp32, where neither lists nor pins cast anything."""
     return replace(config, dtype=replace(config.dtype, mode="fp32", products="none"))
@@ -293,8 +268,8 @@ def build_scaler(config: Config) -> LossScaler:
     """Make the loss scaler that `loss_scaling._target_` names, or `NoScaling`."""
     scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
     option = f"loss_scaling._target_={config.loss_scaling['_target_']}"
-    require_methods(option, scaler, _METHODS, _PAGE, attributes=["scale"])
-    scale = scaler.scale
+    require_methods(option, scaler, _METHODS, _PAGE)
+    scale = getattr(scaler, "scale", None)
     if not isinstance(scale, Tensor) or scale.dim() or scale.dtype != torch.float32:
         raise ConfigError(
             f"{option}: its scale is {describe(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
@@ -327,8 +302,7 @@ def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Ca
     for name, node in config.callbacks.items():
         target = find_target(f"callbacks.{name}", node["_target_"])
         if (isinstance(target, type) and issubclass(target, Algorithm)) is algorithms:
-            kind = "mpframe.core.callback.Callback"
-            callbacks[name] = make_a(Callback, kind, f"callbacks.{name}", node)
+            callbacks[name] = make_a(Callback, f"callbacks.{name}", node)
     return callbacks
 
 

@@ -6,7 +6,6 @@ the run that cannot be divided is refused by name.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,57 +24,35 @@ from mpframe.core.tree import HALF, dtype_name
 from mpframe.parallel.layout import Layout
 from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of
-from mpframe.run.parts import build_model, ranges_every
+from mpframe.run.parts import build_model
 from mpframe.training.memory import cast_again
-from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights, sums_of
 
 log = logging.getLogger(__name__)
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
-    "trainer.channels_last": "false",
-    "trainer.reduce": "in_backward",
-    "dtype.master_weights": "true",
-}
-_WHY = {
-    "trainer.channels_last": " (torch: FSDP does not support non-contiguous parameters yet)",
-    "trainer.reduce": " (a block's gradients are summed in its backward pass)",
-    "dtype.master_weights": " (the parts, in fp32, are the masters)",
+    "trainer.channels_last": (
+        "false",
+        "torch: FSDP does not support non-contiguous parameters",
+    ),
+    "trainer.reduce": ("in_backward", "a block's gradients are summed in its backward pass"),
+    "dtype.master_weights": ("true", "the parts, in fp32, are the masters"),
 }
 # They treat each value by itself, so a rank can step only its part.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
-_NOT_IN_PARTS = {  # and what torch says to those that try
-    torch.optim.LBFGS: "Cannot flatten unevenly sharded tensor",
-    torch.optim.SparseAdam: "SparseAdam does not support dense gradients",
-}
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
-    """Refuse what needs whole weights on each rank, or whole layers."""
-    every = ranges_every(config)
-    if layout.tensor > 1 and every is not None:
-        reason = "aten.bincount.default has no sharding strategy"
-        raise _not_in_parts(f"callbacks.ranges.every={every}", layout, reason, "null")
-    for option, needed in _NEEDED.items():
-        section, _, name = option.partition(".")
-        value = as_typed(getattr(getattr(config, section), name))
+def refuse_beside_sharding(config: Config) -> None:
+    """Refuse what needs whole weights on each rank."""
+    for option, (needed, why) in _NEEDED.items():
+        value = as_typed(config.flat[option])
         if value != needed:
-            raise _does_not_go(f"{option}={value}", f"use {option}={needed}", _WHY.get(option, ""))
-
-
-def _does_not_go(option: str, way_out: str, why: str = "") -> ConfigError:
-    return ConfigError(
-        f"{option}: does not go with trainer.parallel=fsdp{why}; {way_out}, or trainer.parallel=ddp"
-    )
-
-
-def _not_in_parts(option: str, layout: Layout, reason: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"{option}: does not go with distributed.tensor={layout.tensor} (torch: {reason}); use "
-        f"{option.partition('=')[0]}={instead}, or distributed.tensor=1"
-    )
+            raise ConfigError(
+                f"{option}={value}: does not go with trainer.parallel=fsdp ({why}); use "
+                f"{option}={needed}, or trainer.parallel=ddp"
+            )
 
 
 def shard(
@@ -86,8 +63,9 @@ def shard(
     device: torch.device,
     layout: Layout = WHOLE,
     deferred: Any = None,
+    compiled: bool = False,
 ) -> None:
-    """Divide the weights among the ranks, and give the parts to the optimizers.
+    """Divide the weights among the ranks, give the parts to the optimizers, and compile the blocks.
 
     `deferred` gives each block its values, if it has none yet. Raises UserCodeError if they are not
     the same on all ranks.
@@ -99,9 +77,6 @@ def shard(
             "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
             "gathered in the format of their weights; use the default lists"
         )
-    if layout.tensor > 1 and precision.policy.recipes:
-        reason = "Operator mpframe.matmul.default does not have a sharding strategy registered"
-        raise _not_in_parts(f"dtype.products={precision.policy.products}", layout, reason, "none")
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
     sums: dict[tuple[Any, ...], float] = {}
@@ -118,6 +93,8 @@ def shard(
             group["params"] = [replaced[parameter] for parameter in group["params"]]
         if hasattr(optimizer, "places"):
             optimizer.places = [list(group["params"]) for group in optimizer.param_groups]
+    if compiled:
+        comm.sharding.compile_blocks()
 
 
 def _step_parts(optimizer: Optimizer) -> None:
@@ -125,15 +102,12 @@ def _step_parts(optimizer: Optimizer) -> None:
     from mpframe.training.optimizers.whole_weights import gather_for_steps
 
     kind = type(optimizer)
-    name = f"optimizer={kind.__name__}"
-    if kind in _NOT_IN_PARTS:
-        raise _does_not_go(name, "use AdamW", f" (torch: {_NOT_IN_PARTS[kind]})")
     by_value = kind in _BY_VALUE or getattr(kind, "by_value", False)
     if not by_value and not gather_for_steps(optimizer):
         raise ConfigError(
-            f"{name}: may look at several weights or at a whole one, of which a rank has a part "
-            "with trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in "
-            "its class, else use trainer.parallel=ddp"
+            f"optimizer={kind.__name__}: may look at several weights or at a whole one, of which a "
+            "rank has a part with trainer.parallel=fsdp; if it treats each value by itself, set "
+            "by_value = True in its class, else use trainer.parallel=ddp"
         )
 
 
@@ -164,15 +138,6 @@ def _check_range(weights: Mapping[str, Tensor], formats: Mapping[Any, torch.dtyp
                 f"trainer.parallel=fsdp: {name} lies beyond the range of {dtype_name(dtype)}, "
                 "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
             )
-
-
-def finish_sharding(
-    comm: Comm, plan: Plan, layout: Layout, device: torch.device
-) -> tuple[torch.device, Plan]:
-    """Compile a model's blocks. Return the device of loss and optimizer, and the rest of a plan."""
-    if plan.compile:
-        comm.sharding.compile_blocks()
-    return torch.device("cpu") if layout.cpu_offload else device, replace(plan, compile=False)
 
 
 def build_deferred(config: Config) -> tuple[nn.Module, Any]:

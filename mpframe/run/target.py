@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.core.user_code import describe_error
 
 T = TypeVar("T")
-_TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}
 _NUMBERS = {"int", "float", "torch", "Tensor"}
 
@@ -23,12 +21,11 @@ _NUMBERS = {"int", "float", "torch", "Tensor"}
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
     """Call an open section's `_target_` with its options.
 
-    For a parameter whose type is bool, the words on, yes, true, off, no and false are allowed.
-
     Raises:
         ConfigError: there is no such target, or it does not take these options.
     """
-    target, node = node["_target_"], _check_arguments(section, node)
+    target = node["_target_"]
+    _check_arguments(section, node)
     try:
         return instantiate(node, _partial_=True, _convert_="all")(*arguments)
     except MpframeError:
@@ -38,43 +35,34 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
-        classes = getattr(find_target(section, target), "__mro__", ())  # It may inherit __init__.
-        names = "|".join([target.rpartition(".")[2], *(base.__name__ for base in classes)])
-        missing = re.match(rf"({names})(\.__init__)?\(\) missing .*?'(\w+)'", str(error))
-        way_out = f"; give it, as in +{section}.{missing[3]}=VALUE" if missing else ""
-        if missing and section in ONE_TARGET:
-            way_out += f", or add {section}=FILE: a command's {section}._target_ drops its options"
-        raise ConfigError(
-            f"{section}: {target} refused its options: {first_line(error)}{way_out}"
-        ) from error
+        line = f"{section}: {target} refused its options: {first_line(error)}"
+        raise ConfigError(line) from error
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"{section}: {target} raised {describe_error(error)}") from error
 
 
-def make_a(kind: type[T], name: str, section: str, node: dict[str, Any], *arguments: Any) -> T:
-    """Make an object as `make` does, and refuse one that is not a `kind`, called `name`."""
+def make_a(kind: type[T], section: str, node: dict[str, Any], *arguments: Any) -> T:
+    """Make an object as `make` does, and refuse one that is not a `kind`."""
     made = make(section, node, *arguments)
     if not isinstance(made, kind):
         raise ConfigError(
-            f"{section}._target_={node['_target_']}: must return a {name}, got "
-            f"{type(made).__name__}"
+            f"{section}._target_={node['_target_']}: must return an object of class "
+            f"{kind.__name__}, got {type(made).__name__}"
         )
     return made
 
 
-def require_methods(
-    option: str, made: Any, methods: Sequence[str], page: str, attributes: Sequence[str] = ()
-) -> None:
-    """Refuse an object that lacks one of these methods or attributes, naming the page of docs."""
+def require_methods(option: str, made: Any, methods: Sequence[str], page: str) -> None:
+    """Refuse an object that lacks one of these methods, naming the page of docs."""
     missing = [name for name in methods if not callable(getattr(made, name, None))]
-    missing += [name for name in attributes if not hasattr(made, name)]
     if missing:
         raise ConfigError(f"{option}: has no {' and no '.join(missing)}; see {page}")
 
 
 def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
     """Return an open section's options, nested targets made, for a target that is not called."""
-    return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
+    _check_arguments(section, node)
+    return dict(make(section, {**node, "_target_": "builtins.dict"}))
 
 
 def parameters_of(section: str, target: str) -> Mapping[str, inspect.Parameter] | None:
@@ -85,53 +73,47 @@ def parameters_of(section: str, target: str) -> Mapping[str, inspect.Parameter] 
         return None
 
 
-def _check_arguments(
-    section: str, node: Mapping[str, Any], *, nested: bool = False
-) -> dict[str, Any]:
-    """Return a node whose arguments fit the signature of its target.
+def _check_arguments(section: str, node: Mapping[str, Any], *, nested: bool = False) -> None:
+    """Refuse arguments that do not fit the signature of a node's target.
 
     A nested node may have other names, because some classes take more than their signature says.
     """
     parameters = parameters_of(section, node["_target_"])
     if parameters is None:
-        return dict(node)
-    checked = dict(node)
-    for name in (name for name in node if not str(name).startswith("_")):
+        return
+    for name, value in node.items():
         path = f"{section}.{name}"
+        if str(name).startswith("_"):
+            continue
         if name in parameters:
-            checked[name] = _check_truth(path, node[name], parameters[name])
+            _check_truth(path, value, parameters[name])
         elif not nested and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             hint = nearest(str(name), parameters) or "it takes " + ", ".join(parameters)
-            raise ConfigError(
-                f"{path}={node[name]}: {node['_target_']} takes no such argument; {hint}"
-            )
+            raise ConfigError(f"{path}={value}: {node['_target_']} takes no such argument; {hint}")
         if node.get("_recursive_") is not False:
-            checked[name] = _check_nested(path, checked[name])
-    return checked
+            _check_nested(path, value)
 
 
-def _check_nested(path: str, value: Any) -> Any:
+def _check_nested(path: str, value: Any) -> None:
     if isinstance(value, list):
-        return [_check_nested(path, item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if isinstance(value.get("_target_"), str):
-        return _check_arguments(path, value, nested=True)
-    return {key: _check_nested(f"{path}.{key}", item) for key, item in value.items()}
+        for item in value:
+            _check_nested(path, item)
+    elif isinstance(value, dict) and isinstance(value.get("_target_"), str):
+        _check_arguments(path, value, nested=True)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_nested(f"{path}.{key}", item)
 
 
-def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
-    """Return the bool of a word, because Python takes any word for true, and true for 1."""
+def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Refuse a word for a bool, and a bool for a number: Python takes any word for true."""
     kind = parameter.annotation
     known = str(type(parameter.default) if kind is parameter.empty else kind)
     kinds = set(re.findall(r"\w+", known)) - _NOT_A_TYPE
     if isinstance(value, bool) and kinds and kinds <= _NUMBERS:
         raise ConfigError(f"{path}={str(value).lower()}: must be a number")
-    if kinds != {"bool"} or isinstance(value, bool | None):
-        return value
-    if str(value).lower() not in _TRUTHS:
+    if kinds == {"bool"} and not isinstance(value, bool | None):
         raise ConfigError(f"{path}={value}: must be true or false")
-    return _TRUTHS[str(value).lower()]
 
 
 def find_target(section: str, target: str) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from mpframe.core.tree import device_of, map_tensors
 from mpframe.data.loaders import training_loader
 from mpframe.data.task import Task
 from mpframe.precision.precision import Precision
-from mpframe.run.optimizer import build_optimizers, build_schedule, combine
+from mpframe.run.optimizer import build_optimizers, build_schedule
 from mpframe.run.parts import (
     build_callbacks,
     build_layout,
@@ -33,7 +33,6 @@ from mpframe.run.parts import (
 )
 from mpframe.run.sharding import (
     build_deferred,
-    finish_sharding,
     refuse_beside_sharding,
     shard,
     trace_deferred,
@@ -41,6 +40,7 @@ from mpframe.run.sharding import (
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
+from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
@@ -50,11 +50,10 @@ log = logging.getLogger(__name__)
 def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_PROCESS) -> Trainer:
     """Make model, optimizer, schedule and scaler, in the dtype mode and on the device."""
     _refuse_compiled(config)
-    device = resolve_device(config.run.device)
+    device, layout = resolve_device(config.run.device), build_layout(config)
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
-    layout = build_layout(config)
     if sharded:
-        refuse_beside_sharding(config, layout)
+        refuse_beside_sharding(config)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = build_deferred(config) if sharded else (build_model(config).to(home), None)
@@ -67,11 +66,13 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         to_device(objective, home)
     _trace(config, task, model, precision, deferred)
     optimizers = build_optimizers(config, model)
-    plan = build_plan(config)
+    # How long to train and how often to validate: options of `trainer` by the same name.
+    plan = Plan(**{field.name: getattr(config.trainer, field.name) for field in fields(Plan)})
     numbers, metrics = partial(plan.numbers, batches), build_metrics(config, task)
     if sharded:
-        shard(model, optimizers, precision, comm, device, layout, deferred)
-        device, plan = finish_sharding(comm, plan, layout, device)
+        shard(model, optimizers, precision, comm, device, layout, deferred, bool(plan.compile))
+        plan = replace(plan, compile=False)
+        device = torch.device("cpu") if layout.cpu_offload else device
         for objective in task.objectives.values():
             to_device(objective, device)
     schedules = {n: build_schedule(config, o, numbers, metrics) for n, o in optimizers.items()}
@@ -79,7 +80,10 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     if config.trainer.channels_last:
         to_channels_last(model)
     masters = {name: precision.prepare(model, o)[1] for name, o in optimizers.items()}
-    optimizer = combine(config, masters, task)
+    optimizer: StepOptimizer = next(iter(masters.values()))
+    if config.joint is not None:
+        several = isinstance(task.objective, Mapping)
+        optimizer = MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
     return _kind_of(task, optimizer, config.trainer.compile)(
         model=model,
         optimizer=optimizer,
@@ -151,11 +155,6 @@ def _refuse_compiled(config: Config) -> None:
             f"trainer.recompute={config.trainer.recompute}: a compiler chooses itself what it "
             "computes again; use trainer.compile=false or trainer.recompute=[]"
         )
-
-
-def build_plan(config: Config) -> Plan:
-    """Return how long to train and how often to validate: options of `trainer` by the same name."""
-    return Plan(**{field.name: getattr(config.trainer, field.name) for field in fields(Plan)})
 
 
 def _build_algorithms(

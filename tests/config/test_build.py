@@ -2,13 +2,12 @@
 
 import inspect
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 import torch
-from fixtures import Patch, refused
+from fixtures import refused
 from in_process import composed
 
 from mpframe.config.command_line import check_config
@@ -21,27 +20,16 @@ from mpframe.run.target import make, options_of
 def test_a_device_is_there_or_refused() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
-    for name in ("gpu", "cpu:1", "cuda:x", "cpu:", "mps:", "cuda:", "cuda:²", "cuda:01"):
-        with pytest.raises(ConfigError, match=f"device={name}: choose auto, cpu, cuda, cuda:N or"):
+    for name in ("gpu", "cpu:1", "cuda:x", "cpu:", "mps:", "cuda:", "cuda:²", "cuda:99"):
+        with pytest.raises(ConfigError, match=f"device={name}: this machine has none; choose .*a"):
             resolve_device(name)
-    said = r"device=cuda:99: this machine has \d+ CUDA devices; use device=cpu"
-    with pytest.raises(ConfigError, match=said):
-        resolve_device("cuda:99")
 
 
-def test_an_unknown_op_is_refused_by_the_word_that_was_typed(monkeypatch: Patch) -> None:
-    said = "'sofmax' is not an op of PyTorch; nearest: softmax"
-    for typed in ("ops.allow+=[sofmax]", "ops.allow+=[exp,sofmax]", "ops.move.sofmax=allow"):
-        monkeypatch.setattr(sys, "orig_argv", ["python", "mpframe", "train", typed])
-        config = check_config(composed(*rewrite([typed])))
-        line = refused(ConfigError, build_precision, config)
-        assert line.startswith(f"{typed}: {said}")
-
-
-def call_another() -> None:
-    def another(needed: int) -> None: ...
-
-    another()  # type: ignore[call-arg]
+@pytest.mark.parametrize("typed", ["ops.allow+=[exp,sofmax]", "ops.move.sofmax=allow"])
+def test_an_unknown_op_is_refused(typed: str) -> None:
+    line = refused(ConfigError, build_precision, check_config(composed(*rewrite([typed]))))
+    said = "ops.move.sofmax=allow: 'sofmax' is not an op of PyTorch; nearest: softmax"
+    assert line.startswith(said)
 
 
 class Inherits(torch.nn.Linear):
@@ -53,9 +41,8 @@ class Inherits(torch.nn.Linear):
     [
         ({"_target_": "torch.nn"}, "_target_=torch.nn: is a module; name a class or function, as in torch.nn.Name"),
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "in_feature=3: torch.nn.Linear takes no such argument; nearest: in_features"),
-        ({"_target_": "torch.nn.Linear", "in_features": 3}, r"^model: torch.nn.Linear refused its options: .*'out_features'; give it, as in \+model.out_features=VALUE, or add model=FILE: a command's model._target_ drops its options$"),
-        ({"_target_": "test_build.Inherits"}, r"test_build.Inherits refused .*Linear.__init__.*'in_features' and .*; give it, as in \+model.in_features=VALUE, or add "),
-        ({"_target_": "test_build.call_another"}, r"refused its options: call_another.*another\(\) missing [^;]*$"),
+        ({"_target_": "torch.nn.Linear", "in_features": 3}, r"^model: torch.nn.Linear refused its options: .*'out_features'$"),
+        ({"_target_": "test_build.Inherits"}, r"test_build.Inherits refused .*Linear.__init__.*'in_features' and "),
         ({"_target_": "nowhere.Net"}, "^model._target_=nowhere.Net: there is no nowhere; install it, or put nowhere.py into the current folder$"),
         ({"_target_": "torch.nn.Linera"}, "^model._target_=torch.nn.Linera: there is no torch.nn.Linera; nearest: Linear, Bilinear$"),
         ({"_target_": "torch.Tensor.no"}, "_target_=torch.Tensor.no: AttributeError "),
@@ -104,17 +91,14 @@ def truths(
 HERE = {"_target_": f"{__name__}.truths"}
 
 
-def test_a_word_for_true_or_false_is_what_it_says_and_a_truth_is_no_number() -> None:
-    said = {False: ("off", "No", "false", False), True: ("ON", "yes", "true")}
-    truths = [(word, truth) for truth, words in said.items() for word in words]
+def test_a_word_is_no_truth_and_a_truth_is_no_number() -> None:
     for name in ("plain", "annotated", "optional", "text"):
-        for word, truth in truths:
-            node = {**HERE, name: word}
-            assert make("model", node)[name] is options_of("model", node)[name] is truth
-            assert make("model", {**HERE, "nested": [node]})["nested"][0][name] is truth
-        for value in ("abc", 1, 0.0, "", "null"):
-            said = refused(ConfigError, make, "model", {**HERE, "nested": {**HERE, name: value}})
-            assert said == f"model.nested.{name}={value}: must be true or false"
+        for value in ("off", "abc", 1, 0.0, "", "null"):
+            node = {**HERE, name: value}
+            for nested in (node, [{"key": node}]):
+                said = refused(ConfigError, make, "model", {**HERE, "nested": nested})
+                assert said.endswith(f".{name}={value}: must be true or false")
+            assert refused(ConfigError, options_of, "model", node).startswith(f"model.{name}=")
     for name in ("number", "size"):
         with pytest.raises(ConfigError, match=rf"^optimizer.{name}=true: must be a number$"):
             make("optimizer", {**HERE, name: True})
@@ -130,8 +114,6 @@ def test_what_a_signature_leaves_open_or_is_passed_on_stays_as_it_is() -> None:
     given = {"several": "off", "other": "off", "number": None, "nested": "off", "optional": None}
     assert make("model", {**HERE, **given}).items() >= given.items()
     inner = {**HERE, "annotated": "off"}
-    partial = {**inner, "_partial_": True}
-    assert make("model", {**HERE, "nested": partial})["nested"]()["annotated"] is False
     made = make("model", {**HERE, "_recursive_": False, "nested": inner})
     assert made["nested"]["annotated"] == "off"
     narrow = {"_target_": f"{__name__}.Narrow", "labels": 5}

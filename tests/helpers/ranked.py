@@ -142,10 +142,8 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     kinds = options.get("optimizers", {"": options["optimizer"]})
     optimizers = {name: kind(_of_part(name, model), lr=1e-2) for name, kind in kinds.items()}
     if options.get("fsdp"):
-        layout = Layout(**options.get("layout", {}))
-        shard(model, optimizers, precision, comm, CPU, layout)
-        if options.get("compile"):
-            comm.sharding.compile_blocks()
+        layout, compiled = Layout(**options.get("layout", {})), bool(options.get("compile"))
+        shard(model, optimizers, precision, comm, CPU, layout, compiled=compiled)
     made = {name: precision.prepare(model, one)[1] for name, one in optimizers.items()}
     masters: Any = made[""] if len(made) == 1 else MultiOptimizer(made)
     means = {p: masters.master_of(p) for p in model.parameters()}

@@ -25,9 +25,8 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit.handler import watch_products
-from mpframe.parallel.layout import Layout
-from mpframe.run.sharding import WHOLE, refuse_beside_sharding, shard
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
+from mpframe.run.sharding import refuse_beside_sharding, shard
 from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.callbacks.step_hooks import LARC, Penalty
 from mpframe.training.probe import probe_amax
@@ -256,19 +255,14 @@ def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
 
 def test_an_optimizer_that_may_look_at_whole_weights_is_refused() -> None:
     own: Any = type("Own", (SGD,), {})
-    said = {
-        torch.optim.LBFGS: "does not go with trainer.parallel=fsdp (torch: Cannot flatten unevenly "
-        "sharded tensor); use AdamW, or trainer.parallel=ddp",
-        torch.optim.SparseAdam: "does not go with trainer.parallel=fsdp (torch: SparseAdam does "
-        "not support dense gradients); use AdamW, or trainer.parallel=ddp",
-        own: "may look at several weights or at a whole one, of which a rank has a part with "
-        "trainer.parallel=fsdp; if it treats each value by itself, set by_value = True in its "
-        "class, else use trainer.parallel=ddp",
-    }
     weights = nn.Linear(2, 2).parameters
-    for kind, text in said.items():
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam, own):
         line = refused(ConfigError, refuse_whole_weights, kind(weights(), lr=0.1))
-        assert line == f"optimizer={kind.__name__}: {text}"
+        assert line == (
+            f"optimizer={kind.__name__}: may look at several weights or at a whole one, of which a "
+            "rank has a part with trainer.parallel=fsdp; if it treats each value by itself, set "
+            "by_value = True in its class, else use trainer.parallel=ddp"
+        )
     own.by_value = True
     refuse_whole_weights(own(weights(), lr=0.1))
 
@@ -282,12 +276,10 @@ def test_what_needs_whole_weights_is_refused() -> None:
     refuse_beside_sharding(composed())
     refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"))
     refuse_beside_sharding(composed("trainer.compile=true"))
-    fsdp, layers = WHOLE, Layout(tensor=2, plan={"head": "colwise"})
-    for layout, option, said in (
-        (fsdp, "trainer.channels_last=true", "trainer.parallel=fsdp (torch: FSDP does not sup"),
-        (fsdp, "trainer.reduce=after_backward", "trainer.parallel=fsdp (a block's gradients are"),
-        (fsdp, "dtype.master_weights=false", "trainer.parallel=fsdp (the parts, in fp32, are "),
-        (layers, "callbacks.ranges.every=10", "distributed.tensor=2 (torch: aten.bincount.de"),
+    for option, said in (
+        ("trainer.channels_last=true", "torch: FSDP does not support"),
+        ("trainer.reduce=after_backward", "a block's gradients are"),
+        ("dtype.master_weights=false", "the parts, in fp32, are "),
     ):
-        line = refused(ConfigError, refuse_beside_sharding, composed(option), layout)
-        assert line.startswith(f"{option}: does not go with {said}")
+        line = refused(ConfigError, refuse_beside_sharding, composed(option))
+        assert line.startswith(f"{option}: does not go with trainer.parallel=fsdp ({said}")

@@ -29,7 +29,6 @@ from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.core.objective import supervised
 from mpframe.data.loading import share_of
 from mpframe.data.streaming import StreamLoader
-from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import shard
 from mpframe.tracking.summary import Status
@@ -190,16 +189,6 @@ def refusals(comm: Comm) -> list[str]:
 def test_a_plan_that_does_not_fit_is_refused(two: Ranks) -> None:
     said = [f"distributed.plan{text}" for *_, text in REFUSED]
     assert two(ranked.in_group, refusals) == [said, said]
-
-
-def test_products_below_16_bits_are_refused_with_the_reason_of_torch() -> None:
-    model = nn.Sequential(nn.Linear(8, 4))
-    recipe = Recipe.from_mapping("own", {"every": {"format": "e4m3fn"}})
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    precision, layout = Precision("mixed", products=recipe), Layout(tensor=2, plan={"0": "colwise"})
-    said = r"dtype.products=own: does not go with distributed.tensor=2 \(torch: Operator"
-    with pytest.raises(ConfigError, match=said):
-        shard(model, {"": optimizer}, precision, SINGLE_PROCESS, CPU, layout)
 
 
 RUN = [*ranked.NET, "model.dropout=0.2", f"dtype={SHARDED}", "trainer.ema_decay=0.9",
