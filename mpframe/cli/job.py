@@ -117,7 +117,7 @@ def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
     if place().rank:  # Rank 0 has the turn.
         return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
     # Two jobs of a sweep may be the same, and run at the same time.
-    with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
+    with turn_in(folder):
         return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
 
 

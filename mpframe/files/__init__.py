@@ -5,7 +5,6 @@
     stored_yaml.py  reads a run's stored options as plain values, within bounds
     file_lock.py    lets processes work in a folder one after the other
     text.py         lines and tables for a terminal; errors in one line
-    table.py        writes a table as CSV
 
 Begin with durable.py. This package imports only `core.errors`, so every package can use it.
 """

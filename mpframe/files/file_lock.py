@@ -23,18 +23,16 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def turn_in(folder: Path, waiting: str = "") -> Iterator[None]:
+def turn_in(folder: Path) -> Iterator[None]:
     """Wait until no other process is in such a block over this folder, then run the block.
 
-    `waiting` is logged if another process is there. MpframeError: the folder cannot be written, or
-    its disk knows no locks.
+    MpframeError: the folder cannot be written, or its disk knows no locks.
     """
     path = folder / ".turn"
     try:
         file = open_regular(path, "a")
         if not _try_lock(file):
-            if waiting:
-                log.info(waiting)
+            log.info("waiting for another process in %s", folder)
             fcntl.lockf(file, fcntl.LOCK_EX)
     except OSError as error:
         raise MpframeError(

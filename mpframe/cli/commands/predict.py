@@ -26,8 +26,10 @@ says so.
 # Predictions are an evaluation whose metric writes its input. Weights, formats, batches and trust
 # are the same as in mpframe evaluate.
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +48,10 @@ from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
-from mpframe.files.durable import refuse_unwritable
-from mpframe.files.table import refuse_unwritable_kind
-from mpframe.files.table import writing as table_writer
+from mpframe.files.durable import atomic_file, refuse_unwritable
 from mpframe.files.text import printable, say
 from mpframe.run.parts import evaluation_loader
-from mpframe.training.prediction import OUTPUTS, Predictions
+from mpframe.training.prediction import OUTPUTS, Columns, Predictions
 from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")
@@ -113,7 +113,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     loader = evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     # The bar is on stderr, if that is a terminal.
     bar = tqdm(total=len(loader), unit="batch", disable=None, leave=False)
-    with closing(loader), bar, writing(out), table_writer(out) as write:
+    with closing(loader), bar, writing(out), _table(out) as write:
         named = {"samples": samples.names, "class_names": run.task.class_names}
         targets = samples.names is None
         predictions = Predictions(write, outputs=outputs, targets=targets, **named)
@@ -125,8 +125,28 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     return predictions.count
 
 
+@contextmanager
+def _table(path: Path) -> Iterator[Callable[[Columns], None]]:
+    """Context manager with a function that appends rows as CSV; the file appears at its end."""
+    with atomic_file(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+        writer = csv.writer(text, lineterminator="\n")
+
+        def write(rows: Columns) -> None:
+            if not file.tell():
+                writer.writerow(rows)
+            # The shortest text that reads back as the same float32.
+            texts = ([str(value) for value in column] for column in rows.values())
+            writer.writerows(zip(*texts, strict=True))
+
+        yield write
+        text.detach()
+
+
 def _refuse_file(out: Path, overwrite: bool) -> None:
-    refuse_unwritable_kind("out", out)
+    if out.suffix != ".csv":
+        way_out = "for Parquet convert that file, for example with pandas"
+        raise ConfigError(f"out={out}: must end in .csv; {way_out}")
     if out.exists() and not overwrite:
         raise ConfigError(f"out={out}: exists; choose another file, or give overwrite=true")
     refuse_unwritable("out", out.parent)
