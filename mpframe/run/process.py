@@ -34,10 +34,9 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
 
     def passes(record: logging.LogRecord) -> bool:
         loud = record.levelno >= logging.WARNING or hasattr(record, "result")
-        return loud and not rank
+        return not rank and (loud or verbosity != "quiet")
 
-    quiet = rank or verbosity == "quiet"
-    logger, known = logging.getLogger("mpframe"), logging.getLogger().handlers if quiet else []
+    logger, known = logging.getLogger("mpframe"), logging.getLogger().handlers
     handlers = [handler for handler in known if not isinstance(handler, logging.FileHandler)]
     before = logger.level
     for handler in handlers:

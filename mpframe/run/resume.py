@@ -75,13 +75,6 @@ def _changes_nothing(path: str) -> bool:
     )
 
 
-def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two `environment.arithmetic`: `fact=value (was value)` each."""
-    if not isinstance(then, Mapping):
-        return []  # A checkpoint may hold anything there.
-    return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
-
-
 def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
     return changes(then, now) if then and now else {}  # A user's own loop saves no options.
 
@@ -166,7 +159,11 @@ def _options(config: str, path: Path) -> dict[str, Any]:
 def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
     here = arithmetic(device_of(trainer.model), trainer.comm)
     differing, unused = compare(then, now)
-    differing += other_arithmetic(snapshot.facts.get("made_on"), here)
+    made_on = snapshot.facts.get("made_on")
+    if isinstance(made_on, Mapping):  # A checkpoint may hold anything there.
+        differing += [
+            f"{k}={v} (was {made_on[k]})" for k, v in here.items() if made_on.get(k, v) != v
+        ]
     if differing:
         log.warning(
             "warning: the resumed run will not equal an uninterrupted one bit for bit: %s",
