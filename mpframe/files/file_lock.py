@@ -45,13 +45,11 @@ def turn_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold a run's folder for the block. ConfigError: another process holds it."""
-    try:
-        file = open_regular(folder / ".lock", "a+")
+    """Hold a run's folder for the block. ConfigError: another process holds it. Or OSError."""
+    with open_regular(folder / ".lock", "a+") as file:
         if not _try_lock(file):
-            with file:
-                file.seek(0)
-                holder = file.read() or "another process"
+            file.seek(0)
+            holder = file.read() or "another process"
             raise ConfigError(
                 f"hydra.run.dir={folder}: {holder} is training in this folder; "
                 "wait for it or choose another folder"
@@ -59,12 +57,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-    except OSError as error:
-        raise MpframeError(
-            f"hydra.run.dir={folder}: cannot be written ({error.strerror}); "
-            "free space or choose another folder"
-        ) from None
-    with file:
         yield
 
 

@@ -7,7 +7,7 @@ from mpframe.config.schema import TrainerOptions
 from mpframe.data.loading import Loader
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
-from mpframe.run.folder import refuse_unfit
+from mpframe.run.folder import refuse_unfit, unwritable_in_one_line
 from mpframe.run.parts import RunCallbacks
 from mpframe.run.resume import resume_from
 from mpframe.tracking.logger import Loggers
@@ -44,7 +44,7 @@ def fit(
     fixed = RunCallbacks(own, speed, guard, save or SavePlan(), interruption, train)
     trainer.callbacks = fixed.by_name
     try:
-        with run_lock(path), interruption, interruption.defer():
+        with unwritable_in_one_line(path), run_lock(path), interruption, interruption.defer():
             tidy(path)
             identity = resume_from(trainer, resume, path, "")
             set_aside_after(path, trainer.progress.global_step)

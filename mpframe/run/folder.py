@@ -113,13 +113,12 @@ class RunFolder:
         """Write the first files of a run's folder, once."""
         if self.taken:
             return
-        with unwritable_in_one_line(self.path):
-            for name, text in self._texts.items():
-                (self.path / HYDRA).mkdir(exist_ok=True)
-                write_atomically(self.path / HYDRA / name, text)
-            write_atomically(self.path / "config_resolved.yaml", self.config)
-            if self._name is not None:
-                self._open_log(self.path / self._name)
+        for name, text in self._texts.items():
+            (self.path / HYDRA).mkdir(exist_ok=True)
+            write_atomically(self.path / HYDRA / name, text)
+        write_atomically(self.path / "config_resolved.yaml", self.config)
+        if self._name is not None:
+            self._open_log(self.path / self._name)
         self.taken = True
 
     def log_traceback(self, error: BaseException) -> None:

@@ -16,15 +16,13 @@ from mpframe.config.planned import fill_in
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, GroupOptions, Part, parse_measure
 from mpframe.core.errors import ConfigError
-from mpframe.run.parts import find_monitored
 from mpframe.run.target import find_target, make, make_a, parameters_of, require_methods
 from mpframe.training.callbacks.schedules import Numbers, PlannedSchedule, Schedule
+from mpframe.training.evaluation import LOSS, NamedMetric
 from mpframe.training.optimizers.selection import Selection, divide_parameters, group_parameters
 from mpframe.training.plan import Progress
 
 log = logging.getLogger(__name__)
-
-_OF_A_SCHEDULE = ("step", "state_dict", "load_state_dict")
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
@@ -104,7 +102,7 @@ def build_schedule(
     if not (isinstance(target, type) and issubclass(target, ReduceLROnPlateau)):
         return PlannedSchedule(partial(_for_numbers, config.scheduler, optimizer), optimizer, plan)
     node = fill_in(config.scheduler, plan(Progress()))
-    _set_direction(node, *find_monitored(metrics, config.trainer.monitor))
+    _set_direction(node, metrics, config.trainer.monitor)
     return _schedule(node, optimizer)  # type: ignore[no-any-return]
 
 
@@ -123,8 +121,8 @@ def _for_numbers(
 
 def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:
     schedule = make("scheduler", node, optimizer)
-    option = f"scheduler._target_={node['_target_']}"
-    require_methods(option, schedule, _OF_A_SCHEDULE, "docs/optimizer.md")
+    option, page = f"scheduler._target_={node['_target_']}", "docs/optimizer.md"
+    require_methods(option, schedule, ("step", "state_dict", "load_state_dict"), page)
     return schedule
 
 
@@ -138,8 +136,10 @@ def _refuse_overrun(schedule: Any, steps: int) -> None:
         )
 
 
-def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:
+def _set_direction(node: dict[str, Any], metrics: Mapping[str, Any], monitor: str | None) -> None:
     """Set the direction of a schedule that watches validation to the monitored value's."""
+    name = next(iter(metrics), LOSS) if monitor is None else monitor
+    higher = False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better
     watched = "val_loss" if higher is None else f"val_{name}"
     mode = "max" if higher else "min"
     if node.setdefault("mode", mode) != mode:

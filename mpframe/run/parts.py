@@ -21,7 +21,6 @@ from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
-from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loaders import make_loader, training_loader
@@ -105,10 +104,9 @@ def _of_this_rank(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not devices):
         return torch.device("cpu")
     if rank >= devices:
-        fewer = f"start torchrun with --nproc-per-node {devices}, or " * bool(devices)
         raise ConfigError(
-            f"device={name}: this machine has {devices} CUDA devices and more ranks; {fewer}use "
-            "device=cpu"
+            f"device={name}: this machine has {devices} CUDA devices and more ranks; start fewer, "
+            "or use device=cpu"
         )
     return torch.device("cuda", rank)
 
@@ -169,10 +167,10 @@ def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Lo
     train = training_loader(task, config.data.batch_size, config.run.seed, **options)
     if config.run.resume != "none":
         train.require_resumable(f"resume={config.run.resume}")
-    val = evaluation_loader(config, task, task.val, "validation", comm)
-    if task.test is None:
-        return Loaders(train, val, None)
-    return Loaders(train, val, evaluation_loader(config, task, task.test, "test", comm))
+    val, test = evaluation_loader(config, task, task.val, "validation", comm), None
+    if task.test is not None:
+        test = evaluation_loader(config, task, task.test, "test", comm)
+    return Loaders(train, val, test)
 
 
 def evaluation_loader(
@@ -215,12 +213,6 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     if monitor is not None and monitor not in known:
         raise ConfigError(f"trainer.monitor={monitor}: no such metric; choose {', '.join(known)}")
     return metrics
-
-
-def find_monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
-    """Return the monitored name, and whether higher is better (None: not known)."""
-    name = next(iter(metrics), LOSS) if monitor is None else monitor
-    return name, False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better
 
 
 def _of_dataset(task: Task) -> dict[str, Any]:
@@ -277,11 +269,6 @@ def build_scaler(config: Config) -> LossScaler:
     return scaler
 
 
-def scaling_name(config: Config) -> str:
-    """Return the scaler's name: `static`, `Backoff`, `LogMax`, `none`, or a user's class."""
-    return name_of_scaler(build_scaler(config))
-
-
 def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     """Make one scaler, or one for each loss."""
     scaler = build_scaler(config).to(device)
@@ -289,11 +276,6 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     if not each or isinstance(scaler, NoScaling):
         return scaler
     return {name: build_scaler(config).to(device) for name in task.objectives}
-
-
-def ranges_every(config: Config) -> Any:
-    """Return the steps between two reports of ranges, or None if none is made."""
-    return config.callbacks.get("ranges", {}).get("every")
 
 
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:

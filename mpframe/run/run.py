@@ -36,6 +36,7 @@ from mpframe.core.errors import (
     UserCodeError,
     first_line,
 )
+from mpframe.core.loss_scaling.scaler import name_of
 from mpframe.core.user_code import describe_error
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
@@ -52,10 +53,10 @@ from mpframe.run.parts import (
     RunCallbacks,
     build_layout,
     build_loaders,
+    build_scaler,
     build_task,
     callbacks_of,
     resolve_device,
-    scaling_name,
     seed_everything,
 )
 from mpframe.run.preprocessing import keep_vocabulary
@@ -89,7 +90,7 @@ class Run:
         separate(config.trainer.parallel)
         self.config = _of_this_rank(config)
         # Refused before the folder is taken.
-        self.scaling, self.layout = scaling_name(config), build_layout(config)
+        self.scaling, self.layout = name_of(build_scaler(config)), build_layout(config)
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
@@ -125,6 +126,7 @@ class Run:
             init_comm(options.parallel, device, options.timeout) as self.comm,
             self._reporting_failure(),
             self.run_folder,
+            unwritable_in_one_line(self.rank_folder),
             run_lock(self.rank_folder),
             self.interruption,
         ):

@@ -26,15 +26,13 @@ from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of
 from mpframe.run.parts import build_model
 from mpframe.training.memory import cast_again
+from mpframe.training.optimizers.whole_weights import gather_for_steps
 from mpframe.training.ranks import refuse_other_weights, sums_of
 
 log = logging.getLogger(__name__)
 
 _NEEDED = {  # Options that need whole weights on each rank are off.
-    "trainer.channels_last": (
-        "false",
-        "torch: FSDP does not support non-contiguous parameters",
-    ),
+    "trainer.channels_last": ("false", "FSDP takes contiguous parameters only"),
     "trainer.reduce": ("in_backward", "a block's gradients are summed in its backward pass"),
     "dtype.master_weights": ("true", "the parts, in fp32, are the masters"),
 }
@@ -99,8 +97,6 @@ def shard(
 
 def _step_parts(optimizer: Optimizer) -> None:
     """Have the optimizer gather weights if its steps need whole ones. ConfigError: not known."""
-    from mpframe.training.optimizers.whole_weights import gather_for_steps
-
     kind = type(optimizer)
     by_value = kind in _BY_VALUE or getattr(kind, "by_value", False)
     if not by_value and not gather_for_steps(optimizer):
@@ -164,10 +160,8 @@ def trace_deferred(precision: Precision, model: nn.Module, example: Any, deferre
     """Show `precision` an objective. A model without values gets them first if it needs them."""
     try:
         precision.trace(model, example)
-    except RunInterrupted:
-        raise
     except Exception as error:
-        if deferred is None:
+        if deferred is None or isinstance(error, RunInterrupted):
             raise
         _warn_of_whole_model("the objective", error)
         deferred.fill(model)

@@ -18,6 +18,7 @@ from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.data.loaders import training_loader
 from mpframe.data.task import Task
+from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.precision.precision import Precision
 from mpframe.run.optimizer import build_optimizers, build_schedule
 from mpframe.run.parts import (
@@ -27,7 +28,6 @@ from mpframe.run.parts import (
     build_model,
     build_precision,
     build_scalers,
-    ranges_every,
     resolve_device,
     to_device,
 )
@@ -37,9 +37,12 @@ from mpframe.run.sharding import (
     shard,
     trace_deferred,
 )
+from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
+from mpframe.training.optimizers.lbfgs import ClosureTrainer
+from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
@@ -58,8 +61,6 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     home = torch.device("cpu") if sharded else device
     model, deferred = build_deferred(config) if sharded else (build_model(config).to(home), None)
     if config.trainer.sync_batchnorm and comm.size > 1:
-        from mpframe.parallel.sync_batchnorm import synchronize
-
         synchronize(model)
     precision = build_precision(config)
     for objective in task.objectives.values():
@@ -98,17 +99,13 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 
 
 def _kind_of(task: Task, optimizer: StepOptimizer, compiled: bool | str) -> type[Trainer]:
-    """Choose the trainer for these objectives and this optimizer, and import only that one."""
+    """Choose the trainer for these objectives and this optimizer."""
     if isinstance(task.objective, Mapping):
-        from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
-
         return MultiObjectiveTrainer
     if optimizer.needs_closure:
-        from mpframe.training.optimizers.lbfgs import ClosureTrainer
-
         return ClosureTrainer
     if compiled == "step":
-        from mpframe.training.compiled_step import CompiledTrainer
+        from mpframe.training.compiled_step import CompiledTrainer  # It loads torch's compiler.
 
         return CompiledTrainer
     return Trainer
@@ -144,7 +141,7 @@ def _refuse_compiled(config: Config) -> None:
     """Refuse options that need a model's modules one by one: a compiled model is one graph."""
     if not config.trainer.compile:
         return
-    every = ranges_every(config)
+    every = config.callbacks.get("ranges", {}).get("every")
     if every is not None:
         raise ConfigError(
             f"callbacks.ranges.every={every}: a compiled model has no modules to watch; "
@@ -169,8 +166,6 @@ def _build_algorithms(
     if planned:
         algorithms["schedule"] = Schedules(planned)
     if config.trainer.ema_decay is not None:
-        from mpframe.training.callbacks.ema import AverageWeights, Ema
-
         trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         masters = {parameter: optimizer.master_of(parameter) for parameter in trained}
         algorithms["ema"] = AverageWeights(Ema(masters, config.trainer.ema_decay), model)

@@ -18,7 +18,8 @@ from mpframe.config.check import check
 from mpframe.config.command_line import check_config
 from mpframe.config.schema import SECTIONS, use_instead
 from mpframe.core.errors import ConfigError
-from mpframe.run.parts import scaling_name
+from mpframe.core.loss_scaling.scaler import name_of
+from mpframe.run.parts import build_scaler
 
 
 def tree(**changes: Any) -> Any:
@@ -131,7 +132,7 @@ def test_a_scaling_file_states_every_argument_and_the_one_that_fits_is_chosen() 
         own = {"scale": 1024.0} if name == "static" else {"half": "float16"}
         assert {"_target_": node["_target_"], **defaults, **own} == node
     for dtype, name in {"fp32": "none", "mixed": "Backoff", "mixed_bf16": "none"}.items():
-        assert scaling_name(checked(f"dtype={dtype}")) == name
+        assert name_of(build_scaler(checked(f"dtype={dtype}"))) == name
 
 
 WATCH = """run_name resume trainer.async_save trainer.checkpoint_every

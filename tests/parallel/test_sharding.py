@@ -277,7 +277,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
     refuse_beside_sharding(composed("optimizer=muon_adamw", "callbacks=[larc,freeze]"))
     refuse_beside_sharding(composed("trainer.compile=true"))
     for option, said in (
-        ("trainer.channels_last=true", "torch: FSDP does not support"),
+        ("trainer.channels_last=true", "FSDP takes contiguous"),
         ("trainer.reduce=after_backward", "a block's gradients are"),
         ("dtype.master_weights=false", "the parts, in fp32, are "),
     ):

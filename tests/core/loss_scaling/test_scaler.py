@@ -185,7 +185,7 @@ class Number(Static):
 
 def test_a_users_without_update_or_tensor_is_refused() -> None:
     for name, said in (
-        ("torch.nn.Identity", "has no update and no scale"),
+        ("torch.nn.Identity", "has no update"),
         ("test_scaler.Number", "its scale is a float; must be a 0-d float32 tensor"),
     ):
         config = check_config(composed(option := f"loss_scaling._target_={name}"))
