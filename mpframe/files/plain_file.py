@@ -7,7 +7,6 @@ user. Only the last part of a path is checked, because the user made the links a
 import errno
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +19,20 @@ def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any)
 
     OSError: it is a link or not a regular file, or cannot be opened.
     """
-    return open(path, mode, opener=_opener(0 if follow else _NO_LINK), **options)
+
+    def open_checked(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | _NO_WAIT | (0 if follow else _NO_LINK), 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                error.strerror = "A link, which is not followed"
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "Not a regular file", name)
+        return descriptor
+
+    return open(path, mode, opener=open_checked, **options)
 
 
 def read_regular(path: Path, most: int) -> bytes:
@@ -30,19 +42,3 @@ def read_regular(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"Larger than {most} bytes", str(path))
     return content
-
-
-def _opener(flag: int) -> Callable[[str, int], int]:
-    def open_checked(path: str, flags: int) -> int:
-        try:
-            descriptor = os.open(path, flags | flag | _NO_WAIT, 0o666)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                error.strerror = "A link, which is not followed"
-            raise
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "Not a regular file", path)
-        return descriptor
-
-    return open_checked

@@ -20,6 +20,8 @@ from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Loader, Trainer
 
+log = logging.getLogger(__name__)
+
 
 def summary_of(
     config: Config,
@@ -79,9 +81,6 @@ def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
         "val_metric": None if name is None else metrics.pop(name),
         "other_metrics": metrics,
     }
-
-
-log = logging.getLogger(__name__)
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:

@@ -15,6 +15,7 @@ from mpframe.files.plain_file import read_regular
 
 VOCABULARY = "vocab.txt"
 """The file of a run's folder that holds its tokenizer's pieces."""
+_MOST_BYTES = 2**26
 _OF_A_TABLE = ("categorical", "continuous", "target")
 
 
@@ -49,9 +50,6 @@ def refuse_other_preprocessing(
 def as_mapping(preprocessing: Any) -> Mapping[str, Any]:
     """Return a task's preprocessing, or an empty mapping if it is none."""
     return preprocessing if isinstance(preprocessing, Mapping) else {}
-
-
-_MOST_BYTES = 2**26
 
 
 def keep_vocabulary(task: Task, folder: Path, resumed: bool) -> None:

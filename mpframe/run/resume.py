@@ -24,6 +24,8 @@ from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
 from mpframe.training.trainer import Callbacks, Trainer
 
+log = logging.getLogger(__name__)
+
 Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
@@ -76,10 +78,7 @@ def _changes_nothing(path: str) -> bool:
 
 
 def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
-    return changes(then, now) if then and now else {}  # A user's own loop saves no options.
-
-
-log = logging.getLogger(__name__)
+    return changes(then, now) if then and now else {}
 
 
 def restore(callbacks: Callbacks, saved: Any) -> None:
@@ -144,16 +143,12 @@ def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str
 
 def _resume(trainer: Trainer, path: Path, config: str) -> str:
     snapshot = checkpoint.read(path, trainer.comm)
-    then, now = _options(snapshot.config, path), _options(config, path)
+    texts = snapshot.config, config  # A user's own loop saves none.
+    then, now = (parse_stored(text, path / "config.yaml") if text else {} for text in texts)
     _apply(snapshot, (then, now), path, trainer)
     _warn_of_differences(snapshot, then, now, trainer)
     log.info("resumed from %s at step %d", path, trainer.progress.global_step)
     return identity_of(snapshot.facts) or new_identity()
-
-
-def _options(config: str, path: Path) -> dict[str, Any]:
-    """Return the stored options, or none if a user's own loop saved the checkpoint."""
-    return parse_stored(config, path / "config.yaml") if config else {}
 
 
 def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
