@@ -118,7 +118,11 @@ class RunFolder:
             write_atomically(self.path / HYDRA / name, text)
         write_atomically(self.path / "config_resolved.yaml", self.config)
         if self._name is not None:
-            self._open_log(self.path / self._name)
+            file = _LogFile(open_regular(self.path / self._name, "a", encoding="utf-8"))
+            file.setFormatter(self._formatter)
+            self._log.setTarget(file)
+            self._log.flush()
+            self._log.capacity = 1  # From now on each line at once.
         self.taken = True
 
     def log_traceback(self, error: BaseException) -> None:
@@ -137,13 +141,6 @@ class RunFolder:
         self._log.close()
         if file is not None:
             file.close()
-
-    def _open_log(self, path: Path) -> None:
-        handler = _LogFile(open_regular(path, "a", encoding="utf-8"))
-        handler.setFormatter(self._formatter)
-        self._log.setTarget(handler)
-        self._log.flush()
-        self._log.capacity = 1  # From now on each line at once.
 
 
 class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]

@@ -86,7 +86,7 @@ def _settings(
                 f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
                 f"set {', '.join(made.defaults)}"
             )
-    return {key: made.defaults[key] for key in settings}
+    return settings
 
 
 def build_schedule(

@@ -252,19 +252,16 @@ def in_fp32(config: Config) -> Config:
     return replace(config, dtype=replace(config.dtype, mode="fp32", products="none"))
 
 
-_METHODS = ("update", "to", "state_dict", "load_state_dict")
-_PAGE = "docs/loss_scaling.md"
-
-
 def build_scaler(config: Config) -> LossScaler:
     """Make the loss scaler that `loss_scaling._target_` names, or `NoScaling`."""
     scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
     option = f"loss_scaling._target_={config.loss_scaling['_target_']}"
-    require_methods(option, scaler, _METHODS, _PAGE)
+    page = "docs/loss_scaling.md"
+    require_methods(option, scaler, ("update", "to", "state_dict", "load_state_dict"), page)
     scale = getattr(scaler, "scale", None)
     if not isinstance(scale, Tensor) or scale.dim() or scale.dtype != torch.float32:
         raise ConfigError(
-            f"{option}: its scale is {describe(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
+            f"{option}: its scale is {describe(scale)}; must be a 0-d float32 tensor; see {page}"
         )
     return scaler
 

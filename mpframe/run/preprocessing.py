@@ -16,7 +16,6 @@ from mpframe.files.plain_file import read_regular
 VOCABULARY = "vocab.txt"
 """The file of a run's folder that holds its tokenizer's pieces."""
 _MOST_BYTES = 2**26
-_OF_A_TABLE = ("categorical", "continuous", "target")
 
 
 def refuse_other_preprocessing(
@@ -39,12 +38,11 @@ def refuse_other_preprocessing(
             "training images have changed; give "
             f"'dataset.mean={runs['mean']}' 'dataset.std={runs['std']}'"
         )
-    for key in _OF_A_TABLE:
-        if key in differ:
-            raise DataError(
-                f"dataset: {key}, as measured on the training rows, is not the run's, because the "
-                "rows have changed; the table's training rows must be the ones of the run"
-            )
+    for key in sorted(differ & {"categorical", "continuous", "target"}):
+        raise DataError(
+            f"dataset: {key}, as measured on the training rows, is not the run's, because the "
+            "rows have changed; the table's training rows must be the ones of the run"
+        )
 
 
 def as_mapping(preprocessing: Any) -> Mapping[str, Any]:

@@ -42,8 +42,13 @@ _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 WHOLE = Layout()  # All ranks divide every weight.
 
 
-def refuse_beside_sharding(config: Config) -> None:
-    """Refuse what needs whole weights on each rank."""
+def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
+    """Refuse what needs whole weights on each rank, or whole layers."""
+    if layout.tensor > 1 and "ranges" in config.callbacks:
+        raise ConfigError(
+            f"callbacks.ranges: does not go with distributed.tensor={layout.tensor} (torch: "
+            "aten.bincount.default has no sharding strategy); use numerics=off"
+        )
     for option, (needed, why) in _NEEDED.items():
         value = as_typed(config.flat[option])
         if value != needed:

@@ -41,8 +41,6 @@ from mpframe.training.callbacks.ema import AverageWeights, Ema
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
-from mpframe.training.optimizers.lbfgs import ClosureTrainer
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
@@ -56,7 +54,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
     device, layout = resolve_device(config.run.device), build_layout(config)
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands have one rank.
     if sharded:
-        refuse_beside_sharding(config)
+        refuse_beside_sharding(config, layout)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model, deferred = build_deferred(config) if sharded else (build_model(config).to(home), None)
@@ -99,13 +97,17 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 
 
 def _kind_of(task: Task, optimizer: StepOptimizer, compiled: bool | str) -> type[Trainer]:
-    """Choose the trainer for these objectives and this optimizer."""
+    """Choose the trainer for these objectives and this optimizer, and import only that one."""
     if isinstance(task.objective, Mapping):
+        from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+
         return MultiObjectiveTrainer
     if optimizer.needs_closure:
+        from mpframe.training.optimizers.lbfgs import ClosureTrainer
+
         return ClosureTrainer
     if compiled == "step":
-        from mpframe.training.compiled_step import CompiledTrainer  # It loads torch's compiler.
+        from mpframe.training.compiled_step import CompiledTrainer
 
         return CompiledTrainer
     return Trainer

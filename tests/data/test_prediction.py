@@ -9,8 +9,8 @@ import pytest
 import torch
 from fixtures import refused
 
+from mpframe.cli.commands.predict import _table
 from mpframe.core.errors import ConfigError
-from mpframe.files import table
 from mpframe.training.prediction import Predictions
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
@@ -81,7 +81,7 @@ NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.floa
 def test_csv_reads_back_as_the_same_numbers_and_one_that_fails_leaves_it(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     names = ["plain", 'a "quoted", one', "two\nlines", "é", "", "="]
-    with table.writing(path) as write:
+    with _table(path) as write:
         write({"name": names, "value": NUMBERS, "wide": NUMBERS.astype(np.float64)})
         write({"name": ["last"], "value": NUMBERS[:1], "wide": np.array([1 / 3])})
     with path.open(newline="", encoding="utf-8") as file:
@@ -92,7 +92,7 @@ def test_csv_reads_back_as_the_same_numbers_and_one_that_fails_leaves_it(tmp_pat
     assert read.tobytes() == np.append(NUMBERS, NUMBERS[:1]).tobytes()
     assert float(rows[-1][2]) == 1 / 3
     whole = path.read_bytes()
-    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
+    with pytest.raises(ValueError, match="in the middle"), _table(path) as write:  # noqa: PT012
         write({"value": NUMBERS})
         raise ValueError("in the middle")
     assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]

@@ -25,6 +25,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit.handler import watch_products
+from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
 from mpframe.run.sharding import refuse_beside_sharding, shard
 from mpframe.training.callbacks.freeze import set_requires_grad
@@ -283,3 +284,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
     ):
         line = refused(ConfigError, refuse_beside_sharding, composed(option))
         assert line.startswith(f"{option}: does not go with trainer.parallel=fsdp ({said}")
+    layers, watched = Layout(tensor=2, plan={"head": "colwise"}), composed("numerics=on")
+    line = refused(ConfigError, refuse_beside_sharding, watched, layers)
+    assert line.startswith("callbacks.ranges: does not go with distributed.tensor=2 (torch: aten.b")

@@ -184,12 +184,12 @@ OWN, MINE_IS = "_target_=own_parts", "+callbacks.mine._target_"
 
 
 @pytest.mark.parametrize(("options", "error", "line"), [
-    (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss; nearest: accuracy"),
+    (["trainer.monitor=acuracy"], ConfigError, "trainer.monitor=acuracy: no such metric; choose accuracy, loss"),
     ([f"+metrics.loss.{OWN}.LikeTorchmetrics"], ConfigError, "metrics.loss: its metric is named loss, and val_loss is the validation loss; give the metric another name"),
     ([f"+metrics.f1.{OWN}.OnlyCompute"], UserCodeError, "metrics.f1: OnlyCompute has no update(); a metric has update(outputs, targets) and compute()"),
     ([f"+metrics.f1.{OWN}.Nope"], ConfigError, "metrics.f1._target_=own_parts.Nope: "),
     ([f"+callbacks.checkpoints.{OWN}.Breaks", "+callbacks.checkpoints.step=1"], ConfigError, "callbacks.checkpoints: every run has a callback of this name; give yours another name"),
-    ([f"{MINE_IS}=builtins.dict"], ConfigError, "callbacks.mine._target_=builtins.dict: must return a mpframe.core.callback.Callback, got dict\n"),
+    ([f"{MINE_IS}=builtins.dict"], ConfigError, "callbacks.mine._target_=builtins.dict: must return an object of class Callback, got dict\n"),
     ([f"{MINE_IS}=nowhere.Mine"], ConfigError, "callbacks.mine._target_=nowhere.Mine: "),
     ([f"{MINE_IS}=mpframe.training.callbacks.records.Curves", "+callbacks.mine.log_evry=1"], ConfigError, "callbacks.mine.log_evry=1: mpframe.training.callbacks.records.Curves takes no such argument; nearest: log_every\n"),
 ])  # fmt: skip

@@ -59,9 +59,7 @@ def moved(trainer: Trainer, before: dict[str, Tensor]) -> set[str]:
     return {name for name in names if not torch.equal(now[name], before[name])}
 
 
-def test_they_are_torchs_groups_made_by_hand_and_a_word_for_false_is_false() -> None:
-    own = trainer_of("optimizer=sgd", "optimizer.momentum=0.9", "optimizer.groups.a={nesterov:no}")
-    assert own.optimizer.optimizer.param_groups[0]["nesterov"] is False
+def test_they_are_torchs_groups_made_by_hand() -> None:
     words = [*GROUPS, "dtype=fp32", "scheduler=none"]
     trainer, model = trainer_of(*words), trainer_of(*words).model
     named = dict(model.named_parameters())
