@@ -10,7 +10,7 @@ import torch
 from fixtures import Patch
 from prepared import prepared
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from vocabulary import differing
 
@@ -298,9 +298,7 @@ def parts_of_one(**classes: Any) -> MultiOptimizer:
     (lambda: joint(skip="some"), ConfigError, r"optimizer\.skip=some: must be all or each"),
     (lambda: prepared(nn.Linear(2, 2), nn.MSELoss(), scaler={"a": Backoff()}), ConfigError, r"optimizer\.scalers=each: there is one loss, and one backward pass has one scale; use optimizer\.scalers=shared"),
     (lambda: parts_of_one(one=SGD, two=SGD), ConfigError, r"optimizer\.parts: 2 parameters are in one and in two; each belongs to one part"),
-    (lambda: parts_of_one(one=LBFGS), ConfigError, r"optimizer\.parts\.one=LBFGS: needs a closure, and steps alone; choose an optimizer without one"),
     (lambda: joint()[1].load_state_dict({"a": {}}), CheckpointError, r"optimizer\.parts: the checkpoint has a, this run body, head"),
-    (lambda: gan_trainer(scaler={"generator": Backoff()}), ConfigError, r"loss_scaling: scalers for generator; the losses are discriminator, generator"),
     (lambda: gan_trainer(objectives={"judge": discriminator_objective}), ConfigError, r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
     (lambda: gan_trainer(scaler=dict.fromkeys(OBJECTIVES, Backoff())).load_state_dict(
         gan_trainer(scaler=Backoff()).state_dict()), CheckpointError, "loss_scaling: the checkpoint has a single one, this run discriminator, generator"),

@@ -12,6 +12,7 @@ gradient there.
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 from mpframe.core.callback import Batch
 from mpframe.core.comm import Loss
 from mpframe.core.errors import ConfigError
-from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks.guards import spikes_of
@@ -37,7 +37,7 @@ class MultiObjectiveTrainer(Trainer):
         scaler: one that all share, one for each by name, or None.
 
     Raises:
-        ConfigError: names of objectives, optimizers and scalers do not match, or spikes are judged.
+        ConfigError: names of objectives and optimizers do not match, or spikes are judged.
     """
 
     optimizer: MultiOptimizer
@@ -66,15 +66,15 @@ class MultiObjectiveTrainer(Trainer):
 
     def _take_turns(self, batches: Sequence[Batch]) -> StepResult:
         """Make each loss and its optimizer's step, one after the other."""
-        shared = _SharedScaler(self.scaler) if "" in self.scalers else None
-        results = {}
+        shared, amaxes, results = self.scalers.get(""), list[Tensor](), {}
+        turn: Any = SimpleNamespace(scale=shared.scale, update=amaxes.append) if shared else None
         for part in self.objectives:
-            optimizer, scaler = self.optimizer.parts[part.name], shared or part.scaler
+            optimizer = self.optimizer.parts[part.name]
             losses = self.accumulate_losses(optimizer, [part], batches)
-            result = self.update(optimizer, scaler, losses)  # type: ignore[arg-type]
+            result = self.update(optimizer, turn or part.scaler, losses)
             results[part.name] = replace(result, loss=losses[0])
-        if shared is not None:
-            shared.flush()
+        if shared:  # It is told once, so that all turns have one scale.
+            shared.update(largest(amaxes))
         return merge_results(results)
 
     def _step_together(self, batches: Sequence[Batch]) -> StepResult:
@@ -85,19 +85,14 @@ class MultiObjectiveTrainer(Trainer):
         return merge_results({name: replace(part, loss=loss) for (name, part), loss in parts})
 
     def check_fit(self) -> None:
-        """Raise ConfigError unless each loss has its optimizer, and its scaler if any has one."""
-        names = ", ".join(self.objective)
+        """Raise ConfigError unless each loss has its optimizer, and none is judged for spikes."""
         for name, objective in self.objective.items():
             require_objective(f"objective.{name}", objective)
         parts = self.optimizer.parts if isinstance(self.optimizer, MultiOptimizer) else {}
         if list(parts) != list(self.objective) or not self.optimizer.own_losses:
             raise ConfigError(
-                f"optimizer.parts={', '.join(parts) or 'none'}: the losses are {names}; give each "
-                "an optimizer by its name, in this order"
-            )
-        if isinstance(self.scaler, Mapping) and list(self.scaler) != list(self.objective):
-            raise ConfigError(
-                f"loss_scaling: scalers for {', '.join(self.scaler)}; the losses are {names}"
+                f"optimizer.parts={', '.join(parts) or 'none'}: the losses are "
+                f"{', '.join(self.objective)}; give each an optimizer by its name, in this order"
             )
         spikes = spikes_of(self)
         if spikes is not None:
@@ -105,15 +100,3 @@ class MultiObjectiveTrainer(Trainer):
                 f"callbacks.loss_spikes.policy={spikes.policy}: judges one loss, and the dataset "
                 f"has {len(self.objective)}; use callbacks.loss_spikes.policy=off"
             )
-
-
-class _SharedScaler:
-    """A scaler that several turns share at one scale, told once a step the largest amax of all."""
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler: LossScaler = scaler
-        self._amaxes: list[Tensor] = []
-        self.scale, self.update = scaler.scale, self._amaxes.append
-
-    def flush(self) -> None:
-        self._scaler.update(largest(self._amaxes))

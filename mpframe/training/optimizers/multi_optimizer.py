@@ -42,7 +42,7 @@ class MultiOptimizer:
         own_losses: each part lowers the loss that has its name.
 
     Raises:
-        ConfigError: the parts do not fit together, or `skip` is another word.
+        ConfigError: a parameter is in two parts, or `skip` is another word.
     """
 
     needs_closure = False
@@ -53,7 +53,13 @@ class MultiOptimizer:
         if skip not in SKIPS:
             hint = nearest(skip, SKIPS, before="; ")
             raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
-        _check_parts(parts)
+        for (name, part), (other, second) in combinations(parts.items(), 2):
+            shared = sum(map(second.holds, part.parameters))
+            if shared:
+                raise ConfigError(
+                    f"optimizer.parts: {shared} parameters are in {name} and in {other}; each "
+                    "belongs to one part"
+                )
         self.parts, self.skip, self.own_losses = dict(parts), skip, own_losses
 
     @property
@@ -222,20 +228,14 @@ def _join_verdicts(parts: Mapping[str, StepResult]) -> Verdict | None:
 
 
 def with_verdicts(results: list[StepResult]) -> list[StepResult]:
-    """Return the results with their verdicts; the missing ones are read together."""
-    unread: list[StepResult] = []
-    for result in results:
-        if result.verdict is None:
-            unread += result.each().values()
-    steps = [(part.found_inf, part.dropped) for part in unread]
+    """Return the results with their verdicts, which are read together."""
+    steps = [(part.found_inf, part.dropped) for one in results for part in one.each().values()]
     verdicts = iter(read_verdicts(steps) if steps else ())
     complete = []
     for result in results:
-        if result.verdict is None:
-            parts = {n: replace(part, verdict=next(verdicts)) for n, part in result.each().items()}
-            several = replace(result, parts=parts, verdict=_join_verdicts(parts))
-            result = parts[""] if result.parts is None else several
-        complete.append(result)
+        parts = {n: replace(part, verdict=next(verdicts)) for n, part in result.each().items()}
+        several = replace(result, parts=parts, verdict=_join_verdicts(parts))
+        complete.append(parts[""] if result.parts is None else several)
     return complete
 
 
@@ -252,32 +252,6 @@ def _update_scalers(scaler: Any, grads: _Grads) -> None:
             of_part.update(amax[name])
     elif scaler is not None:
         scaler.update(largest(list(amax.values())))
-
-
-def _check_parts(parts: Mapping[str, MasterWeights]) -> None:
-    for name, part in parts.items():
-        if part.needs_closure:
-            raise ConfigError(
-                f"optimizer.parts.{name}={type(part.optimizer).__name__}: needs a closure, and "
-                "steps alone; choose an optimizer without one"
-            )
-    for (name, part), (other, second) in combinations(parts.items(), 2):
-        shared = sum(second.holds(parameter) for parameter in part.parameters)
-        if shared:
-            raise ConfigError(
-                f"optimizer.parts: {shared} parameters are in {name} and in {other}; each belongs "
-                "to one part"
-            )
-        device, other_device = _device(part), _device(second)
-        if device != other_device:
-            raise ConfigError(
-                f"optimizer.parts: {name} is on {device} and {other} on {other_device}; one step "
-                "covers one device"
-            )
-
-
-def _device(part: MasterWeights) -> torch.device:
-    return next((p.device for p in part.parameters), torch.device("cpu"))
 
 
 def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
