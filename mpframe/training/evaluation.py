@@ -23,7 +23,7 @@ from mpframe.core.objective import StepOutput
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors, widest
 from mpframe.core.user_code import describe, name_of, user_code
-from mpframe.training.trainer import InBatch, Loader, Trainer, run_callbacks
+from mpframe.training.trainer import Loader, Trainer, in_batch, run_callbacks
 
 LOSS = "loss"
 """The word for the validation loss in `monitor`, and no metric's name."""
@@ -213,7 +213,7 @@ class Evaluator:
             trainer.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 run_callbacks(trainer.callbacks, "on_prediction_step", trainer)
-                with InBatch(split, 0, number, loader=loader):
+                with in_batch(split, 0, number, loader):
                     sums += self._evaluate_batch(trainer, number, batch, metrics)
         return metrics.evaluation(sums)
 

@@ -52,7 +52,8 @@ class Predictions:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Write one batch. ConfigError if it does not fit `outputs`, the samples or the table."""
-        _refuse_lists_of_samples(outputs)
+        if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
+            raise _not_a_row_each(describe(outputs))  # Of a detector: as many boxes as it found.
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
         numbers = known is not None and known.dim() == 1 and not known.is_floating_point()
@@ -61,17 +62,18 @@ class Predictions:
         columns: Columns = {"index": np.arange(self.count, self.count + size)}
         if self._samples is not None:
             columns = {"name": list(self._samples[self.count : self.count + size])}
-        if known is not None and not known.dim():
-            raise ConfigError(
-                f"objective: gives one number as the targets of {size} samples, and a table has a "
-                "row for each sample; let the objective return targets [samples]"
-            )
-        if known is not None and known.numel() == len(known) == size:
+        if known is not None and known.dim() and known.numel() == len(known) == size:
             columns["target"] = known.reshape(size).numpy()
         if kind == "raw":
             columns |= _raw(named)
+        elif _is_logits(named):
+            (logits,) = named.values()
+            columns |= self._classes(logits, kind == "probabilities")
         else:
-            columns |= self._classes(_logits(named, kind), kind == "probabilities")
+            raise ConfigError(
+                f"outputs={kind}: needs one number for each of several classes, and the model "
+                f"gives {_shapes(named)}; use outputs=raw"
+            )
         first, self._columns = self._columns or list(columns), list(columns)
         if first != self._columns:
             raise ConfigError(
@@ -83,7 +85,7 @@ class Predictions:
         self.count += size
 
     def compute(self) -> float:
-        """Return the number of samples, as the value of a metric, which nobody reads."""
+        """Return the number of samples, because a metric has a value."""
         return float(self.count)
 
     def _classes(self, logits: Tensor, with_probabilities: bool) -> Columns:
@@ -103,37 +105,23 @@ def _is_logits(named: dict[str, Tensor]) -> bool:
     return not others and tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.is_floating_point()
 
 
-def _logits(named: dict[str, Tensor], kind: str) -> Tensor:
-    if _is_logits(named):
-        return next(iter(named.values()))
-    raise ConfigError(
-        f"outputs={kind}: needs one number for each of several classes, and the model gives "
-        f"{_shapes(named)}; use outputs=raw"
-    )
-
-
 def _shapes(named: dict[str, Tensor]) -> str:
     shapes = (f"{name or 'a tensor'} {tuple(tensor.shape)}" for name, tensor in named.items())
     return ", ".join(shapes) or "no tensor"
 
 
-def _refuse_lists_of_samples(outputs: Any) -> None:
-    """Refuse a detector's outputs: how many boxes there are is not how many samples."""
-    if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
-        raise ConfigError(
-            f"outputs: the model gives {describe(outputs)}, as detectors do, and a table has a "
-            "row of the same columns for each sample; let the objective return such outputs"
-        )
-
-
 def _samples_in(named: dict[str, Tensor]) -> int:
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in named.values()}
     if len(sizes) != 1 or 0 in sizes:
-        raise ConfigError(
-            f"outputs: the model gives {_shapes(named)}, which is not a row for each sample; let "
-            "the objective return such outputs"
-        )
+        raise _not_a_row_each(_shapes(named))
     return sizes.pop()
+
+
+def _not_a_row_each(given: str) -> ConfigError:
+    return ConfigError(
+        f"outputs: the model gives {given}, which is not a row for each sample; let the objective "
+        "return such outputs"
+    )
 
 
 def _raw(named: dict[str, Tensor]) -> Columns:

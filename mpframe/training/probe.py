@@ -60,12 +60,8 @@ def probe_amax(
 ) -> Tensor:
     """Return the largest gradient of the unscaled loss on a batch, 0-d float32, inf or nan.
 
-    Args:
-        model: as trained. Buffers, plain attributes and the random generators are put back.
-        objective: computes the loss.
-        precision: the mode the model was prepared with.
-        batch: on the model's device, as the objective takes it.
-        comm: the ranks, each of which measures its gradients before they are summed.
+    The model's buffers and plain attributes and the random generators are put back. Each rank of
+    `comm` measures its gradients before they are summed.
     """
     amaxes: list[Tensor] = []
 
@@ -75,7 +71,7 @@ def probe_amax(
             amaxes.append(values.detach().abs().max().float())
 
     with preserve_state(model), _wide_weights(model):
-        with _watch_outputs(model, see), _all_fp32(precision).cast(), ExitStack() as stack:
+        with _all_fp32(precision).cast(), _watch_outputs(model, see) as stack:
             loss = NamedObjective("", objective)(model, batch).loss
             # A divided weight's gradient is this rank's, in the format in which it is gathered.
             if comm.sharding is not None:
@@ -107,19 +103,18 @@ def _wide_weights(model: nn.Module) -> Iterator[None]:
             tensor.data = narrow
 
 
-@contextmanager
-def _watch_outputs(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Make every module's output report its gradient within the block."""
+def _watch_outputs(model: nn.Module, see: Callable[[Tensor], None]) -> ExitStack:
+    """Make every module's output report its gradient, until the stack is closed."""
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(see)  # type: ignore[no-untyped-call]
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(module.register_forward_hook(watch).remove)
-        yield
+    stack = ExitStack()
+    for module in model.modules():
+        stack.enter_context(module.register_forward_hook(watch))
+    return stack
 
 
 def _all_fp32(precision: Precision) -> Precision:

@@ -6,6 +6,7 @@ same step.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from mpframe.checkpoint.state import rng_state
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, UserCodeError
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepTrainer
-from mpframe.core.user_code import blame, describe_error, name_of
+from mpframe.core.user_code import blame, name_of
 from mpframe.precision.precision import Precision
 from mpframe.tracking.summary import Status
 from mpframe.training.extra_state import ExtraState
@@ -243,9 +244,8 @@ class Trainer(StepTrainer):
         while window := list(islice(batches, self.plan.accumulate)):
             self._call("on_step_begin", window)
             at = self.progress.epoch, self.progress.batch
-            place = InBatch("training", *at, len(window), train)
             self.progress.count_batches(len(window), len(train))
-            with place:
+            with in_batch("training", *at, train, len(window)):
                 self.train_step(*window)
             if self._validation_due() or self._at_pause():
                 self.read_verdicts()
@@ -291,48 +291,32 @@ class Trainer(StepTrainer):
         run_callbacks(self.callbacks, event, self, *values)
 
 
-class InBatch:
-    """Context manager in which an error in a user's code names the batch.
+@contextmanager
+def in_batch(split: str, epoch: int, number: int, loader: Any, count: int = 1) -> Iterator[None]:
+    """Context manager in which an error in a user's code names the first of `count` batches.
 
-    Args:
-        split: `training` or `validation`.
-        epoch, number: of the first batch.
-        count: how many batches a step has.
-        loader: if it has `batch_ids`, they are the indices of the samples.
+    If the loader has `batch_ids`, the error names the sample as well.
     """
-
-    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
-        self._place, self._loader = (split, epoch, number, count), loader
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserCodeError):
-            split, epoch, number, count = self._place
-            last = f" to {number + count - 1}" if count > 1 else ""
-            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
-                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
-                last = f", sample {ids[row]}" if len(ids) == rows else ""
-            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
+    try:
+        yield
+    except UserCodeError as error:
+        last = f" to {number + count - 1}" if count > 1 else ""
+        if error.row is not None and count == 1 and hasattr(loader, "batch_ids"):
+            (row, rows), ids = error.row, loader.batch_ids(epoch, number)
+            last = f", sample {ids[row]}" if len(ids) == rows else ""
+        error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
+        raise
 
 
 def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
-    """Load a state into each object. CheckpointError if names differ, or one refuses its state."""
+    """Load a state into each object. CheckpointError if the names differ."""
     if named and states and set(named) != set(states):
         raise CheckpointError(
             f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "
             "the optimizers it was made with"
         )
     for name in named.keys() & states.keys():
-        try:
-            named[name].load_state_dict(states[name])
-        except MpframeError:
-            raise
-        except Exception as error:  # Whatever a user's class raises.
-            raise CheckpointError(
-                f"{option}: {name_of(named[name])} cannot continue the saved state: "
-                f"{describe_error(error)}; resume with the class it was saved from"
-            ) from error
+        named[name].load_state_dict(states[name])
 
 
 def _names(given: Iterable[str]) -> str:

@@ -5,9 +5,9 @@ compare must not be rounded: fp32 weights, no loss scaling, no clipping. torch's
 only run a closure before they step, which `MasterWeights.step` does for them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
         The optimizer's loss, amax and norm of the last evaluation's gradients.
     """
     parameters = [p for group in masters.param_groups for p in group["params"]]
-    _check_closure(masters.optimizer, {"half weights": any(p.dtype in HALF for p in parameters)})
+    if any(parameter.dtype in HALF for parameter in parameters):
+        raise _goes_without(masters.optimizer, _HALF_WEIGHTS)
     _, loss = evaluate_closure(None, lambda: masters.step_wrapped(closure))
     device = parameters[0].device
     last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
@@ -45,32 +46,21 @@ def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> Ste
     return StepResult(never, last.amax, last.norm(), one, loss=loss, verdict=verdict)
 
 
-_WAYS_OUT = {
-    "half weights": "dtype=fp32",
-    "ops cast to half": "dtype=fp32",
-    "loss scaling": "loss_scaling=none",
-    "clipping": "trainer.clip_norm=null trainer.clip_value=null",
-    "accumulation": "trainer.accumulate=1",
-    "skipping": "callbacks.loss_spikes.policy=warn",
-}
+_HALF_WEIGHTS = "half weights; use dtype=fp32"
 
 
-def _check_closure(optimizer: Optimizer, present: Mapping[str, bool]) -> None:
-    """Raise ConfigError for the first of `_WAYS_OUT` that is present."""
-    for obstacle, way_out in _WAYS_OUT.items():
-        if present.get(obstacle):
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: a closure goes without {obstacle}; use "
-                f"{way_out} or an optimizer that takes no closure"
-            )
+def _goes_without(optimizer: Optimizer, obstacle: str) -> ConfigError:
+    return ConfigError(
+        f"optimizer={type(optimizer).__name__}: a closure goes without {obstacle} or an optimizer "
+        "that takes no closure"
+    )
 
 
 @dataclass
 class ClosureTrainer(Trainer):
     """A `Trainer` whose optimizer evaluates the loss itself.
 
-    Raises:
-        ConfigError: half weights, casts, a scaler, clipping, accumulation or skipping beside it.
+    ConfigError: half weights, casts, a scaler, clipping, accumulation or skipping beside it.
     """
 
     def train_step(self, *batches: Batch) -> StepResult:
@@ -96,16 +86,16 @@ class ClosureTrainer(Trainer):
     def check_fit(self) -> None:
         """Raise ConfigError if anything is used that does not go with a closure."""
         require_objective("objective", self.objective)
-        spikes = spikes_of(self)
-        if isinstance(self.optimizer, MasterWeights):
-            _check_closure(
-                self.optimizer.optimizer,
-                {
-                    "half weights": self.precision.policy.mode == "mixed",
-                    "ops cast to half": self.precision.policy.casts,
-                    "loss scaling": bool(self.scalers),
-                    "clipping": (self.plan.clip_norm or self.plan.clip_value) is not None,
-                    "accumulation": self.plan.accumulate > 1,
-                    "skipping": spikes is not None and spikes.policy != "warn",
-                },
-            )
+        plan, spikes, optimizer = self.plan, spikes_of(self), cast(MasterWeights, self.optimizer)
+        clips = plan.clip_norm is not None or plan.clip_value is not None
+        obstacles = {
+            _HALF_WEIGHTS: self.precision.policy.mode == "mixed",
+            "ops cast to half; use dtype=fp32": self.precision.policy.casts,
+            "loss scaling; use loss_scaling=none": bool(self.scalers),
+            "clipping; use trainer.clip_norm=null trainer.clip_value=null": clips,
+            "accumulation; use trainer.accumulate=1": plan.accumulate > 1,
+            "skipping; use callbacks.loss_spikes.policy=warn": spikes and spikes.policy != "warn",
+        }
+        for obstacle, present in obstacles.items():
+            if present:
+                raise _goes_without(optimizer.optimizer, obstacle)
