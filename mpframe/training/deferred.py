@@ -31,20 +31,17 @@ LARGE = 2**16
 # They read no values, and draw as many numbers as there are.
 _DRAW_NAMES = "uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_"
 _DRAWS = frozenset(_DRAW_NAMES.split())
-_OVERWRITES = _DRAWS | {"zero_", "fill_", "copy_"}
 
 Storages = dict[int, torch.UntypedStorage]
 """The memory of tensors without values, by the address of their storage."""
 
 
 class _Record(NamedTuple):
-    """A call that writes storages, by their addresses. No earlier value is left in `covers`."""
+    """A call that writes storages, and the addresses of those that it reads."""
 
     number: int
     run: Callable[[Storages], None]
     reads: set[int]
-    writes: set[int]
-    covers: set[int]
 
 
 class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,13 +130,6 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if draws and inputs and name not in _DRAWS:
             return NotImplemented
         before = [map_tensors(self._alias, list(args)), map_tensors(self._alias, kwargs)]
-        covers = {
-            _address(t)
-            for t in written
-            if name in _OVERWRITES
-            and t.is_contiguous()
-            and t.numel() * t.itemsize == t.untyped_storage().nbytes()
-        }
         try:
             with self._shapes:
                 result = func(*args, **kwargs)
@@ -156,8 +146,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not written and max(sizes) < LARGE:
                 return NotImplemented
             drawn = self._draw(func, args, kwargs) if draws else None
-            read = {_address(t) for t in inputs if not (covers and t is args[0])}
-            self._add(self._calling(func, before, made, drawn), read, written, made, covers)
+            self._add(self._calling(func, before, made, drawn), inputs, written, made)
         return result  # A view shows its place by itself.
 
     def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,13 +190,12 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return run
 
-    def _add(self, run: Any, reads: set[int], written: Any, made: Any, covers: set[int]) -> None:
+    def _add(self, run: Any, read: list[Tensor], written: list[Tensor], made: Any) -> None:
         fresh = [tensor for tensor in made if tensor is not None]
-        covers |= set(map(_address, fresh))
-        writes = covers | set(map(_address, written))
         self._number += 1
-        for address in writes:
-            self._writers[address].append(_Record(self._number, run, reads, writes, covers))
+        record = _Record(self._number, run, set(map(_address, read)))
+        for address in set(map(_address, [*written, *fresh])):
+            self._writers[address].append(record)
         self._aliases += fresh
 
     def _keep(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -216,7 +204,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def run(storages: Storages) -> None:
             storages[_address(tensor)] = storage.clone()  # type: ignore[no-untyped-call]
 
-        self._add(run, set(), [tensor], [tensor.detach()], {_address(tensor)})
+        self._add(run, [], [], [tensor.detach()])
 
     def _replay(self, tensors: Iterable[Tensor]) -> Storages:
         """Return memory with the values that tensors have now."""
@@ -228,14 +216,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found[record.number] = record
                 left += record.reads - seen
                 seen |= record.reads
-        needed, chosen = set(wanted), list[_Record]()
-        for number in sorted(found, reverse=True):
-            record = found[number]
-            if record.writes & needed:
-                needed = (needed - record.covers) | record.reads
-                chosen.append(record)
         storages: Storages = {}
-        for record in reversed(chosen):
+        for _, record in sorted(found.items()):
             record.run(storages)
         return {address: storages[address] for address in wanted}
 

@@ -22,7 +22,6 @@ from mpframe.checkpoint.init_from import fit_weights
 from mpframe.config.command_line import check_config
 from mpframe.core.comm import is_sharded
 from mpframe.core.objective import supervised
-from mpframe.core.tree import call_with
 from mpframe.run.sharding import build_deferred, trace_deferred
 from mpframe.training import deferred
 from mpframe.training.deferred import Deferred
@@ -166,20 +165,6 @@ def test_filled_values_are_those_of_an_ordinary_construction(name: str) -> None:
         assert vars(other) == vars(tensor), path
         same = [[n for n in of if of[n] is of[path]] for of in (first, second)]
         assert same[0] == same[1]  # Tied as before.
-
-
-def test_values_that_were_overwritten_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, ran = Deferred(), list[Any]()
-    model = values.construct(lambda: nn.Sequential(nn.Linear(30, 30)).apply(init))
-    assert model[0].weight.untyped_storage().device.type == "meta"
-
-    def call(change: Any, func: Any, *more: Any) -> Any:
-        ran.append(func)
-        return call_with(change, func, *more)
-
-    monkeypatch.setattr(deferred, "call_with", call)
-    values.fill(model)
-    assert ran == [torch.ops.aten.normal_.default]
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet18", "tied", "net"])
