@@ -39,8 +39,7 @@ from mpframe.core.tree import HALF, fields_of, host_waits_for, tensors_in, wides
 from mpframe.core.user_code import describe_error, name_of
 from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.callbacks.schedules import Schedules
-from mpframe.training.python_state import Watcher
-from mpframe.training.step_record import Recorder, StepRecord, refused
+from mpframe.training.step_record import Recorder, RefuseReads, StepRecord, Watcher, refused
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ class CompiledTrainer(Trainer):
             home for m in self.model.modules() for home in (m._parameters, m._buffers) if home
         ]
         self._watcher = Watcher(self.model, [part.objective for part in self.objectives])
-        self._held: tuple[int, list[Tensor]] = (0, [])  # by how many groups, which parameters
         self._rates: list[Tensor] = []  # 0-d, the learning rates of the groups
         self._frozen = frozen_beside(self.model.parameters())
 
@@ -126,7 +124,14 @@ class CompiledTrainer(Trainer):
         if known is None:
             self._refuse_changing_settings(kind)
         if known is None and len(self._records) == _MOST:
-            self._warn()
+            if not self._warned:
+                log.warning(
+                    "warning: trainer.compile=step: %d kinds of step are compiled, and all others "
+                    "run op by op: batches differ in shape, or settings of model or optimizer "
+                    "change",
+                    _MOST,
+                )
+            self._warned = True
             return False
         record = self._record(batches, inputs)
         if record is None:
@@ -162,7 +167,7 @@ class CompiledTrainer(Trainer):
         with self._undoing(batches), self._on_device():
             counts = self._python_values()
             recorder = Recorder(inputs)
-            with recorder, torch.no_grad():
+            with RefuseReads(), recorder, torch.no_grad():
                 undone = [(tensor, tensor.clone()) for tensor in held]
                 with torch.enable_grad():
                     result = super().train_step(*batches)
@@ -298,20 +303,9 @@ class CompiledTrainer(Trainer):
 
     def _pairs(self) -> list[tuple[Tensor, Master]]:
         """Return the optimizer's half weights with their masters, frozen ones as well."""
-        groups = len(self._wrapped.param_groups)
-        if self._held[0] != groups:
-            self._held = groups, [p for g in self.optimizer.param_groups for p in g["params"]]
-        pairs = [(p, master_behind(p)) for p in self._held[1] if p.dtype in HALF]
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        pairs = [(weight, master_behind(weight)) for weight in weights if weight.dtype in HALF]
         return [(weight, master) for weight, master in pairs if master is not None]
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "warning: trainer.compile=step: %d kinds of step are compiled, and all others run "
-                "op by op: batches differ in shape, or settings of model or optimizer change",
-                _MOST,
-            )
 
 
 def _refuse_hooks(optimizer: Any) -> None:

@@ -5,14 +5,21 @@ ops of the backward pass and of the optimizer are in the record like all others.
 with what the step computed with, by its place: the weights, a batch. Numbers of Python stand in it
 as they were. So it is refused to read a tensor's numbers, on which Python could depend, and two
 records of the same step must have the same ops.
+
+Other code may change between two steps what a step takes from Python: attributes and hooks of
+modules, an objective's attributes, the plan. Then the step needs another record. So every step
+looks first whether any place has another object, which is quick, and only then at the values
+(`Watcher`). What is inside of a list, a dict or another object is not looked at.
 """
 
 import operator
+import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe import precision
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
@@ -33,8 +39,12 @@ _BESIDE_OPS = frozenset(
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_")
 )
-_TORCH = Path(torch.__file__).parent
-_CASTS = Path(precision.__file__).parent
+_OURS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BY_VALUE = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def refused(what: str) -> ConfigError:
@@ -82,30 +92,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that runs every op and records it.
 
     ConfigError: an op gives Python a number, or a shape that depends on one, moves memory, or makes
-    a sparse tensor. Or Python looks into a tensor's memory, by `tolist`, numpy or dlpack.
-
-    Args:
-        inputs: the tensors that differ from step to step, each once.
+    a sparse tensor. `inputs` are the tensors that differ from step to step, each once.
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reads: Any = _RefuseReads()
         self._graph = fx.Graph()
         self._nodes: Any = WeakTensorKeyDictionary()
         self._inputs: list[fx.Node] = []
         self._constants: list[tuple[Tensor, int]] = []  # with their versions when they were met
         for tensor in inputs:
             self._add_input(tensor)
-        self._given = len(self._inputs)
-
-    def __enter__(self) -> Self:
-        self._reads.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._reads.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,8 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._track(item, self._graph.call_function(operator.getitem, (node, index)))
 
 
-class _RefuseReads(TorchFunctionMode):
-    """Context manager that raises ConfigError where a tensor is read without an op."""
+class RefuseReads(TorchFunctionMode):
+    """Context manager that raises ConfigError where Python looks into a tensor's memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BESIDE_OPS:
@@ -197,11 +194,62 @@ def _refuse(func: Any, args: Any) -> None:
 
 
 def _where() -> str:
-    """Return the innermost line outside of torch, casts and this file, or in torch's optimizers."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        shown = not path.is_relative_to(_TORCH) or path.parent == _TORCH / "optim"
-        shown = shown and not path.is_relative_to(_CASTS)
-        if shown and path != Path(__file__) and path.name != "optimizer.py":
-            return f" at {path.name}:{frame.lineno}"
-    return ""
+    """Return the innermost line outside of torch and mpframe."""
+    frames = (f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_OURS))
+    return next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames), "")
+
+
+class PythonState:
+    """The objects in all places. Equal to another one whose numbers, words and flags are equal, and
+    whose other objects are the same.
+    """
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects  # While they live, no other object has the same id.
+        self._values = tuple([_value(item) for item in objects])
+        self._hash = hash(self._values)
+
+    def has(self, objects: list[Any]) -> bool:
+        """Return whether these are the same objects."""
+        return len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, PythonState) and self._values == other._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Watcher:
+    """Looks at the Python state of a model and its objectives."""
+
+    def __init__(self, model: nn.Module, objectives: Iterable[Any]) -> None:
+        given = [getattr(item, "__self__", item) for item in objectives]  # The object of a method.
+        owners = [item for item in given if isinstance(getattr(item, "__dict__", None), dict)]
+        self._roots = [model, *owners, *(item for owner in owners for item in vars(owner).values())]
+        self._owners = [owner for owner in owners if not isinstance(owner, nn.Module)]
+        self._find_homes()
+        self._last = PythonState([])
+
+    def look(self, plan: Any) -> PythonState:
+        """Return the state now, with a plan: the last one if nothing has changed."""
+        objects = self._objects(plan)
+        if not self._last.has(objects):
+            self._find_homes()  # A module may have been replaced.
+            self._last = PythonState(self._objects(plan))
+        return self._last
+
+    def _find_homes(self) -> None:
+        roots = [root for root in self._roots if isinstance(root, nn.Module)]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        attributes = [vars(owner) for owner in (*modules, *self._owners)]
+        self._homes = attributes + [module._modules for module in modules if module._modules]
+        self._hooks = [vars(module).get(name, ()) for module in modules for name in _HOOKS]
+
+    def _objects(self, plan: Any) -> list[Any]:
+        homes = map(dict.values, (*self._homes, vars(plan)))
+        return [*chain.from_iterable(homes), *chain.from_iterable(self._hooks)]
+
+
+def _value(item: Any) -> Any:
+    return (type(item), item) if type(item) in _BY_VALUE else id(item)
