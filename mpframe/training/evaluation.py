@@ -119,8 +119,6 @@ class Metrics:
     Each rank measures its part with a metric that has `merge(other)`, which adds another rank's
     measurements. Other metrics run on rank 0, which receives every rank's outputs batch by batch,
     in the order of the samples.
-
-    Args: as `Evaluator` has them, and the device on which metrics compute.
     """
 
     def __init__(
@@ -148,8 +146,7 @@ class Metrics:
     def evaluation(self, sums: Tensor) -> Evaluation:
         """Return the result, the same on all ranks.
 
-        Args:
-            sums: of this rank's losses, each times its count, and of the counts: [2], the `widest`.
+        `sums` are of this rank's losses, each times its count, and of the counts: [2].
         """
         self._comm.sum_([sums])
         total, count = sums.tolist()
@@ -168,11 +165,7 @@ class Metrics:
 
 
 def _merges(metric: Any) -> bool:
-    """Return whether `merge` adds all that `update` measures.
-
-    A `merge` from further up than `update` is not trusted: it knows nothing of what the derived
-    class measures besides.
-    """
+    """Return whether `merge` adds all that `update` measures: it is not from further up."""
     for kind in type(metric).__mro__:
         if "merge" in vars(kind) or "update" in vars(kind):
             return callable(vars(kind).get("merge"))
@@ -279,15 +272,10 @@ class Best:
         return f"{self.value:g}" + ("" if self.step is None else f" (step {self.step})")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, for a checkpoint."""
+        """Return all of it."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
         """Make one from what `state_dict` returned."""
-        value, step = state["value"], state["step"]
-        return cls(
-            str(state["name"]),
-            None if value is None else float(value),
-            None if step is None else int(step),
-        )
+        return cls(**state)

@@ -13,14 +13,11 @@ from mpframe.core.tree import device_of
 
 
 class ExtraState:
-    """The changes that training makes in modules and their `state_dict` does not bring back.
+    """The changes that training makes in a new model and its `state_dict` does not bring back.
 
     These are non-persistent buffers, buffers whose shape changed (torch refuses those), and, in
     modules with buffers, numbers and flags in plain attributes, such as the pointer of a memory
     bank. Values that are as at the start are left out, as a new model has them.
-
-    Args:
-        model: new, on its device.
     """
 
     def __init__(self, model: nn.Module) -> None:

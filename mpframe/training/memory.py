@@ -27,7 +27,6 @@ from mpframe.core.errors import ConfigError
 from mpframe.precision.cast import casts_here
 from mpframe.training.optimizers.selection import refuse_idle
 
-_SAFE_CHANNELS = 8
 _autograd: Any = torch._C._autograd
 
 
@@ -52,23 +51,21 @@ def to_channels_last(model: nn.Module) -> None:
 def _damages_memory(convolution: nn.Conv2d) -> bool:
     """Return whether oneDNN writes past the end of its buffers (torch 2.15 on AVX2)."""
     strided = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
-    on_cpu = convolution.weight.device.type == "cpu"
-    return on_cpu and strided and convolution.in_channels < _SAFE_CHANNELS
+    return convolution.weight.is_cpu and strided and convolution.in_channels < 8
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
     """Make modules run again in the backward pass of training, in place and under the same names.
 
-    Args:
-        model: has the modules.
-        patterns: of module names, as in `ops.modules`. A module inside a matching one runs again
-            with it. ConfigError if one matches no module.
+    `patterns` are of module names, as in `ops.modules`; ConfigError if one matches none. A module
+    inside a matching one runs again with it.
     """
     names = [name for name, _ in model.named_modules()]
     refuse_idle("trainer.recompute", "module", patterns, names)
     chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     for name in chosen:
-        if not any(_is_within(name, other) for other in chosen):
+        outer = (other for other in chosen if other != name)
+        if not any(other == "" or name.startswith(f"{other}.") for other in outer):
             module = model.get_submodule(name)
             module.forward = _Recomputed(module)
 
@@ -138,15 +135,6 @@ def _unpack(packed: Any) -> Tensor:
     return cast
 
 
-def _is_within(name: str, other: str) -> bool:
-    return name != other and (other == "" or name.startswith(f"{other}."))
-
-
-# <malloc.h>. The manual of mallopt(3) turns both off with -1 and 0.
-_TRIM_THRESHOLD, _NEVER = -1, -1
-_MMAP_MAX, _NONE = -4, 0
-
-
 def keep_freed_memory() -> bool:
     """Make this process keep the memory it frees; return whether the C library can.
 
@@ -155,9 +143,6 @@ def keep_freed_memory() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    library = _c_library()
-    return all((library.mallopt(_TRIM_THRESHOLD, _NEVER), library.mallopt(_MMAP_MAX, _NONE)))
-
-
-def _c_library() -> Any:
-    return ctypes.CDLL(None)
+    library, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4  # <malloc.h>
+    # The manual of mallopt(3) turns the first off with -1, and the second with 0.
+    return all((library.mallopt(trim_threshold, -1), library.mallopt(mmap_max, 0)))

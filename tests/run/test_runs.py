@@ -58,7 +58,7 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
 def test_a_run_on_cpu_keeps_freed_memory(monkeypatch: Patch) -> None:
     """Where glibc can. Nonsense is refused, with its reason, by the run."""
     library = Mock(**{"mallopt.return_value": 1})
-    monkeypatch.setattr(memory, "_c_library", lambda: library)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not memory.keep_freed_memory()
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
