@@ -121,8 +121,6 @@ class CompiledTrainer(Trainer):
         if not self._wrapped.state and not self._begun:
             return False
         known = self._records.get(kind)
-        if known is None:
-            self._refuse_changing_settings(kind)
         if known is None and len(self._records) == _MOST:
             if not self._warned:
                 log.warning(
@@ -146,14 +144,6 @@ class CompiledTrainer(Trainer):
             raise refused(f"torch's compiler raised {describe_error(error)}") from error
         self._records[kind] = record
         return True
-
-    def _refuse_changing_settings(self, kind: Any) -> None:
-        """Raise ConfigError if a kind seen once had only other settings: so each step has."""
-        for other in self._records.keys() - self._confirmed:
-            if other[:-1] == kind[:-1]:
-                pairs = zip(other[-1], kind[-1], strict=False)
-                names = sorted({name for (name, was), (_, now) in pairs if was != now})
-                raise refused(f"{', '.join(names)} of the optimizer changes from step to step")
 
     def _record(self, batches: Sequence[Batch], inputs: list[Tensor]) -> StepRecord | None:
         """Make a step, record it with the scaler's next state, and undo it.
@@ -246,19 +236,16 @@ class CompiledTrainer(Trainer):
     def _kind_of(self, batches: Sequence[Batch], tensors: Sequence[Tensor]) -> Any:
         """Return all that a record depends on, except the values of `tensors`."""
         first: dict[Tensor, int] = {}  # A batch may hold a tensor twice.
+        settings = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self._wrapped.param_groups
+        ]
         return (
             tuple(map(_form, batches)),
             tuple([first.setdefault(tensor, len(first)) for tensor in tensors]),
             tuple([(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]),
             self._watcher.look(self.plan),
-            tuple(
-                [
-                    (name, value if isinstance(value, Hashable) else repr(value))
-                    for group in self._wrapped.param_groups
-                    for name, value in group.items()
-                    if name not in ("params", "lr")
-                ]
-            ),
+            repr(settings),
         )
 
     @property

@@ -59,14 +59,12 @@ class StepRecord:
     graph: fx.GraphModule
     constants: list[Tensor]
     results: Any  # a tree of tensors, as the step gave it
-    places: list[tuple[bool, int]]  # of each result: whether it is an input, and which value it is
     run: Callable[..., Sequence[Tensor]]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run the step on inputs in the places of the recorded ones, and return its results."""
         with torch.no_grad():
-            values = self.run(*inputs, *self.constants)
-        found = iter([(inputs if given else values)[index] for given, index in self.places])
+            found = iter(self.run(*inputs, *self.constants))
         return map_tensors(lambda _: next(found), self.results)
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
@@ -124,18 +122,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, results: Any) -> StepRecord:
         """Return the record of a step with these results, a tree of tensors."""
-        nodes = [self._note(tensor) for tensor in tensors_in(results)]
+        self._graph.output(tuple(self._note(tensor) for tensor in tensors_in(results)))
         if any(tensor._version != version for tensor, version in self._constants):
             raise refused(
                 "a step writes into a tensor that is no parameter, buffer or optimizer state"
             )
-        numbers = {node: (True, index) for index, node in enumerate(self._inputs)}
-        made = list(dict.fromkeys(node for node in nodes if node not in numbers))
-        numbers |= {node: (False, index) for index, node in enumerate(made)}
-        self._graph.output(tuple(made))
         graph = fx.GraphModule(nn.Module(), self._graph)
-        constants = [tensor for tensor, _ in self._constants]
-        return StepRecord(graph, constants, results, [numbers[node] for node in nodes], graph)
+        return StepRecord(graph, [tensor for tensor, _ in self._constants], results, graph)
 
     def _add_input(self, tensor: Tensor) -> fx.Node:
         place = self._graph.inserting_after(self._inputs[-1] if self._inputs else None)

@@ -20,7 +20,7 @@ from compiled import OVERFLOW, Model, batches, calm, net, run, trainer
 from fixtures import Patch, refused
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from vocabulary import differing
 
 import mpframe.lowbit  # noqa: F401  Its products.
@@ -325,18 +325,12 @@ class Chooses(Algorithm):
         return losses[0] > 100
 
 
-def cycle(made: Any) -> Schedules:
-    return Schedules(OneCycleLR(made.optimizer, 0.1, total_steps=9))  # Moves momentum as well.
-
-
 PENALTY = Penalty(lambda weight: weight.square().sum(), 0.1)
 
 
 @pytest.mark.parametrize(("add", "why"), [
     (lambda made: made.optimizer.register_step_pre_hook(PENALTY), "Penalty hooks into the optim"),
     (lambda made: made.algorithms.update(mine=Chooses()), "callbacks.mine decides within a step w"),
-    (lambda made: made.algorithms.update(schedule=cycle(made)),
-     "momentum of the optimizer changes from step to step; use trainer.compile=true"),
 ])  # fmt: skip
 def test_what_acts_within_a_step_is_refused_when_it_is_there(op_by_op, add: Any, why: str) -> None:
     made = trainer(CompiledTrainer)
