@@ -56,10 +56,7 @@ class Evaluation:
 class NamedMetric:
     """A user's metric over one validation. Raises UserCodeError if its code does.
 
-    Args:
-        name: the metric's.
-        code: makes a new metric, or is one with `reset()` that is used again (torchmetrics).
-        device: where the metric computes, if it can be moved.
+    `code` makes a new metric, or is one with `reset()` that is used again (torchmetrics).
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
@@ -191,8 +188,7 @@ class Evaluator:
         """Return the loss per sample and the metrics over one pass. The model stays as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
-        losses it is their sum, and count and metric inputs come from the first. Messages call the
-        samples `split`.
+        losses it is their sum, and count and metric inputs come from the first.
         """
         device = device_of(trainer.model)
         metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)

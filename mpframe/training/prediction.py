@@ -23,15 +23,11 @@ Columns = dict[str, list[str] | Array]
 
 
 class Predictions:
-    """Gives the columns of each batch of an evaluation to a function.
+    """Gives the columns of each batch of an evaluation to `write`, in order.
 
-    Args:
-        write: called with the columns of each batch, in order.
-        samples: the name of each sample. None: samples are numbered.
-        outputs: `class`, `probabilities` or `raw`. None: the class if the targets are class
-            numbers or the classes have names, else raw.
-        class_names: in the order of the numbers.
-        targets: whether to write them, if there is one number a sample.
+    Samples without names are numbered. `outputs` is `class`, `probabilities` or `raw`; by default
+    the class if the targets are class numbers or the classes have names, else raw. `targets` are
+    written if there is one number a sample.
     """
 
     higher_is_better = None
@@ -77,9 +73,8 @@ class Predictions:
         first, self._columns = self._columns or list(columns), list(columns)
         if first != self._columns:
             raise ConfigError(
-                f"outputs: a batch has {len(columns)} columns and the one before it {len(first)}, "
-                "because the model gives a number for each place of samples of different lengths; "
-                "let the objective return outputs of one size"
+                f"outputs: a batch has {len(columns)} columns and the one before it {len(first)}; "
+                "let the objective return outputs of one size for samples of any length"
             )
         self._write(columns)
         self.count += size

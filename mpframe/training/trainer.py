@@ -1,8 +1,4 @@
-"""The trainer: the engine's step, and the loop around it.
-
-Logs, checkpoints and progress are callbacks. The trainers of several losses and of LBFGS use the
-same step.
-"""
+"""The trainer: the engine's step, and the loop around it. Logs and checkpoints are callbacks."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -125,11 +121,10 @@ class Trainer(StepTrainer):
     def read_verdicts(self) -> None:
         """Read on the host which of the steps so far were skipped, and act on it.
 
-        The counts, the schedule and the callbacks follow here, and only here, step by step. A plain
-        optimizer knows its verdict, and each step comes here at once. With an optimizer that skips
-        on the device, steps wait for this call, and the host waits for the device once for all of
-        them. `fit` calls it when something due depends on them, and before the next update if there
-        is a schedule. `state_dict` calls it, and so may a callback.
+        The counts, the schedule and the callbacks follow here, and only here, step by step: at once
+        if the optimizer knows its verdict. If it skips on the device, the host waits here once for
+        all steps. `fit` calls it when something due depends on them, and before the next update if
+        there is a schedule. `state_dict` calls it, and so may a callback.
         """
         results, self._unread = self._unread, []
         self.progress.pending = 0
@@ -172,8 +167,7 @@ class Trainer(StepTrainer):
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
         """Run forward and scaled backward of every loss, for measurements: no step follows.
 
-        Gradients are added to the parameters' own, buffers move. Returns the unscaled sum of the
-        losses.
+        Gradients are added to those that are there. Returns the unscaled sum of the losses.
         """
         batch, total = self.on_device(batch), 0.0
         for part in self.objectives:

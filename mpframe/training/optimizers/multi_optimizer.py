@@ -116,16 +116,10 @@ class MultiOptimizer:
         max_value: float | None = None,
         skip_mask: Tensor | None = None,
     ) -> StepResult:
-        """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
+        """Step every part as `MasterWeights.step` does, and return the step of all, and by part.
 
-        Args:
-            scaler: of this step's loss or losses, by name if each has one. Or a closure that
-                computes the loss and calls backward, once, before the step.
-            max_norm, max_value: as for `MasterWeights.step`, from which ConfigErrors come as well.
-                The norm is of all gradients that were scaled together.
-            skip_mask: 0-d bool, true to skip every part.
-
-        Returns the step of all, and by part. Afterwards no parameter has a gradient.
+        `scaler` is one, or one for each loss by name, or a closure that computes the loss and calls
+        backward. `max_norm` is of all gradients that were scaled together.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
         scaling, loss = evaluate_closure(scaler)
