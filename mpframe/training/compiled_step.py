@@ -50,10 +50,7 @@ _MOST = 8  # kinds of step that are compiled: each takes seconds, and a large mo
 class CompiledTrainer(Trainer):
     """A `Trainer` whose steps are compiled as a whole.
 
-    Raises:
-        ConfigError: several ranks or optimizers, a scaler without a `state`, or something else that
-            cannot be in one graph. From `train_step`: the step reads numbers, or runs other ops
-            than the step before.
+    ConfigError, also from `train_step`: something cannot be in one graph.
     """
 
     compiles_steps = True
@@ -68,7 +65,7 @@ class CompiledTrainer(Trainer):
         self._homes: list[Any] = [
             home for m in self.model.modules() for home in (m._parameters, m._buffers) if home
         ]
-        self._watcher = Watcher(self.model, [part.objective for part in self.objectives])
+        self._watcher = Watcher(self.model, self.objective)
         self._rates: list[Tensor] = []  # 0-d, the learning rates of the groups
         self._frozen = frozen_beside(self.model.parameters())
 
@@ -146,10 +143,7 @@ class CompiledTrainer(Trainer):
         return True
 
     def _record(self, batches: Sequence[Batch], inputs: list[Tensor]) -> StepRecord | None:
-        """Make a step, record it with the scaler's next state, and undo it.
-
-        None: it has made state of the optimizer, which a graph cannot.
-        """
+        """Record a step and undo it. None: it made state of the optimizer, which a graph cannot."""
         scaler: Any = self.scaler
         _refuse_hooks(self._wrapped)
         modules, drawn = ModuleState.of(self.model), _python_random()
@@ -317,11 +311,9 @@ def _form(node: Any) -> Any:
         return node.stride()
     if isinstance(node, PackedSequence):
         return tuple(node.batch_sizes.tolist()), _form(node.data)
-    if type(node) in (tuple, list):
-        return type(node), tuple(map(_form, node))
-    fields = fields_of(node)
-    if fields:
-        return type(node), tuple((name, _form(value)) for name, value in fields.items())
+    inner = dict(enumerate(node)) if type(node) in (tuple, list) else fields_of(node)
+    if inner:
+        return type(node), tuple((name, _form(value)) for name, value in inner.items())
     return node if isinstance(node, Hashable) else repr(node)
 
 

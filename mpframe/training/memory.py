@@ -1,12 +1,4 @@
-"""Memory: its order (channels last), activations recomputed, and freed memory kept.
-
-`to_channels_last` puts the channels of 2-d convolution weights last. Only the order in memory
-changes. A convolution passes the order on to its output, so batches need no change.
-
-`recompute` keeps no activations of some modules, for a second forward pass (Chen et al. 2016).
-`cast_again` keeps no casts of weights from the forward to the backward pass.
-`keep_freed_memory` keeps the memory a step frees for the next step (glibc on Linux).
-"""
+"""Memory: its order (channels last), activations recomputed, and freed memory kept."""
 
 import ctypes
 import platform
@@ -31,7 +23,10 @@ _autograd: Any = torch._C._autograd
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Store the 4-d weights in this order. Raises ConfigError if there is none, or it is unsafe."""
+    """Store the 4-d weights in this order. Raises ConfigError if there is none, or it is unsafe.
+
+    A convolution passes the order on to its output, so batches need no change.
+    """
     known = (parameter for parameter in model.parameters() if not is_lazy(parameter))
     if not any(parameter.dim() == 4 for parameter in known):
         raise ConfigError(
@@ -55,7 +50,7 @@ def _damages_memory(convolution: nn.Conv2d) -> bool:
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Make modules run again in the backward pass of training, in place and under the same names.
+    """Make modules run again in the backward pass of training (Chen et al. 2016), in place.
 
     `patterns` are of module names, as in `ops.modules`; ConfigError if one matches none. A module
     inside a matching one runs again with it.
@@ -136,7 +131,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory it frees; return whether the C library can.
+    """Make this process keep the memory a step frees for the next; return whether libc can.
 
     It takes more memory, as kept memory does not always fit the next request: before glibc 2.38 an
     aligned request, as all of torch's are, seldom does.

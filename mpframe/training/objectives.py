@@ -25,8 +25,6 @@ def cross_entropy(
     """
     if weight is not None and not all(math.isfinite(one) and one >= 0 for one in weight):
         raise ConfigError(f"objective.weight={list(weight)}: must be finite numbers >= 0, or null")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(f"objective.label_smoothing={label_smoothing}: must be >= 0 and <= 1")
     weights = None if weight is None else torch.tensor(weight, dtype=torch.float32)
     return supervised(nn.CrossEntropyLoss(weights, label_smoothing=label_smoothing))
 

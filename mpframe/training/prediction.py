@@ -16,7 +16,6 @@ from mpframe.core.user_code import describe
 from mpframe.data.fetching import named_tensors
 
 OUTPUTS = ("class", "probabilities", "raw")
-_MOST_COLUMNS = 10_000
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Columns = dict[str, list[str] | Array]
@@ -121,12 +120,6 @@ def _not_a_row_each(given: str) -> ConfigError:
 
 def _raw(named: dict[str, Tensor]) -> Columns:
     """Return a column for each number of a sample, named by its place."""
-    count = sum(tensor[0].numel() for tensor in named.values())
-    if count > _MOST_COLUMNS:
-        raise ConfigError(
-            f"outputs=raw: {count} numbers a sample, and a table has at most {_MOST_COLUMNS} "
-            "columns; let the objective return fewer"
-        )
     columns: Columns = {}
     for name, tensor in named.items():
         for place in np.ndindex(*tensor.shape[1:]):

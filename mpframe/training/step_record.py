@@ -16,7 +16,7 @@ import operator
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -192,50 +192,43 @@ def _where() -> str:
     return next((f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames), "")
 
 
+@dataclass(frozen=True)
 class PythonState:
-    """The objects in all places. Equal to another one whose numbers, words and flags are equal, and
-    whose other objects are the same.
-    """
+    """Numbers, words and flags, and the ids of all other objects."""
 
-    def __init__(self, objects: list[Any]) -> None:
-        self.objects = objects  # While they live, no other object has the same id.
-        self._values = tuple([_value(item) for item in objects])
-        self._hash = hash(self._values)
-
-    def has(self, objects: list[Any]) -> bool:
-        """Return whether these are the same objects."""
-        return len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, PythonState) and self._values == other._values)
+    values: tuple[Any, ...]
+    objects: list[Any] = field(compare=False)  # While they live, no other object has the same id.
+    hashed: int = field(compare=False)  # Thousands of values take long.
 
     def __hash__(self) -> int:
-        return self._hash
+        return self.hashed
 
 
 class Watcher:
-    """Looks at the Python state of a model and its objectives."""
+    """Looks at the Python state of a model and its objective."""
 
-    def __init__(self, model: nn.Module, objectives: Iterable[Any]) -> None:
-        given = [getattr(item, "__self__", item) for item in objectives]  # The object of a method.
-        owners = [item for item in given if isinstance(getattr(item, "__dict__", None), dict)]
-        self._roots = [model, *owners, *(item for owner in owners for item in vars(owner).values())]
-        self._owners = [owner for owner in owners if not isinstance(owner, nn.Module)]
+    def __init__(self, model: nn.Module, objective: Any) -> None:
+        owner = getattr(objective, "__self__", objective)  # The object of a method.
+        held = getattr(owner, "__dict__", None)
+        self._own: dict[str, Any] = held if isinstance(held, dict) else {}
+        self._roots = [model, owner, *self._own.values()]
         self._find_homes()
-        self._last = PythonState([])
+        self._last = PythonState((), [], 0)
 
     def look(self, plan: Any) -> PythonState:
         """Return the state now, with a plan: the last one if nothing has changed."""
-        objects = self._objects(plan)
-        if not self._last.has(objects):
+        objects, last = self._objects(plan), self._last.objects
+        if len(objects) != len(last) or not all(map(operator.is_, objects, last)):
             self._find_homes()  # A module may have been replaced.
-            self._last = PythonState(self._objects(plan))
+            objects = self._objects(plan)
+            values = tuple([_value(item) for item in objects])
+            self._last = PythonState(values, objects, hash(values))
         return self._last
 
     def _find_homes(self) -> None:
         roots = [root for root in self._roots if isinstance(root, nn.Module)]
         modules = dict.fromkeys(module for root in roots for module in root.modules())
-        attributes = [vars(owner) for owner in (*modules, *self._owners)]
+        attributes = [self._own, *map(vars, modules)]
         self._homes = attributes + [module._modules for module in modules if module._modules]
         self._hooks = [vars(module).get(name, ()) for module in modules for name in _HOOKS]
 

@@ -66,7 +66,6 @@ FOUND = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2
     (torch.zeros(2), "class", f"outputs=class: {SEVERAL} a tensor (2,); use outputs=raw"),
     (PAIR, "probabilities", f"{SEVERAL} a (2, 3), b (2, 3); use outputs=raw"),
     (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each"),
-    (torch.zeros(2, 101, 100), "raw", "10100 numbers a sample, and a table has at most 10000 col"),
     (FOUND, None, "which is not a row for each"),  # Two images with five boxes each.
 ])  # fmt: skip
 def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:

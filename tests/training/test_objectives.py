@@ -210,7 +210,6 @@ ONES, LOG = torch.ones(2, 4), LogRegression(0.0, 1.0)
     (lambda: LogRegression(0.0, 0.0), r".*objective\.std=0\.0: must be finite, and std > 0"),
     (lambda: dice_cross_entropy(dice_weight=float("nan")), r"objective\.dice_weight=nan: must be a finite number"),
     (lambda: dice_cross_entropy(smooth=0.0), r"objective\.smooth=0\.0: must be a finite number"),
-    (chosen("objective=cross_entropy objective.label_smoothing=2"), r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
     (chosen("objective=cross_entropy objective.weight=[1,-1]"), r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
     (chosen("objective=cross_entropy +objective.smoothing=0.1"), r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
     (chosen("objective._target_=torch.nn.L1Loss"), r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),

@@ -29,15 +29,10 @@ from mpframe.training.trainer import Trainer
 
 @dataclass
 class MultiObjectiveTrainer(Trainer):
-    """A `Trainer` with several objectives.
+    """A `Trainer` of several objectives, by name, in the order in which they take turns.
 
-    Attributes:
-        optimizer: a `MultiOptimizer` with a part for each objective, by the same name.
-        objective: by name, in the order in which they take turns.
-        scaler: one that all share, one for each by name, or None.
-
-    Raises:
-        ConfigError: names of objectives and optimizers do not match, or spikes are judged.
+    The optimizer has a part for each, and the scaler is one for all, or one for each, by name.
+    ConfigError: names of objectives and optimizers do not match, or spikes are judged.
     """
 
     optimizer: MultiOptimizer
@@ -46,8 +41,8 @@ class MultiObjectiveTrainer(Trainer):
     @property
     def objectives(self) -> list[NamedObjective]:
         """A step's losses, in order, each with its scaler and the parameters it trains."""
-        each, parts = isinstance(self.scaler, Mapping), self.optimizer.parts
         scaler: Any = self.scaler
+        each, parts = isinstance(scaler, Mapping), self.optimizer.parts
         return [
             NamedObjective(name, one, scaler[name] if each else scaler, parts[name].parameters)
             for name, one in self.objective.items()
