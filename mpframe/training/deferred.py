@@ -115,7 +115,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         if any(map(self.lacks_values, inputs)) or (on_cpu and not inputs):
             if func.overloadpacket is torch.ops.aten.set_:
-                return _set(func, *args)
+                raise NotImplementedError(f"{func} moves a tensor without values")
             result = self._defer(func, args, kwargs)
             return self._run_now(func, args, kwargs) if result is NotImplemented else result
         return func(*args, **kwargs)
@@ -246,14 +246,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     named = {**dict(zip((place.name for place in places), args, strict=False)), **kwargs}
     writes = (place for place in places if place.alias_info and place.alias_info.is_write)
     return [tensor for place in writes for tensor in tensors_in(named.get(place.name))]
-
-
-def _set(func: Any, tensor: Tensor, *source: Any) -> Tensor:
-    """Give a tensor the memory of another one. No op is recorded: a place shows by itself."""
-    if func is not torch.ops.aten.set_.source_Tensor:
-        raise NotImplementedError(f"{func} moves a tensor without values")
-    (tensor.data,) = source
-    return tensor
 
 
 def _address(tensor: Tensor) -> int:

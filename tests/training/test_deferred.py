@@ -82,24 +82,6 @@ class Written(nn.Module):
         self.target = nn.Parameter(target)
 
 
-class Moved(nn.Module):
-    """Weights that are set into the memory of others, with and without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.small = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(2, 2)
-        self.before, self.real = self.a.weight.detach(), torch.full((4, 4), 0.5)
-        with torch.no_grad():
-            self.a.weight.set_(self.b.weight[3:, 2:])
-            self.before.mul_(7)
-            self.b.weight.add_(1)  # And so to what is set into it.
-            self.b.bias.set_(self.real)
-            self.b.bias.mul_(3)
-            self.real.add_(1)
-            self.small.weight.set_(self.b.weight.t())
-            self.small.weight.mul_(5)
-
-
 def init(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
@@ -118,9 +100,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "apply": lambda: nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).apply(init),
     "inits": Inits,
     "written": Written,
-    "moved": Moved,
-    # torch sets the weight into the memory of what its `right_inverse` returns.
-    "parametrized": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(20, 20)),
     **{name: lambda name=name: parts(name)[0] for name in ("tied", "gpt", "resnet18")},
 }  # fmt: skip
 
