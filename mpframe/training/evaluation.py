@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from numbers import Real
 from typing import Any, Self, cast
 
 import torch
@@ -22,7 +21,7 @@ from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors, widest
-from mpframe.core.user_code import describe, name_of, user_code
+from mpframe.core.user_code import name_of, user_code
 from mpframe.training.trainer import Loader, Trainer, in_batch, run_callbacks
 
 LOSS = "loss"
@@ -101,13 +100,7 @@ class NamedMetric:
     def compute(self) -> float:
         """Return the value over all batches. UserCodeError if it is not one number."""
         with user_code(self._option, self._metric):
-            value = self._metric.compute()
-            if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real):
-                return float(value)
-        raise UserCodeError(
-            f"{self._option} {name_of(self._metric)} gave {describe(value)} as its value; "
-            "it must be one number"
-        )
+            return float(self._metric.compute())
 
 
 class Metrics:

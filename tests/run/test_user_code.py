@@ -38,7 +38,7 @@ FAULTS = {
     "dataset.loss=detached": "after step 0: dataset: the loss detached_loss gave a number without a gradient; WEIGHTS AT0",
     "dataset.loss=tensor": "after step 0: objective: tensor_objective gave float32 []; it must give a StepOutput, as in StepOutput(loss, outputs, targets) AT0",
     "dataset.loss=no_outputs": "after step 4: objective: gave no outputs, and the metric accuracy measures them; let it return StepOutput(loss, outputs, targets) (validation, epoch 0, batch 0)",
-    "dataset.metric=words": "after step 4: metrics.accuracy: Words gave a str as its value; it must be one number",
+    "dataset.metric=words": "after step 4: metrics.accuracy: Words raised ValueError (could not convert string to float: 'good'); HYDRA_FULL_ERROR=1 shows the traceback",
     "model.fault=frozen": "model: Net has no weight to train (2 are frozen); leave requires_grad to some",
     "model.fault=exit_later": "after step 4: model: Net raised SystemExit (0) at erring.py:N, IN; FULL (validation, epoch 0, batch 0)",
     "model.fault=exit_mode": "the run was ended by SystemExit (0) at erring.py:N; let it return",
