@@ -2,6 +2,7 @@
 
     trainer, plan, extra_state         `fit`, its length and progress, all that a checkpoint has
     evaluation, prediction             the loss and metrics of a validation; outputs as a table
+    compiled_step, step_record         a whole step as one graph
     objectives, probe                  losses for YAML files; the first loss scale, measured
     deferred                           a model without values, filled block by block
     memory                             channels last, recomputation, memory kept for the next step

@@ -68,8 +68,8 @@ class Trainer(StepTrainer):
         progress: how far the run has come.
         stop_reason: why the run ends before its plan does, or None.
         stop_status: the status of a run that ends for this reason.
-        rng_before_validation: the random generators before a validation that has begun and has not
-            ended, for a checkpoint: a resumed run validates from its beginning. Else None.
+        rng_before_validation: the random generators before a validation that has not ended, for a
+            checkpoint: a resumed run validates from its beginning. Else None.
     """
 
     compiles_steps: ClassVar[bool] = False  # `trainer.compile=step` is for CompiledTrainer.

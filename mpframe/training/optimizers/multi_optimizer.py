@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.comm import Comm
-from mpframe.core.errors import CheckpointError, ConfigError, nearest
+from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
 from mpframe.core.optim.gradients import Gradients, check_clipping
 from mpframe.core.optim.master_weights import MasterWeights, evaluate_closure, no_new_gradients
@@ -51,8 +51,7 @@ class MultiOptimizer:
         self, parts: Mapping[str, MasterWeights], *, skip: str = "all", own_losses: bool = False
     ) -> None:
         if skip not in SKIPS:
-            hint = nearest(skip, SKIPS, before="; ")
-            raise ConfigError(f"optimizer.skip={skip}: must be all or each{hint}")
+            raise ConfigError(f"optimizer.skip={skip}: must be all or each")
         for (name, part), (other, second) in combinations(parts.items(), 2):
             shared = sum(map(second.holds, part.parameters))
             if shared:

@@ -37,13 +37,12 @@ class Selection:
 
 def divide_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     """Return each optimizer's trainable parameters. ConfigError if anything has no counterpart."""
-    parts, rest = _select(model, selections)
+    parts, rest = _select("optimizer.parts", model, selections)
     if rest:
         raise ConfigError(
             f"optimizer.parts: none of {', '.join(selections)} takes {next(iter(rest))}; add a "
             'last part with parameters=["*"]'
         )
-    _refuse_empty("optimizer.parts", model, parts, selections)
     return parts
 
 
@@ -53,15 +52,14 @@ def group_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> S
     for group, selection in selections.items():
         option = f"optimizer.groups.{group}.parameters"
         refuse_idle(option, "parameter", selection.parameters, names)
-    groups, rest = _select(model, selections)
-    _refuse_empty("optimizer.groups", model, groups, selections)
+    groups, rest = _select("optimizer.groups", model, selections)
     return {DEFAULT: list(rest.values()), **groups} if rest else groups
 
 
 def _select(
-    model: nn.Module, selections: Mapping[str, Selection]
+    option: str, model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
-    """Return the parameters that each selection takes, and by name those that none takes."""
+    """Return what each selection takes, and by name what none takes. ConfigError: one is empty."""
     taken: Selected = {name: [] for name in selections}
     rest = {}
     for name, p in model.named_parameters():
@@ -71,19 +69,15 @@ def _select(
                 rest[name] = p
             else:
                 taken[taker].append(p)
+    for name, parameters in taken.items():
+        if not parameters:
+            patterns = list(selections[name].parameters)
+            names = [name for name, _ in model.named_parameters()]
+            raise ConfigError(
+                f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
+                f"{hint(patterns[0] if patterns else '', names)}"
+            )
     return taken, rest
-
-
-def _refuse_empty(
-    option: str, model: nn.Module, taken: Selected, selections: Mapping[str, Selection]
-) -> None:
-    for name in (name for name, parameters in taken.items() if not parameters):
-        patterns = list(selections[name].parameters)
-        names = [name for name, _ in model.named_parameters()]
-        raise ConfigError(
-            f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
-            f"{hint(patterns[0] if patterns else '', names)}"
-        )
 
 
 def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -33,13 +33,9 @@ def gather(place: Tensor, part: Tensor) -> Tensor:
 
 
 class WholeWeights(Optimizer):
-    """The base of an optimizer of `KINDS` whose weights are gathered for its step.
+    """The base of an optimizer of `KINDS` whose weights are gathered for its step."""
 
-    Attributes:
-        places: by group, the model's parameters in the order of the parts that are stepped.
-    """
-
-    places: Sequence[Sequence[Tensor]] = ()
+    places: Sequence[Sequence[Tensor]] = ()  # by group, the parameters whose parts are stepped
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
