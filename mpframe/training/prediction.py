@@ -48,7 +48,7 @@ class Predictions:
     def update(self, outputs: Any, targets: Any) -> None:
         """Write one batch. ConfigError if it does not fit `outputs`, the samples or the table."""
         if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
-            raise _not_a_row_each(describe(outputs))  # Of a detector: as many boxes as it found.
+            raise _not_a_row_each(describe(outputs))  # A detector finds any number of boxes.
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
         numbers = known is not None and known.dim() == 1 and not known.is_floating_point()
