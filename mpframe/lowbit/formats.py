@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpframe.core.errors import ConfigError, nearest
+from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import make_range_error, require_whole
 
-SPECIALS = ("inf", "nan", "none")
 _BIAS, _MANTISSA = 127, 23  # of fp32
 _EXPONENT_MASK = 0x7F800000
 _HALF_MANTISSA = 1 << (_MANTISSA - 1)
@@ -34,20 +34,15 @@ class ElementFormat:
     specials: str = "none"
 
     def __post_init__(self) -> None:
-        for field, highest in (("exponent_bits", 8), ("mantissa_bits", 10)):
-            value = getattr(self, field)
-            if not 1 <= value <= highest:
-                raise ConfigError(f"format {self.name}: {field}={value}: choose 1 to {highest}")
-        if self.specials not in SPECIALS:
-            allowed = ", ".join(SPECIALS)
-            raise ConfigError(f"format {self.name}: specials={self.specials}: choose {allowed}")
-        if self.exponent_bits == 8 and self.specials != "inf":
+        path = f"format {self.name}: "
+        require_whole(f"{path}exponent_bits", self.exponent_bits, 1, 8)
+        require_whole(f"{path}mantissa_bits", self.mantissa_bits, 1, 10)
+        if self.specials not in ("inf", "nan", "none"):
+            raise make_range_error(f"{path}specials", self.specials, "one of inf, nan, none")
+        if not self.min_exponent <= self.max_exponent <= _BIAS:
             raise ConfigError(
-                f"format {self.name}: specials={self.specials}: with 8 exponent bits choose inf, "
-                "as fp32 has no larger exponent to compute with"
+                f"{path}specials={self.specials}: leaves no number, or larger ones than fp32 has"
             )
-        if (self.exponent_bits, self.specials) == (1, "inf"):
-            raise ConfigError(f"format {self.name}: with 1 exponent bit and inf no number is left")
 
     @property
     def min_exponent(self) -> int:
@@ -87,16 +82,6 @@ FORMATS = {
 
 # Gives random numbers in [0, 1), fp32, of the shape and on the device of its argument.
 Draw = Callable[[Tensor], Tensor]
-
-
-def find_format(name: str) -> ElementFormat:
-    """Return the format that hardware has under this name."""
-    if name not in FORMATS:
-        raise ConfigError(
-            f"format={name}: choose {', '.join(FORMATS)}, or give exponent_bits and mantissa_bits"
-            + nearest(name, FORMATS, before="; ")
-        )
-    return FORMATS[name]
 
 
 def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
@@ -155,16 +140,14 @@ def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Te
 
 
 def transform(values: Tensor, axis: int, size: int) -> Tensor:
-    """Transform float32 values in blocks of `size`, a power of two that divides the axis."""
-    blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
-    mixed = blocks @ matrix(size, values.device)
-    return mixed.movedim(-1, axis + 1).flatten(axis, axis + 1)
+    """Transform float32 values in blocks of `size`, a power of two that divides the axis.
 
-
-def matrix(size: int, device: torch.device) -> Tensor:
-    """Return D H of a power of two, which is orthogonal, float32, and the same at each call."""
-    rows = torch.ones(1, 1)
+    They are multiplied by D H, which is orthogonal, and the same at each call.
+    """
+    rows, pair = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     while len(rows) < size:
-        rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)])
+        rows = torch.kron(pair, rows)
     signs = torch.rand(size, 1, generator=torch.Generator().manual_seed(size)) < 0.5
-    return (torch.where(signs, -rows, rows) / math.sqrt(size)).to(device)
+    matrix = (torch.where(signs, -rows, rows) / math.sqrt(size)).to(values.device)
+    blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
+    return (blocks @ matrix).movedim(-1, axis + 1).flatten(axis, axis + 1)

@@ -12,7 +12,7 @@ from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
 from mpframe.lowbit.native import is_wanted, make_native_error, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
-from mpframe.lowbit.recipe import Recipe, list_recipes
+from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.state import ProductState, Watch
 from mpframe.precision.handlers import Handler, OpHandler, Readers
 from mpframe.precision.op_lists import PINS
@@ -98,17 +98,10 @@ def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
     for name in (*PINS, NO_PRODUCTS):
         if name in recipes:
             raise ConfigError(f"dtype.recipes.{name}: is the name of a pin; choose another")
-    if policy.products not in (NO_PRODUCTS, *recipes):
-        recipes[policy.products] = Recipe.named(policy.products)
-    for pattern, pin in policy.ops.modules.items():
-        if pin in (*PINS, NO_PRODUCTS, *recipes):
-            continue
-        if pin not in list_recipes():
-            names, known = ", ".join((*PINS, NO_PRODUCTS)), sorted({*recipes, *list_recipes()})
-            raise ConfigError(
-                f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: {', '.join(known)}"
-            )
-        recipes[pin] = Recipe.named(pin)
+    pins = {f"ops.modules[{p!r}]": pin for p, pin in policy.ops.modules.items() if pin not in PINS}
+    for option, name in {"dtype.products": policy.products, **pins}.items():
+        if name not in (NO_PRODUCTS, *recipes):
+            recipes[name] = Recipe.named(name, option)
     if policy.products != NO_PRODUCTS and not policy.ops.allow:
         raise ConfigError(
             f"dtype.products={policy.products}: has no op to act on, as ops.allow is empty; "

@@ -11,21 +11,25 @@ So x, w and dy are quantised twice, each time along the axis that is summed over
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from omegaconf import OmegaConf
 
 from mpframe.config import CONF
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import ElementFormat, find_format
-from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
+from mpframe.lowbit.formats import FORMATS, ElementFormat
+from mpframe.lowbit.scaling import RULES, Quantization
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
 _FOLDER = Path(CONF) / "dtype" / "products"
-_CHOICES = {"per": PER, "scale": SCALES, "rule": RULES, "rounding": ROUNDINGS}
+_CHOICES = {
+    "per": ("tensor", "row", "block"),
+    "scale": ("fp32", "e8m0", "e4m3", "none"),
+    "rule": RULES,
+    "rounding": ("nearest", "stochastic"),
+}
 _LEAST = {"block": 1, "across": 1, "hadamard": 0}
 _KEYS = ("every", *OPERANDS, "half", "attention")
 
@@ -44,14 +48,16 @@ class Recipe:
     attention: bool = False  # quantise the two products in `scaled_dot_product_attention`
 
     @classmethod
-    def named(cls, name: str) -> Self:
-        """Return the shipped recipe `conf/dtype/products/<name>.yaml`."""
-        if name not in list_recipes():
+    def named(cls, name: str, option: str = "dtype.products") -> Self:
+        """Return the shipped recipe `conf/dtype/products/<name>.yaml`, which `option` asks for."""
+        known = list_recipes()
+        if name not in known:
             raise ConfigError(
-                f"dtype.products={name}: choose none, {', '.join(list_recipes())}, or a recipe of "
-                f"dtype.recipes{nearest(name, list_recipes(), before='; ')}"
+                f"{option}={name}: choose none, {', '.join(known)}, or a recipe of dtype.recipes, "
+                f"for a pin also fp32 or half{nearest(name, known, before='; ')}"
             )
-        return cls.from_mapping(name, _read(name))
+        file: Any = OmegaConf.to_container(OmegaConf.load(_FOLDER / f"{name}.yaml"))
+        return cls.from_mapping(name, file["recipes"][name])
 
     @classmethod
     def from_mapping(cls, name: str, node: Mapping[str, Any]) -> Self:
@@ -79,12 +85,6 @@ class Recipe:
 def list_recipes() -> list[str]:
     """Return the names of the shipped recipes."""
     return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file.stem != "none")
-
-
-@cache
-def _read(name: str) -> Mapping[str, Any]:
-    file = OmegaConf.to_container(OmegaConf.load(_FOLDER / f"{name}.yaml"))
-    return cast(dict[str, Any], file)["recipes"][name]  # type: ignore[no-any-return]
 
 
 def _read_operands(
@@ -127,13 +127,16 @@ def _require_fit(path: str, how: Quantization) -> None:
 
 
 def _read_format(path: str, node: Any) -> ElementFormat:
-    if isinstance(node, str):
-        return find_format(node)
-    if not isinstance(node, Mapping):
-        raise ConfigError(f"{path}.format={node}: give a format's name, or its bits")
-    _require_known(f"{path}.format", node, [field.name for field in fields(ElementFormat)])
-    bits = f"e{node.get('exponent_bits', 0)}m{node.get('mantissa_bits', 0)}"
-    return ElementFormat(**{"name": bits, "exponent_bits": 0, "mantissa_bits": 0, **node})
+    if isinstance(node, Mapping):
+        _require_known(f"{path}.format", node, [field.name for field in fields(ElementFormat)])
+        bits = f"e{node.get('exponent_bits', 0)}m{node.get('mantissa_bits', 0)}"
+        return ElementFormat(**{"name": bits, "exponent_bits": 0, "mantissa_bits": 0, **node})
+    if str(node) not in FORMATS:
+        raise ConfigError(
+            f"{path}.format={node}: choose {', '.join(FORMATS)}, or give exponent_bits and "
+            f"mantissa_bits{nearest(str(node), FORMATS, before='; ')}"
+        )
+    return FORMATS[node]
 
 
 def _require_known(path: str, node: Any, known: Iterable[str]) -> None:

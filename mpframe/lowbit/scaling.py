@@ -26,10 +26,7 @@ from torch import Tensor
 from mpframe.core.tree import widest
 from mpframe.lowbit.formats import FORMATS, Draw, ElementFormat, round_finite_, round_to, transform
 
-PER = ("tensor", "row", "block")
-SCALES = ("fp32", "e8m0", "e4m3", "none")
 RULES = ("floor", "ceil", "rceil", "even")
-ROUNDINGS = ("nearest", "stochastic")
 _E4M3 = FORMATS["e4m3fn"]
 _MANTISSA, _BIAS = 23, 127  # of fp32
 _TINY = torch.finfo(torch.float32).tiny
