@@ -10,7 +10,6 @@ says how each operand of each product is quantised.
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product
-    state.py      random numbers from step to step, and the names of weights
 
 The shipped recipes are `conf/dtype/products/*.yaml`.
 """

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
-from mpframe.lowbit.kernels import Quantizer, misfit, weight_operand
+from mpframe.lowbit.kernels import ProductState, Quantizer, Watch, weight_operand
 from mpframe.lowbit.native import is_wanted, make_native_error, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
 from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.state import ProductState, Watch
 from mpframe.precision.handlers import Handler, OpHandler, Readers
 from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import NO_PRODUCTS, Compute, Policy
@@ -123,21 +122,17 @@ def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> s
     return ", native" + f" but for {', '.join(reasons)}" * bool(reasons)
 
 
-def _list_half(recipe: Recipe, module: nn.Module) -> list[str]:
+def _list_half(recipe: Recipe, module: nn.Module) -> Iterator[str]:
+    """Yield products that stay in half, and why, but not `dw`, which depends on the samples."""
     # A weight that is calculated from others is no parameter, and reading it may change it.
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or is_lazy(weight) or weight.dim() < 2:
-        return []
-    reasons = _reasons(recipe, module, weight)
-    return [f"{product} in half: {reason}" for product, reason in reasons]
-
-
-def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
-    """Yield products that stay in half, and why, but not `dw`, which depends on the samples."""
-    groups = getattr(module, "groups", 1)
-    over = 0 if getattr(module, "transposed", False) else 1
+        return
+    over, groups = int(not getattr(module, "transposed", False)), getattr(module, "groups", 1)
     for product, axis in (("forward", over), ("dx", 1 - over)):
-        if product not in recipe.products:
-            yield product, "by the recipe"
-        elif reason := misfit(recipe, product, weight_operand(weight, axis, groups)):
-            yield product, reason
+        reason = "by the recipe"
+        if product in recipe.products:
+            operand = weight_operand(weight, axis, groups)
+            reason = operand.misfit(recipe.products[product]["w"])
+        if reason:
+            yield f"{product} in half: {reason}"

@@ -7,25 +7,27 @@ They are custom ops, which a compiler takes as a whole, so that it keeps their n
 second derivative: torch says that the op of the gradients has none.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpframe.lowbit import native
 from mpframe.lowbit.native import Parts, take_apart
 from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Axes, count_noise, quantize
-from mpframe.lowbit.state import ProductState
+from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
 
 Taken = TypeVar("Taken", Tensor, Parts)
+Watch = Callable[[str, str, str, Tensor], None]
+"""Takes a weight's name or an empty one, the product, the operand, and a row of `count_noise`."""
 
+_SEED_OFFSET = 0x9E3779B9
 _numbers = count()
-_quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
+_quantizers: weakref.WeakValueDictionary[str, "Quantizer"] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,62 @@ class Operand:
     values: Tensor
     role: str
     axes: Axes
-    groups: int = 1
+    groups: int = 1  # of a convolution, which share no block
+
+    def misfit(self, how: Quantization) -> str:
+        """Say why the values have no whole blocks, or nothing if they do."""
+        shape, blocked = self.values.shape, how.per == "block" and how.scale != "none"
+        if not shape.numel():
+            return "it is empty"
+        along, across = (how.block, how.across) if blocked else (1, 1)
+        inner, outer = shape[self.axes.contracted[0]] // self.groups, shape[self.axes.free]
+        for length, block in ((inner, max(how.hadamard, along)), (outer, across)):
+            if length % block:
+                return f"{length} is no multiple of {block}"
+        return ""
+
+
+class ProductState:
+    """The random numbers of a run's products, and who watches the quantisation of which weights.
+
+    The generators are part of a checkpoint, so a resumed run rounds like the one it continues.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None  # called for each operand that is quantised
+        self._generators: dict[str, torch.Generator] = {}
+        self._names: dict[int, str] = {}  # by the id of a weight that lives
+
+    def learn_names(self, model: nn.Module) -> None:
+        """Learn the names of the model's weights, which a watch is told."""
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._names:
+                self._names[id(parameter)] = name
+                weakref.finalize(parameter, self._names.pop, id(parameter)).atexit = False
+
+    def watched_name(self, tensor: Any) -> str:
+        """Return a weight's name while somebody watches, else "", one constant for compilers."""
+        return "" if self.watch is None else self._names.get(id(tensor), "")
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Return uniforms in [0, 1), fp32, of the shape of `like`, by the run's seed."""
+        device = like.device.type
+        if device not in self._generators:
+            # Not the seed itself, which has drawn the weights.
+            seed = (torch.initial_seed() + _SEED_OFFSET) % 2**63
+            self._generators[device] = torch.Generator(like.device).manual_seed(seed)
+        return torch.rand(like.shape, generator=self._generators[device], device=like.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states by device type."""
+        return {"generators": {device: g.get_state() for device, g in self._generators.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`, which is empty for a run that had no products."""
+        self._generators = {}
+        for device, generator in state.get("generators", {}).items():
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].set_state(generator.cpu())
 
 
 class Quantizer:
@@ -71,7 +128,7 @@ class Quantizer:
 
     def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
         hows = self.recipe.products.get(product)
-        return hows is None or bool(misfit(self.recipe, product, left, right))
+        return hows is None or any(side.misfit(hows[side.role]) for side in (left, right))
 
     def _explain_emulation(self, product: str, left: Operand, right: Operand) -> str:
         """Say why no instruction multiplies two operands, or nothing if one does."""
@@ -96,13 +153,6 @@ class Quantizer:
             row = count_noise(operand.values, quantized, operand.axes, how)
             self.state.watch(site, product, operand.role, row)
         return taken
-
-
-def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
-    """Say why a product stays in half, or nothing if its operands have whole blocks."""
-    hows = recipe.products[product]
-    reasons = (o.axes.misfit(o.values.shape, hows[o.role], o.groups) for o in operands)
-    return next(filter(None, reasons), "")
 
 
 def _multiply(

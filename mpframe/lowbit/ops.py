@@ -9,9 +9,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,36 +35,17 @@ def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
     return op != ATTENTION or recipe.attention
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of an op by one recipe.
+class Call(NamedTuple):
+    """What kernels.py is told of one call of an op besides its tensors."""
 
-    `weight` is the right operand, unless only the left is a parameter.
-    """
-
-    quantizer: Quantizer
-    weight: Any = None
-    weight_first: bool = False
+    roles: str
+    quantizer: str
+    site: str
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left @ right, both of 2 axes or both of 3."""
-        roles = "w x" if self.weight_first else "x w"
-        y: Tensor = matmul(left, right, "forward", roles, *self._rest())
+        y: Tensor = matmul(left, right, "forward", *self)
         return y
-
-    def convolution(self, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-        """Convolve, with aten's arguments after the bias as `rest`."""
-        y: Tensor = convolution(x, w, *rest, *self._rest())
-        return y
-
-    def _rest(self) -> tuple[str, str]:
-        return self.quantizer.key, self._site()
-
-    def _site(self) -> str:
-        """Return the weight's name while somebody watches, else "", one constant for compilers."""
-        state, weight = self.quantizer.state, self.weight
-        watched = state.watch is not None and isinstance(weight, nn.Parameter)
-        return state.name_of(weight) if watched else ""
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -148,7 +128,8 @@ def _convolution(
     space = weight.dim() - 2
     batched = input if input.dim() == weight.dim() else input[None]
     numbers = [each_axis(value, space) for value in (stride, padding, dilation, output_padding)]
-    y = call.convolution(batched, weight, *numbers[:3], transposed, numbers[3], groups)
+    geometry = *numbers[:3], transposed, numbers[3], groups
+    y: Tensor = convolution(batched, weight, *geometry, call.quantizer, call.site)
     if bias is not None:
         y = y + bias.view(-1, *[1] * space)
     return y if input.dim() == weight.dim() else y[0]
@@ -248,9 +229,11 @@ class ProductOp:
         return y if half is None else map_tensors(lambda tensor: round_to(tensor, half), y)
 
     def _call(self, args: Args, kwargs: Kwargs) -> Call:
+        """The weight is the right operand, unless only the left is a parameter."""
         operands = [*args, *kwargs.values()][self._first : self._first + 2]
         first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
-        return Call(self.quantizer, operands[0 if first else -1], first)
+        site = self.quantizer.state.watched_name(operands[0 if first else -1])
+        return Call("w x" if first else "x w", self.quantizer.key, site)
 
     def _takes(self, args: Args, kwargs: Kwargs) -> bool:
         formats = dtypes_in(args, kwargs)

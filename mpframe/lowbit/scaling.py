@@ -79,20 +79,6 @@ class Axes:
         """Return the same axes of the tensor permuted by `order`."""
         return Axes(tuple(map(order.index, self.contracted)), order.index(self.free))
 
-    def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
-        """Say why this shape has no whole blocks, in each of a convolution's groups, or nothing."""
-        if not shape.numel():
-            return "it is empty"
-        blocked = how.per == "block" and how.scale != "none"
-        along = max(how.hadamard, how.block if blocked else 1)
-        for length, block in (
-            (shape[self.contracted[0]] // groups, along),
-            (shape[self.free], how.across if blocked else 1),
-        ):
-            if length % block:
-                return f"{length} is no multiple of {block}"
-        return ""
-
 
 def quantize(values: Tensor, axes: Axes, how: Quantization, draw: Draw | None = None) -> Tensor:
     """Return the numbers nearest to `values` that the format and the scales can hold, float32.
@@ -101,7 +87,7 @@ def quantize(values: Tensor, axes: Axes, how: Quantization, draw: Draw | None = 
     stays visible in the product.
 
     Args:
-        values: float32, with whole blocks (`Axes.misfit`).
+        values: float32, with whole blocks (`Operand.misfit`).
         axes: of this operand in the product.
         how: format, scales and rounding.
         draw: the random numbers of stochastic rounding.

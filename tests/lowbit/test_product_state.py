@@ -24,9 +24,9 @@ from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.doctor import Subject
 from mpframe.lab.product_noise import Noise, ProductProbe
 from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.kernels import ProductState
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Quantization, count_noise, quantize
-from mpframe.lowbit.state import ProductState
 from mpframe.run.resume import _load
 
 DY = {"dy": {"rounding": "stochastic", "format": "e2m1"}}
