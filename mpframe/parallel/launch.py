@@ -7,10 +7,11 @@ An error that many ranks meet is printed once, by rank 0, or else by the only ra
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
 from mpframe.parallel.place import address, keeps_store, missing, place
@@ -44,17 +45,6 @@ def refuse_misfit(parallel: str | None) -> None:
         )
 
 
-def _refuse_unknown_address() -> None:
-    if not address()[0]:
-        start = place().starter
-        option = "-x MASTER_ADDR=FIRST" if start == "mpirun" else "-genv MASTER_ADDR FIRST"
-        raise ConfigError(
-            f"{start} has started {place().size} processes on several machines, which do not know "
-            f"the first one; name it: {start} {option} -n {place().size} python scripts/train.py "
-            "..."
-        )
-
-
 _WAIT = 3.0  # seconds in which rank 0 comes to the same error
 
 
@@ -72,26 +62,20 @@ def line_of(error: MpframeError) -> str | None:
     from mpframe.parallel.process_group import answer_within, store_at  # torch comes in here.
 
     def ask() -> bool:
-        store = store_at(place(), _WAIT, "said")
-        printed, limit = _is_printed(store, text, line, rank > 0), time.monotonic() + _WAIT
+        store, said = store_at(place(), _WAIT, "said"), re.sub(r"^rank \d+: ", "", text)
+        _wait_until(lambda: rank == 0 or store.check([said]))
+        printed = store.add(said, 1) > 1  # Rank 0 may come to the error later than anybody waits.
         store.add("asked", 1)
-        while keeps_store() and store.add("asked", 0) < size and time.monotonic() < limit:
-            time.sleep(0.1)  # The store ends with this process.
+        _wait_until(lambda: not keeps_store() or store.add("asked", 0) >= size)  # It ends with us.
         return printed
 
     return None if answer_within(3 * _WAIT, ask) else line  # Twice if the store is gone.
 
 
-def _is_printed(store: Any, text: str, line: str, wait: bool) -> bool:
-    """Return whether another rank prints it. If not, tell the others that this one does."""
-    known = (text, line, text.removeprefix("rank 0: "))
-    limit = time.monotonic() + (_WAIT if wait else 0.0)
-    while time.monotonic() < limit:
-        if any(store.check([name]) for name in known):
-            return True
+def _wait_until(happens: Callable[[], bool]) -> None:
+    limit = time.monotonic() + _WAIT
+    while not happens() and time.monotonic() < limit:
         time.sleep(0.1)
-    # By both names: rank 0 may come to the same error after all, later than anybody waits.
-    return bool(max(store.add(name, 1) for name in {line, text}) > 1)
 
 
 @contextmanager
@@ -114,7 +98,12 @@ def init_comm(
 
         yield SINGLE_PROCESS
         return
-    _refuse_unknown_address()
+    if not address()[0]:
+        raise ConfigError(
+            f"{place().starter} has started {place().size} processes on several machines, which do "
+            "not know the first one; name it in MASTER_ADDR, by -x MASTER_ADDR=FIRST or -genv "
+            "MASTER_ADDR FIRST"
+        )
     from mpframe.parallel.process_group import ProcessGroup
 
     group = ProcessGroup(place(), device(), timeout)

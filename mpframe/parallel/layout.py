@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import require_whole
 
 AXES = ("replicas", "shards", "tensor")
 
@@ -28,7 +29,7 @@ class Layout:
         blocks_together: how many neighbouring blocks are gathered at once, >= 1.
 
     Raises:
-        ConfigError: a number is not an integer >= 1, or only one of `tensor` and `plan` is given.
+        ConfigError: a number is not whole and >= 1, or only one of `tensor` and `plan` is given.
     """
 
     replicas: int = 1
@@ -40,9 +41,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tensor", "blocks_together"):
-            number = getattr(self, name)
-            if type(number) is not int or number < 1:
-                raise ConfigError(f"distributed.{name}={number}: must be an integer >= 1")
+            require_whole(f"distributed.{name}", getattr(self, name))
         if (self.tensor > 1) != bool(self.plan):
             raise ConfigError(
                 f"distributed.tensor={self.tensor}: ranks divide the layers that distributed.plan "
@@ -51,18 +50,11 @@ class Layout:
 
     def shape(self, ranks: int) -> tuple[int, int, int]:
         """Return the lengths of `AXES`. ConfigError if the ranks do not fill the grid."""
-        for name, number in (("replicas", self.replicas), ("tensor", self.tensor)):
-            if ranks % number:
-                fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-                raise ConfigError(
-                    f"distributed.{name}={number}: must divide the {ranks} ranks; choose "
-                    + ", ".join(fitting)
-                )
         shards, rest = divmod(ranks, self.replicas * self.tensor)
         if rest:
             raise ConfigError(
                 f"distributed.replicas={self.replicas}: {ranks} ranks are no multiple of replicas "
-                f"x tensor ({self.tensor}); choose smaller ones"
+                f"x tensor ({self.tensor}); choose others"
             )
         if shards == 1 < self.replicas:  # FSDP would not let us weigh them.
             raise ConfigError(

@@ -123,12 +123,12 @@ def test_a_resumed_run_may_gather_otherwise() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"replicas": 0}, "distributed.replicas=0: must be an integer >= 1"),
-    ({"blocks_together": True}, "distributed.blocks_together=True: must be an integer >= 1"),
+    ({"replicas": 0}, "distributed.replicas=0: must be a whole number >= 1"),
+    ({"blocks_together": True}, "distributed.blocks_together=True: must be a whole number >= 1"),
     ({"tensor": 2}, "distributed.tensor=2: ranks divide the layers that distributed.plan names, and it names 0; give both or none"),
     ({"plan": {"*": "rowwise"}}, "distributed.tensor=1: ranks divide the layers that distributed.plan names, and it names 1; give both or none"),
-    ({"replicas": 4}, "distributed.replicas=4: must divide the 6 ranks; choose 1, 2, 3, 6"),
-    ({"replicas": 2, "tensor": 6, "plan": {"*": "colwise"}}, "distributed.replicas=2: 6 ranks are no multiple of replicas x tensor (6); choose smaller ones"),
+    ({"replicas": 4}, "distributed.replicas=4: 6 ranks are no multiple of replicas x tensor (1); choose others"),
+    ({"replicas": 2, "tensor": 6, "plan": {"*": "colwise"}}, "distributed.replicas=2: 6 ranks are no multiple of replicas x tensor (6); choose others"),
     ({"replicas": 6}, "distributed.replicas=6: of 6 ranks each replica would have 1, and none to share its weights with; choose fewer replicas, or trainer.parallel=ddp"),
 ]  # fmt: skip
 

@@ -100,7 +100,7 @@ def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> N
         pass
     assert str(error.value) == (
         "mpirun has started 4 processes on several machines, which do not know the first one; name "
-        "it: mpirun -x MASTER_ADDR=FIRST -n 4 python scripts/train.py ..."
+        "it in MASTER_ADDR, by -x MASTER_ADDR=FIRST or -genv MASTER_ADDR FIRST"
     )
     assert line_of(error.value) is None  # Rank 0 prints it.
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
