@@ -7,9 +7,7 @@ for the others they are found here. Torch is not loaded.
 
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from zlib import crc32
 
 _AT = ("MASTER_ADDR", "MASTER_PORT")
@@ -71,8 +69,11 @@ def address() -> tuple[str, int]:
         job = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         # The first of `a[003-005,9],b7` is a003.
         host = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ[_SRUN]).split(",")[0]
-    elif starter != "torchrun" and _on_one_machine(starter):
-        host, job = "127.0.0.1", str(_find_starter(_STARTERS[starter][0]))
+    elif starter == "submitit":
+        host, job = "127.0.0.1", os.environ["SUBMITIT_LOCAL_JOB_ID"]
+    elif starter != "torchrun":
+        _, size, _, size_here = (os.environ[name] for name in _STARTERS[starter])
+        host = "127.0.0.1" if size == size_here else ""
     port = 15000 + crc32(job.encode()) % 2**14 if job else _PORT  # Below those of connections.
     given_host, given_port = (os.environ.get(name) for name in _AT)
     return given_host or host, int(given_port or port)
@@ -81,21 +82,3 @@ def address() -> tuple[str, int]:
 def keeps_store() -> bool:
     """Return whether this process keeps the ranks' store: rank 0, if no agent of torchrun does."""
     return place().rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _on_one_machine(starter: str) -> bool:
-    _, size, _, *here = (os.environ[name] for name in _STARTERS[starter])
-    return here in ([], [size])
-
-
-def _find_starter(name: str) -> int:
-    """Return the first process above this one without a variable: all ranks' on a machine.
-
-    A script may be between. Where processes cannot be looked at, it is the one above.
-    """
-    process = os.getppid()
-    with suppress(OSError):
-        while f"{name}=".encode() in Path(f"/proc/{process}/environ").read_bytes():
-            status = Path(f"/proc/{process}/stat").read_text()
-            process = int(status.rpartition(")")[2].split()[1])
-    return process

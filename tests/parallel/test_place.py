@@ -81,17 +81,19 @@ def test_ranks_find_the_first_one(monkeypatch: Patch) -> None:
     assert address() == ("head", 1234)
 
 
-def test_ranks_below_a_script_find_the_port_of_those_beside_it(monkeypatch: Patch) -> None:
-    pretend(monkeypatch, HYDRA)
-    tell = [sys.executable, "-c", "import mpframe.parallel.place as p; print(p.address())"]
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("PMI_RANK")  # This process started the ranks.
-    first, second = (
-        subprocess.check_output(words, env={**os.environ, "PMI_RANK": rank}, text=True)
-        for rank, words in (("0", tell), ("1", ["sh", "-c", '"$@"; :', "sh", *tell]))
-    )
-    assert first == second
-    assert first.startswith("('127.0.0.1', ")
+def test_ranks_of_one_machine_meet_there_each_job_of_submitit_by_itself(
+    monkeypatch: Patch,
+) -> None:
+    with monkeypatch.context() as patched:
+        pretend(patched, HYDRA)
+        assert address() == ("127.0.0.1", 29500)
+    ports = set()
+    for job in ("7", "8"):
+        pretend(monkeypatch, {**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": job})
+        host, port = address()
+        assert host == "127.0.0.1"
+        ports.add(port)
+    assert len(ports) == 2
 
 
 def test_mpirun_on_several_machines_must_name_the_first(monkeypatch: Patch) -> None:
