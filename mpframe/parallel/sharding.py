@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from mpframe.core.comm import weigh_
-from mpframe.core.errors import ConfigError, first_line
+from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors
 from mpframe.parallel import unused
 from mpframe.parallel.layout import AXES, Layout
 
 _PARTIAL = re.compile("mixed torch.Tensor and DTensor|root module first")  # in torch's errors
-_SHAPES = re.compile("shape|size|elements|dimension")  # in those about them
-_WAY_OUT = "use trainer.parallel=ddp"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -157,14 +156,7 @@ class Sharding:
         if isinstance(error, RuntimeError) and _PARTIAL.search(str(error)):
             raise ConfigError(
                 "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
-                + _WAY_OUT
-            ) from error
-        if self._layout.plan and isinstance(error, RuntimeError) and _SHAPES.search(str(error)):
-            raise ConfigError(
-                "distributed.plan: the model does not take the parts of its layers "
-                f"({first_line(error)}); distributed.tensor={self._layout.tensor} must divide what "
-                "it makes of their features, as heads, and between colwise and rowwise it sees a "
-                "part of them"
+                "use trainer.parallel=ddp"
             ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
@@ -177,25 +169,15 @@ class Sharding:
         self._amaxes.setdefault(self.usage.loss, []).append(amax)
 
 
-class _Sum:
+class _Sum(DefaultReduceScatter):
     """Sums the gradients of a block over the ranks, and leaves each rank its part of the sums."""
 
     def __init__(self, measure: Callable[[Tensor], None]) -> None:
         self._measure = measure
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._measure(input_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return super().__call__(output_tensor, input_tensor, *rest, **more)
 
 
 def _limit_waits(mesh: Any, device: torch.device) -> None:
@@ -232,19 +214,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     A layer that shares a weight with another stays with the model, as one module gathers a weight.
     """
-    blocks = list(dict.fromkeys(_entries(model)))
     owners: dict[Tensor, set[nn.Module]] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             owners.setdefault(weight, set()).add(module)
-    tied = [modules for modules in owners.values() if len(modules) > 1]
-    return [block for block in blocks if not any(_cuts(block, modules) for modules in tied)]
 
+    def shares(block: nn.Module) -> bool:
+        inside = set(block.modules())
+        return any(0 < len(inside & modules) < len(modules) for modules in owners.values())
 
-def _cuts(block: nn.Module, modules: set[nn.Module]) -> bool:
-    """Return whether some of these modules are in the block, and others are not."""
-    inside = set(block.modules())
-    return bool(modules & inside) and not modules <= inside
+    return [block for block in dict.fromkeys(_entries(model)) if not shares(block)]
 
 
 def _entries(module: nn.Module) -> Iterator[nn.Module]:
@@ -279,11 +258,5 @@ def _refuse_indivisible(model: nn.Module) -> None:
         if weight.dtype != torch.float32 or not weight.dim():
             raise ConfigError(
                 f"trainer.parallel=fsdp: {name} is {str(weight.dtype)[6:]} {list(weight.shape)}, "
-                f"and the ranks divide the rows of float32 weights; {_WAY_OUT}"
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise ConfigError(
-                f"trainer.parallel=fsdp: the gradient of {name} is sparse (torch: reshape is not "
-                "implemented for sparse tensors); make the layer with sparse=False"
+                "and the ranks divide the rows of float32 weights; use trainer.parallel=ddp"
             )

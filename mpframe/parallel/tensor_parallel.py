@@ -66,9 +66,10 @@ def parallelize(
         try:
             parallelize_module(model, mesh, {name: _make(style, module)}, src_data_rank=None)
         except (NotImplementedError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{option}: {name} is a {_kind(module)}: {error}") from error
+            kind = type(module).__name__
+            raise ConfigError(f"{option}: {name} is a {kind}: {error}") from error
         _refuse_uneven(option, name, module, mesh.size())
-        module.register_forward_hook(_own_memory)
+        module.register_forward_hook(_hide_view)
     for names in tied:
         _tie_again(model, names, before[names[0]])
 
@@ -141,22 +142,7 @@ def _tie_again(model: nn.Module, names: list[str], before: Tensor) -> None:
         model.get_submodule(owner).register_parameter(attribute, weights[0])
 
 
-class _OwnMemory(torch.autograd.Function):
-    """The same values, and no view: an in-place op on a view would undo FSDP's hooks on it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _hide_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return an output that is no view: an in-place op on a view would undo FSDP's hooks on it."""
     plain = isinstance(output, Tensor) and not isinstance(output, DTensor)
-    return _OwnMemory.apply(output) if plain else output
-
-
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+    return torch.ops.aten._unsafe_view(output, output.shape) if plain else output

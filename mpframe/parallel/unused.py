@@ -127,7 +127,7 @@ class Usage:
             return None
         others = [*trained, *([] if self._tie is None else [self._tie])]
         self._tie = None if found else self._tie
-        return map_tensors(lambda t: _tie(t, others) if t.is_floating_point() else t, output)
+        return map_tensors(lambda t: _tie(t, *others) if t.is_floating_point() else t, output)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._next is None or _recomputes():
@@ -149,7 +149,7 @@ class Usage:
         known, given = self._known[turn].get(self.loss), vars(block).get("forward")
         nothing = torch.zeros(0, device=near[0].device if near else None)
         nothing.requires_grad_(linked if known is None else known)
-        block.forward = lambda nothing: _tie(nothing, list(block.parameters()))
+        block.forward = lambda nothing: _tie(nothing, *block.parameters())
         try:
             self._tie = block(nothing)
         finally:
@@ -190,9 +190,7 @@ class _Tie(torch.autograd.Function):
         return gradient, *ctx.empty
 
 
-def _tie(value: Tensor, others: Sequence[Tensor]) -> Tensor:
-    tied: Tensor = _Tie.apply(value, *others)
-    return tied
+_tie: Callable[..., Tensor] = _Tie.apply
 
 
 def _recomputes() -> bool:

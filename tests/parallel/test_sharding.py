@@ -226,9 +226,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
      "the objective does not call the model, but a part of it; use trainer.parallel=ddp"),
     (lambda: nn.Linear(8, 4).double(), whole, "weight is float64 [4, 8], and the ranks divide the "
      "rows of float32 weights; use trainer.parallel=ddp"),
-    (lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True)), whole,
-     "the gradient of 0 is sparse (torch: reshape is not implemented for sparse tensors); make "
-     "the layer with sparse=False"),
     (huge, whole, "weight lies beyond the range of float16, in which it is gathered; use "
      "dtype.half=bfloat16, or ops.modules=...:fp32"),
 ]  # fmt: skip

@@ -34,7 +34,6 @@ from mpframe.run.sharding import shard
 from mpframe.tracking.summary import Status
 from mpframe.training.ranks import refuse_drift
 from mpframe.training.trainer import Trainer
-from mpframe.workloads.text.language_model import GPT
 
 STEPS, LR, CLIP = 3, 0.01, 0.5
 PLANS: dict[str, dict[str, Any]] = {
@@ -164,11 +163,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (gpt, {"head": "colwise_gathered"}, ": token_embed.weight and head.weight are one weight, and "
      "the plan leaves it S(0) and whole; divide both alike, as an embedding rowwise and a head "
      "colwise_gathered, or neither"),
-    (lambda: GPT(32, context=16, depth=1, heads=3, width=24),
-     {"*.qkv": "colwise", "*.out": "rowwise"}, ": the model does not take the parts of its layers "
-     "(unflatten: Provided sizes [-1, 24] don't multiply up to the size of dim 2 (36) in the input "
-     "tensor); distributed.tensor=2 must divide what it makes of their features, as heads, and "
-     "between colwise and rowwise it sees a part of them"),
 ]  # fmt: skip
 
 
