@@ -61,11 +61,6 @@ class ElementFormat:
         units = 2.0 if self.specials == "nan" else 1.0
         return (2.0 - units * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
 
-    @property
-    def smallest(self) -> float:
-        """The smallest positive number, a subnormal one."""
-        return 2.0 ** (self.min_exponent - self.mantissa_bits)
-
 
 # The formats that hardware has, by name.
 FORMATS = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import ProductState, Quantizer, Watch, weight_operand
 from mpframe.lowbit.native import is_wanted, make_native_error, refusals
-from mpframe.lowbit.ops import ATTENTION, OPS, ProductOp, quantises
+from mpframe.lowbit.ops import ATTENTION, OPS, quantises, run_op
 from mpframe.lowbit.recipe import Recipe
 from mpframe.precision.handlers import Handler, OpHandler, Readers
 from mpframe.precision.op_lists import PINS
@@ -30,7 +31,7 @@ class ProductHandler(OpHandler):
         self.state = ProductState()
         half = None if policy.mode == "fp32" else policy.half_dtype
         self._ops = {
-            (op, name): ProductOp(op, quantizer, half)
+            (op, name): partial(run_op, op, quantizer, half)
             for name, recipe in policy.recipes.items()
             for quantizer in [Quantizer(recipe, self.state, policy.compute)]
             for op in OPS

@@ -203,20 +203,17 @@ def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 matmul.register_autograd(_matmul_backward, setup_context=_remember)
 
 
-def _channels(values: Tensor, role: str, groups: int) -> Operand:
-    """Sum over the channels of one group: each sample has separate rows of the product."""
-    return Operand(values, role, Axes((1, *range(2, values.dim())), 0), groups)
+def _operand(values: Tensor, role: str, over: int, groups: int = 1) -> Operand:
+    """Sum over the places and axis `over`, along which blocks run.
 
-
-def _samples(values: Tensor, role: str) -> Operand:
-    """Sum over the batch, along which blocks run, so that a kernel's shifts move whole blocks."""
-    return Operand(values, role, Axes((0, *range(2, values.dim())), 1))
+    That is the channels (1), or in dw the batch (0), so that a kernel's shifts move whole blocks.
+    """
+    return Operand(values, role, Axes((over, *range(2, values.dim())), 1 - over), groups)
 
 
 def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
     """Sum over axis `over`, where axis 0 has the channels of all groups."""
-    axes = Axes((over, *range(2, values.dim())), 1 - over)
-    return Operand(values, "w", axes, groups if over == 0 else 1)
+    return _operand(values, "w", over, groups if over == 0 else 1)
 
 
 _REST = (
@@ -232,7 +229,7 @@ def convolution(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     """Return aten's convolution of 1 to 3 dimensions, float32, without bias."""
     *geometry, quantizer, site = rest
     transposed, groups = geometry[3], geometry[5]
-    operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
+    operands = _operand(x, "x", 1, groups), weight_operand(w, 0 if transposed else 1, groups)
     x, w = _quantizers[quantizer].pair("forward", *operands, site)
     return torch.convolution(x, w, None, *geometry)
 
@@ -253,9 +250,9 @@ def convolution_gradient(
     result = dy.new_empty(1).expand(list(shape))  # Only its shape counts.
     if product == "dx":
         weight = weight_operand(other, 1 if transposed else 0, groups)
-        (dy, w), x = pair("dx", _channels(dy, "dy", groups), weight, site), result
+        (dy, w), x = pair("dx", _operand(dy, "dy", 1, groups), weight, site), result
     else:
-        (x, dy), w = pair("dw", _samples(other, "x"), _samples(dy, "dy"), site), result
+        (x, dy), w = pair("dw", _operand(other, "x", 0), _operand(dy, "dy", 0), site), result
     wanted = [product == "dx", product == "dw", False]
     gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, wanted)
     return gradients[0 if product == "dx" else 1]  # type: ignore[no-any-return]

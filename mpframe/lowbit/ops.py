@@ -49,8 +49,7 @@ class Call(NamedTuple):
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = call.matmul(input.reshape(-1, input.shape[-1]), weight.t())
-    y = y.view(*input.shape[:-1], y.shape[-1])
+    y = _matmul(call, input, weight.t())
     return y if bias is None else y + bias
 
 
@@ -210,43 +209,37 @@ OPS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-class ProductOp:
-    """One op of `OPS` by one recipe, which rounds operands and results to `half`, if given."""
+def run_op(
+    op: str, quantizer: Quantizer, half: torch.dtype | None, func: Any, args: Args, kwargs: Kwargs
+) -> Any:
+    """Run a call of an op of `OPS`, with operands and results rounded to `half`, if given.
 
-    def __init__(self, op: str, quantizer: Quantizer, half: torch.dtype | None) -> None:
-        self._run, self._first = OPS[op]
-        self.quantizer, self.half = quantizer, half
+    Return NotImplemented if it has no such product in half.
+    """
+    if not _takes(half, args, kwargs):
+        return NotImplemented if half else func(*args, **kwargs)
+    compute, place = OPS[op]
+    # The weight is the right operand, unless only the left is a parameter.
+    operands = [*args, *kwargs.values()][place : place + 2]
+    first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
+    site = quantizer.state.watched_name(operands[0 if first else -1])
+    run: Callable[..., Any] = partial(compute, Call("w x" if first else "x w", quantizer.key, site))
+    if not torch.compiler.is_compiling():
+        run = show_as(func, run)
+    if half is None:
+        return run(*args, **kwargs)
+    args, kwargs = map_tensors(
+        lambda t: half_values(t, half) if t.dtype in CASTABLE else t, (args, kwargs)
+    )
+    return map_tensors(lambda tensor: round_to(tensor, half), run(*args, **kwargs))
 
-    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of a call, or NotImplemented if it has no such product in half."""
-        if not self._takes(args, kwargs):
-            return NotImplemented if self.half else func(*args, **kwargs)
-        run: Callable[..., Any] = partial(self._run, self._call(args, kwargs))
-        args, kwargs = map_tensors(self._operand, (args, kwargs))
-        if not torch.compiler.is_compiling():
-            run = show_as(func, run)
-        y, half = run(*args, **kwargs), self.half
-        return y if half is None else map_tensors(lambda tensor: round_to(tensor, half), y)
 
-    def _call(self, args: Args, kwargs: Kwargs) -> Call:
-        """The weight is the right operand, unless only the left is a parameter."""
-        operands = [*args, *kwargs.values()][self._first : self._first + 2]
-        first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
-        site = self.quantizer.state.watched_name(operands[0 if first else -1])
-        return Call("w x" if first else "x w", self.quantizer.key, site)
-
-    def _takes(self, args: Args, kwargs: Kwargs) -> bool:
-        formats = dtypes_in(args, kwargs)
-        castable = formats & CASTABLE if self.half else formats & {torch.float32}
-        wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *HALF})
-        if not castable or wrong:
-            return False
-        return all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
-
-    def _operand(self, tensor: Tensor) -> Tensor:
-        if self.half is None or tensor.dtype not in CASTABLE:
-            return tensor
-        return half_values(tensor, self.half)
+def _takes(half: torch.dtype | None, args: Args, kwargs: Kwargs) -> bool:
+    formats = dtypes_in(args, kwargs)
+    castable = formats & (CASTABLE if half else {torch.float32})
+    wrong = formats & (HANDS_OFF if half else {*HANDS_OFF, *HALF})
+    strided = all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
+    return bool(castable) and not wrong and strided
 
 
 def show_as(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:

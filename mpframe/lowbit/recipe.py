@@ -110,11 +110,6 @@ def _read_quantization(path: str, node: Mapping[str, Any]) -> Quantization:
     for key, least in _LEAST.items():
         require_whole(f"{path}.{key}", node.get(key, least), least)
     how = Quantization(**{**node, "format": _read_format(path, node.get("format"))})
-    _require_fit(path, how)
-    return how
-
-
-def _require_fit(path: str, how: Quantization) -> None:
     size = how.hadamard
     if size & (size - 1) or size == 1:
         raise ConfigError(f"{path}.hadamard={size}: must be 0 or a power of two, at least 2")
@@ -124,6 +119,7 @@ def _require_fit(path: str, how: Quantization) -> None:
         )
     if how.across > 1 and how.per != "block":
         raise ConfigError(f"{path}.across={how.across}: does nothing with per={how.per}")
+    return how
 
 
 def _read_format(path: str, node: Any) -> ElementFormat:

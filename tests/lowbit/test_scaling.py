@@ -178,7 +178,8 @@ def test_every_half_its_neighbours_and_any_fp32_value_as_ml_dtypes(name: str) ->
     assert same(round_to(given, own), by_ml_dtypes(VALUES, name))
     assert same(given, VALUES)
     limits = (their.max, their.smallest_normal, their.smallest_subnormal)
-    assert (own.max, 2.0**own.min_exponent, own.smallest) == tuple(map(float, limits))
+    subnormal = own.min_exponent - own.mantissa_bits
+    assert (own.max, 2.0**own.min_exponent, 2.0**subnormal) == tuple(map(float, limits))
 
 
 def test_tf32_rounds_at_the_tenth_bit() -> None:
