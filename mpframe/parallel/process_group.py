@@ -40,7 +40,7 @@ _TOGETHER_ON_CPU = 2**22
 _TOGETHER = 2**25
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
-_KEPT: dict[tuple[str, int], TCPStore] = {}
+_KEPT: dict[tuple[str, int, int], TCPStore] = {}
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -85,17 +85,12 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
     itself if no agent of torchrun does. RuntimeError if it does not answer for `timeout` seconds.
     """
     at, limit = (*address(), place.size), timedelta(seconds=timeout)
-    store = _keep_store(*at, limit) if keeps_store() else TCPStore(*at, timeout=limit)
+    store = _KEPT.get(at) or TCPStore(*at, is_master=keeps_store(), timeout=limit)
+    if keeps_store():  # It ends with this process, as others may still ask it.
+        _KEPT[at] = store
     store.set_timeout(limit)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"mpframe/{attempt}/{prefix}", store)
-
-
-def _keep_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
-    """Return the store of this process, which ends with it, as others may still ask it."""
-    if (host, port) not in _KEPT:
-        _KEPT[host, port] = TCPStore(host, port, size, is_master=True, timeout=limit)
-    return _KEPT[host, port]
 
 
 class ProcessGroup(Comm):

@@ -75,9 +75,8 @@ class Sharding:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         entries = blocks_of(model)
         for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
-            within = {names[block]: block for block in blocks}
-            fill(within)
-            self._parallelize(mesh["tensor"], within, formats)
+            fill({names[block]: block for block in blocks})
+            self._parallelize(mesh["tensor"], blocks, formats)
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
             sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
@@ -102,7 +101,7 @@ class Sharding:
         for module in blocks_of(self._model) or [self._model]:
             module.forward = torch.compile(module.forward)
 
-    def _parallelize(self, mesh: DeviceMesh, within: Mapping[str, nn.Module], formats: Any) -> None:
+    def _parallelize(self, mesh: DeviceMesh, within: Sequence[nn.Module], formats: Any) -> None:
         """Divide the layers of the plan within blocks. Their parameters keep their formats."""
         if self._layout.plan:
             from mpframe.parallel.tensor_parallel import parallelize
@@ -185,23 +184,18 @@ def _limit_waits(mesh: Any, device: torch.device) -> None:
     world: Any = dist.group.WORLD
     limit = world._get_backend(device).options._timeout
     # It has a public name since torch 2.15.
-    public: Any = getattr(dist, "set_timeout", None)
-    set_timeout = public or dist.distributed_c10d._set_pg_timeout
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         set_timeout(limit, group)
 
 
 def _policy(formats: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy:
     half = set(formats.values()) - {torch.float32}
-    if not half:
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    if half:
+        options |= {"param_dtype": half.pop(), "param_dtype_override_fn": formats.get}
     try:
-        return MixedPrecisionPolicy(
-            param_dtype=half.pop(),
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-            param_dtype_override_fn=formats.get,
-        )
+        return MixedPrecisionPolicy(**options)
     except TypeError:
         raise ConfigError(
             "dtype=mixed: with trainer.parallel=fsdp it needs torch 2.15, which gathers weights of "

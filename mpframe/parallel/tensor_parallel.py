@@ -5,7 +5,7 @@ of its inputs and sums the results. Between the two, each rank works with its pa
 is the same on all these ranks, as they read the same samples and draw the same random numbers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: Mapping[str, Any],
-    within: Collection[str],
+    within: Iterable[nn.Module],
     done: set[str],
 ) -> None:
     """Divide the layers of a plan among the ranks of a 1-d mesh, in place.
@@ -50,17 +50,17 @@ def parallelize(
         mesh: of the ranks.
         plan: patterns of modules' names, of which the last that fits decides, and a word of
             `STYLES` or a ParallelStyle for each.
-        within: the names of the modules whose layers are divided now.
+        within: the modules whose layers are divided now.
         done: the names of layers that are divided already. It gets those of these.
 
     Raises:
         ConfigError: a pattern fits no module, or its style does not fit the module.
     """
-    tied = _tied(model)
+    tied, inside = _tied(model), {module for owner in within for module in owner.modules()}
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, (pattern, style) in _choose(model, plan).items():
         option, module = f"{OPTION}.{pattern}={style}", model.get_submodule(name)
-        if name in done or not _is_within(name, within):
+        if name in done or module not in inside:
             continue
         done.add(name)
         try:
@@ -86,10 +86,6 @@ def _choose(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[str, A
             )
         chosen |= dict.fromkeys(fitting, (pattern, style))
     return chosen
-
-
-def _is_within(name: str, owners: Collection[str]) -> bool:
-    return any(owner in ("", name) or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _make(style: Any, module: nn.Module) -> ParallelStyle:
