@@ -111,12 +111,9 @@ class Quantizer:
         return native.multiply(self._quantize(left, *rest), self._quantize(right, *rest))
 
     def pair(self, product: str, left: Operand, right: Operand, site: str) -> tuple[Tensor, Tensor]:
-        """Quantise both operands, unless the recipe or their shapes keep them in half.
+        """Quantise both operands of `forward`, `dx` or `dw`, unless they stay in half.
 
-        Args:
-            product: `forward`, `dx` or `dw`.
-            left, right: in the order of the product.
-            site: the name of the weight, for the watch, or "".
+        `site` is the name of the weight, for the watch, or "".
         """
         if self._in_half(product, left, right):
             return left.values, right.values
@@ -133,10 +130,8 @@ class Quantizer:
     def _explain_emulation(self, product: str, left: Operand, right: Operand) -> str:
         """Say why no instruction multiplies two operands, or nothing if one does."""
         device = left.values.device
-        if not native.is_wanted(self.compute, device):
-            return f"dtype.compute={self.compute}"
-        if self._in_half(product, left, right):
-            return "it stays in half"
+        if not native.is_wanted(self.compute, device) or self._in_half(product, left, right):
+            return "no instruction is wanted, or it stays in half"
         if left.values.dim() != 2:
             return "it is a convolution or a batch, and scaled_mm takes two matrices"
         hows = self.recipe.products[product]

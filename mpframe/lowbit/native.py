@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import ConfigError, first_line
 from mpframe.lowbit.formats import FORMATS, Draw
 from mpframe.lowbit.recipe import OPERANDS, Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, apply_hadamard, find_scales, round_blocks
@@ -191,10 +191,8 @@ def _try(left: Quantization, right: Quantization, device: torch.device) -> str:
     try:
         result = multiply(first, second)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        said = str(error).strip().split("\n")[0].rstrip(".")
-        if said.startswith("Could not run"):  # torch's words where a device has no such op
-            return f"scaled_mm needs torch 2.15 there, and this is {torch.__version__}"
-        return said
+        # Of a missing op torch says more: it lists all of its backends.
+        return first_line(error).split(". ")[0].rstrip(".")
     expected = first.values().double() @ second.values().double().t()
     right_numbers = torch.equal(result.double(), expected)
     return "" if right_numbers else "torch's scaled_mm gives wrong numbers for it"

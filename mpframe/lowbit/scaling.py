@@ -83,14 +83,9 @@ class Axes:
 def quantize(values: Tensor, axes: Axes, how: Quantization, draw: Draw | None = None) -> Tensor:
     """Return the numbers nearest to `values` that the format and the scales can hold, float32.
 
-    If a value is inf or nan, its scale is nan and so are all values that share it: an overflow
-    stays visible in the product.
-
-    Args:
-        values: float32, with whole blocks (`Operand.misfit`).
-        axes: of this operand in the product.
-        how: format, scales and rounding.
-        draw: the random numbers of stochastic rounding.
+    `values` are float32, with whole blocks (`Operand.misfit`), and `draw` is for stochastic
+    rounding. If a value is inf or nan, its scale is nan and so are all values that share it: an
+    overflow stays visible in the product.
     """
     # In the order of memory: a transposed tensor takes three times as long.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)

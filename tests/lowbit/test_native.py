@@ -44,7 +44,7 @@ UNIT = 2.0**-24  # of fp32: half a unit in the last place, relative
 NEAR = 2 * 43 * UNIT * 2
 NONE = "scaled_mm has none with an fp32 result for "
 PER_TENSOR, PER_ROW = "fp32 scale per tensor", "fp32 scale per row"
-OLDER = f"scaled_mm needs torch 2.15 there, and this is {torch.__version__}"
+OLDER = "Could not run 'aten::_scaled_mm_v2' with arguments from the 'CPU' backend"
 OF_CPU, SWIZZLE = ("", "CPU does not support swizzle") if has_torch("2.15") else (OLDER, OLDER)
 on_cpus = needs_torch("2.15", "multiplies fp8 on CPUs")
 
@@ -212,8 +212,8 @@ def test_a_refusal_says_which_instruction_there_is_not() -> None:
 
 def test_a_refusal_by_an_older_torch_or_an_older_gpu(monkeypatch: Patch) -> None:
     """A torch that has the op for CUDA only. Its own text names 50 backends."""
-    said = "Could not run 'aten::_scaled_mm_v2' with arguments from ..."
-    monkeypatch.setattr(F, "scaled_mm", Mock(side_effect=NotImplementedError(said)))
+    said = NotImplementedError(f"{OLDER}. 'aten::_scaled_mm_v2' is only available for [CUDA, Meta")
+    monkeypatch.setattr(F, "scaled_mm", Mock(side_effect=said))
     monkeypatch.setattr(native, "_try", native._try.__wrapped__)
     assert refusal(ROW, ROW, CPU) == OLDER
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
