@@ -60,6 +60,5 @@ class Layout:
             raise ConfigError(
                 f"distributed.replicas={self.replicas}: of {ranks} ranks each replica would have "
                 f"{self.tensor}, and none to share its weights with; choose fewer replicas"
-                + (", or trainer.parallel=ddp" if self.tensor == 1 else "")
             )
         return self.replicas, shards, self.tensor

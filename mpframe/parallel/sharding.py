@@ -7,7 +7,7 @@ fp32, and each rank keeps the sums for its part.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -24,6 +24,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors
 from mpframe.parallel import unused
 from mpframe.parallel.layout import AXES, Layout
+from mpframe.parallel.tensor_parallel import parallelize
 
 _PARTIAL = re.compile("mixed torch.Tensor and DTensor|root module first")  # in torch's errors
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -43,13 +44,12 @@ class Sharding:
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: dict[Tensor | None, list[Tensor]] = {}  # by loss
-        self._planned: set[str] = set()  # the layers of the plan that are divided
         self.usage: Any = None  # the Usage of a divided model
         self.formats: dict[Tensor, torch.dtype] = {}  # in which weights are gathered
 
     def divide(
         self,
-        formats: Mapping[nn.Parameter, torch.dtype],
+        formats: MutableMapping[Any, torch.dtype],
         device: torch.device,
         fill: Callable[[Mapping[str, nn.Module]], None] = lambda blocks: None,
     ) -> dict[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Sharding:
         layout, shape = self._layout, self._layout.shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         _limit_waits(mesh, device)
-        names = {module: name for name, module in model.named_modules()}
+        names, planned = {module: name for name, module in model.named_modules()}, set[str]()
         options: dict[str, Any] = {
             "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
             "mp_policy": _policy(formats),
@@ -76,7 +76,8 @@ class Sharding:
         entries = blocks_of(model)
         for blocks in [*_neighbours(entries, names, layout.blocks_together), [model]]:
             fill({names[block]: block for block in blocks})
-            self._parallelize(mesh["tensor"], blocks, formats)
+            if layout.plan:
+                parallelize(model, mesh["tensor"], layout.plan, blocks, planned, formats)
             fully_shard(blocks, **options)
             sharded: Any = blocks[0]
             sharded.set_custom_reduce_scatter(_Sum(self._measure_and_weigh))
@@ -100,17 +101,6 @@ class Sharding:
         """
         for module in blocks_of(self._model) or [self._model]:
             module.forward = torch.compile(module.forward)
-
-    def _parallelize(self, mesh: DeviceMesh, within: Sequence[nn.Module], formats: Any) -> None:
-        """Divide the layers of the plan within blocks. Their parameters keep their formats."""
-        if self._layout.plan:
-            from mpframe.parallel.tensor_parallel import parallelize
-
-            before = dict(self._model.named_parameters(remove_duplicate=False))
-            parallelize(self._model, mesh, self._layout.plan, within, self._planned)
-            for name, weight in self._model.named_parameters(remove_duplicate=False):
-                if weight is not before[name]:
-                    formats[weight] = formats[before[name]]
 
     @contextmanager
     def train_only(self, parameters: Sequence[Tensor]) -> Iterator[None]:

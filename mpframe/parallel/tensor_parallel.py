@@ -5,7 +5,7 @@ of its inputs and sums the results. Between the two, each rank works with its pa
 is the same on all these ranks, as they read the same samples and draw the same random numbers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -40,21 +40,14 @@ def parallelize(
     plan: Mapping[str, Any],
     within: Iterable[nn.Module],
     done: set[str],
+    formats: MutableMapping[Any, torch.dtype],
 ) -> None:
-    """Divide the layers of a plan among the ranks of a 1-d mesh, in place.
+    """Divide the layers of a plan that lie within some modules, in place, along a 1-d mesh.
 
-    Their weights become DTensors. Each rank takes its parts of the values it has.
-
-    Args:
-        model: the same on all ranks, perhaps on `meta`.
-        mesh: of the ranks.
-        plan: patterns of modules' names, of which the last that fits decides, and a word of
-            `STYLES` or a ParallelStyle for each.
-        within: the modules whose layers are divided now.
-        done: the names of layers that are divided already. It gets those of these.
-
-    Raises:
-        ConfigError: a pattern fits no module, or its style does not fit the module.
+    Their weights become DTensors, in the `formats` that they had. Each rank takes its parts of the
+    values it has. Of the patterns of a plan the last that fits decides. `done` holds the names of
+    layers that are divided already, and gets those of these. ConfigError: a pattern fits no
+    module, or its style, a word of `STYLES` or a ParallelStyle, does not fit the module.
     """
     tied, inside = _tied(model), {module for owner in within for module in owner.modules()}
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -72,6 +65,9 @@ def parallelize(
         module.register_forward_hook(_hide_view)
     for names in tied:
         _tie_again(model, names, before[names[0]])
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight is not before[name]:
+            formats[weight] = formats[before[name]]
 
 
 def _choose(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

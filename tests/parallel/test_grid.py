@@ -129,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"plan": {"*": "rowwise"}}, "distributed.tensor=1: ranks divide the layers that distributed.plan names, and it names 1; give both or none"),
     ({"replicas": 4}, "distributed.replicas=4: 6 ranks are no multiple of replicas x tensor (1); choose others"),
     ({"replicas": 2, "tensor": 6, "plan": {"*": "colwise"}}, "distributed.replicas=2: 6 ranks are no multiple of replicas x tensor (6); choose others"),
-    ({"replicas": 6}, "distributed.replicas=6: of 6 ranks each replica would have 1, and none to share its weights with; choose fewer replicas, or trainer.parallel=ddp"),
+    ({"replicas": 6}, "distributed.replicas=6: of 6 ranks each replica would have 1, and none to share its weights with; choose fewer replicas"),
 ]  # fmt: skip
 
 
