@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
 from mpframe.lowbit.kernels import ProductState, Quantizer, Watch, weight_operand
-from mpframe.lowbit.native import is_wanted, make_native_error, refusals
+from mpframe.lowbit.native import is_wanted, refusals
 from mpframe.lowbit.ops import ATTENTION, OPS, quantises, run_op
 from mpframe.lowbit.recipe import Recipe
 from mpframe.precision.handlers import Handler, OpHandler, Readers
@@ -42,12 +42,6 @@ class ProductHandler(OpHandler):
         return None if recipe is None else self._ops.get((op, recipe))
 
     def attach(self, model: nn.Module) -> None:
-        policy, device = self._policy, device_of(model)
-        names = (policy.products, *policy.ops.modules.values())
-        recipes = [policy.recipes[name] for name in names if name in policy.recipes]
-        for recipe in recipes if policy.compute == "native" else []:
-            for product, why in refusals(recipe, device).items():
-                raise make_native_error(recipe, product, device, why)
         self.state.learn_names(model)
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.errors import ConfigError
 from mpframe.lowbit import native
 from mpframe.lowbit.native import Parts, take_apart
 from mpframe.lowbit.recipe import Recipe
@@ -119,7 +120,11 @@ class Quantizer:
             return left.values, right.values
         if self.compute == "native":
             why = self._explain_emulation(product, left, right)
-            raise native.make_native_error(self.recipe, product, left.values.device, why)
+            raise ConfigError(
+                f"dtype.compute=native: dtype.products={self.recipe.name} has no native {product} "
+                f"product on {left.values.device.type}: {why}; choose dtype.compute=auto, which "
+                "emulates it"
+            )
         rest = product, site, quantize
         return self._quantize(left, *rest), self._quantize(right, *rest)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from mpframe.core.errors import ConfigError, first_line
+from mpframe.core.errors import first_line
 from mpframe.lowbit.formats import FORMATS, Draw
 from mpframe.lowbit.recipe import OPERANDS, Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, apply_hadamard, find_scales, round_blocks
@@ -167,14 +167,6 @@ def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
         if (hows := recipe.products.get(product))
     }
     return {product: reason for product, reason in reasons.items() if reason}
-
-
-def make_native_error(recipe: Recipe, product: str, device: torch.device, why: str) -> ConfigError:
-    """Return the error of `dtype.compute=native` for a product that is emulated."""
-    return ConfigError(
-        f"dtype.compute=native: dtype.products={recipe.name} has no native {product} product on "
-        f"{device.type}: {why}; choose dtype.compute=auto, which emulates it"
-    )
 
 
 def _keep_numbers(how: Quantization) -> Quantization:

@@ -114,7 +114,7 @@ class Precision:
 
         Raises:
             ConfigError: a parameter is complex, or lazy without an example. Or a pin names no
-                module, the device lacks a native product, or the optimizer is another model's.
+                module, or the optimizer is another model's.
         """
         if not hasattr(optimizer, "param_groups"):  # apex's LARC, around one, is no Optimizer.
             raise ConfigError(
@@ -181,9 +181,6 @@ class Precision:
 
         `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
         was trained in. A second call does nothing.
-
-        Raises:
-            ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
         if model in self._hooked:
             return []

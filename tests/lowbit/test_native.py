@@ -1,6 +1,7 @@
 """Products by `scaled_mm`: a CPU's kernels of fp8, and the exact codes of MX and NVFP4."""
 
 import math
+from collections import OrderedDict
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -241,16 +242,17 @@ def test_a_refusal_of_wrong_numbers(monkeypatch: Patch) -> None:
     ("products", "pins"),
     [("mxfp8", {}), pytest.param("fp8_rows", {"head": "nvfp4"}, marks=on_cpus)],
 )
-def test_a_refusal_at_once_where_native_was_asked_for(products: str, pins: dict[str, str]) -> None:
+def test_a_refusal_where_native_was_asked_for(products: str, pins: dict[str, str]) -> None:
     lists = replace(OpLists.named(), modules=pins)
     precision = Precision("mixed", products=products, compute="native", ops=lists)
-    layer = nn.ModuleDict({"head": nn.Linear(32, 32)})
-    optimizer = torch.optim.SGD(layer.parameters())
-    assert refused(ConfigError, precision.prepare, layer, optimizer) == (
+    model = nn.Sequential(OrderedDict(head=nn.Linear(32, 32)))
+    precision.prepare(model, torch.optim.SGD(model.parameters()))
+    with precision.cast():
+        said = refused(ConfigError, model, made(32, 32))
+    assert said == (
         f"dtype.compute=native: dtype.products={pins.get('head', products)} has no native "
         f"forward product on cpu: {SWIZZLE}; choose dtype.compute=auto, which emulates it"
     )
-    refused(ConfigError, precision.attach, layer)  # The first refusal has left nothing behind.
 
 
 def test_a_refusal_of_other_than_two_matrices() -> None:
