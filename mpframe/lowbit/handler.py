@@ -19,9 +19,6 @@ from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import NO_PRODUCTS, Compute, Policy
 from mpframe.precision.precision import Precision
 
-# Ops that multiply two matrices, neither batches nor convolutions.
-_OF_MATRICES = {"linear", "matmul", "mm", "addmm"}
-
 
 class ProductHandler(OpHandler):
     """The `OpHandler` that runs the products of every recipe that a policy names."""
@@ -109,7 +106,7 @@ def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> s
     device = device_of(module)
     if not is_wanted(policy.compute, device):
         return ""
-    if op not in _OF_MATRICES:
+    if op not in ("linear", "matmul", "mm", "addmm"):  # It takes no two matrices.
         return ", emulated"
     reasons = refusals(recipe, device)
     if len(reasons) == len(recipe.products):

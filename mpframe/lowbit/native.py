@@ -148,7 +148,7 @@ def refusal(left: Quantization, right: Quantization, device: torch.device) -> st
     """Say why a device has no product of such operands, or nothing if it has one."""
     kind = kind_of(left)
     if kind is None or kind_of(right) is not kind:
-        words = " by ".join(dict.fromkeys(str(_keep_numbers(how)) for how in (left, right)))
+        words = " by ".join(dict.fromkeys(map(str, (left, right))))
         return f"scaled_mm has none with an fp32 result for {words}"
     if device.type == "cuda" and torch.cuda.is_available():
         has, needs = torch.cuda.get_device_capability(device), _CAPABILITY[kind]
@@ -156,7 +156,7 @@ def refusal(left: Quantization, right: Quantization, device: torch.device) -> st
             return "it needs compute capability {}.{}, and this is {}.{}".format(*needs, *has)
     elif device.type != "cpu":
         return f"scaled_mm is not used on {device.type} here"
-    return _try(_keep_numbers(left), _keep_numbers(right), device)
+    return _try(left, right, device)
 
 
 def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
@@ -167,11 +167,6 @@ def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
         if (hows := recipe.products.get(product))
     }
     return {product: reason for product, reason in reasons.items() if reason}
-
-
-def _keep_numbers(how: Quantization) -> Quantization:
-    """Leave out how the numbers came about, which an instruction need not know."""
-    return replace(how, rule="rceil", rounding="nearest", hadamard=0)
 
 
 @cache

@@ -53,7 +53,9 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return y if bias is None else y + bias
 
 
-def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
+def _matmul(call: Call, input: Tensor, *second: Tensor, **named: Tensor) -> Tensor:
+    """Compute matmul, mm, bmm or mv, whose second operand has its own name in each."""
+    (other,) = (*second, *named.values())
     left = input[None] if input.dim() == 1 else input
     right = other[:, None] if other.dim() == 1 else other
     if right.dim() == 2:
@@ -65,11 +67,6 @@ def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
         y = call.matmul(left, right).view(*batch, left.shape[-2], right.shape[-1])
     y = y.squeeze(-2) if input.dim() == 1 else y
     return y.squeeze(-1) if other.dim() == 1 else y
-
-
-def matmul_of(call: Call, input: Tensor, *other: Tensor, **named: Tensor) -> Tensor:
-    """Compute matmul, mm, bmm or mv, whose second operand has its own name in each."""
-    return _matmul(call, input, *other, *named.values())
 
 
 def grouped_mm(
@@ -102,12 +99,9 @@ def add_matmul(
     call: Call, input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
 ) -> Tensor:
     """Compute addmm, addmv or baddbmm, whose operands have names in alphabetical order."""
-    return _add(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
-
-
-def _add(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """Return beta * input + alpha * y, where the input may be nan if beta is 0."""
+    y = _matmul(call, *pair, *(named[k] for k in sorted(named)))
     y = y if alpha == 1 else alpha * y
+    # If beta is 0, the input may be nan.
     return y if beta == 0 else y + (input if beta == 1 else beta * input)
 
 
@@ -199,7 +193,7 @@ def attention(
 # Each op, and the place of its left operand among its arguments.
 OPS: dict[str, tuple[Callable[..., Any], int]] = {
     "linear": (linear, 0),
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (_matmul, 0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
     "_grouped_mm": (grouped_mm, 0),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),

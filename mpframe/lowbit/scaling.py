@@ -118,8 +118,18 @@ class Scaled:
 def find_scales(values: Tensor, axes: Axes, how: Quantization) -> Scaled:
     """Return the scales of transformed values. It takes the arguments of `quantize`."""
     blocks, shared = _split_blocks(values, axes, how)
-    amax = _amax(blocks, shared)
-    return Scaled(blocks, amax, *_scale(amax, how))
+    amax, whole = _amax(blocks, shared), None
+    if how.scale == "e4m3":
+        scale, inverse, whole = _two_scales(amax, how.format)
+    elif how.scale == "e8m0":
+        scale = _power_of_two(amax, how)
+        inverse = scale.reciprocal()
+    else:
+        scale = (amax * (1.0 / how.format.max)).clamp(min=_TINY)
+        inverse = scale.reciprocal()
+    finite = amax < torch.inf
+    scale, inverse = (factor.where(finite, torch.nan) for factor in (scale, inverse))
+    return Scaled(blocks, amax, scale, inverse, whole)
 
 
 def round_blocks(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
@@ -172,20 +182,6 @@ def _amax_of_short_rows(blocks: Tensor) -> Tensor:
     while rows.shape[-1] % 2 == 0:
         rows = torch.maximum(*rows.chunk(2, -1))
     return rows.amax(-1, keepdim=True)
-
-
-def _scale(amax: Tensor, how: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `scale`, `inverse` and `whole` of a `Scaled`."""
-    finite, whole = amax < torch.inf, None
-    if how.scale == "e4m3":
-        scale, inverse, whole = _two_scales(amax, how.format)
-    elif how.scale == "e8m0":
-        scale = _power_of_two(amax, how)
-        inverse = scale.reciprocal()
-    else:
-        scale = (amax * (1.0 / how.format.max)).clamp(min=_TINY)
-        inverse = scale.reciprocal()
-    return torch.where(finite, scale, torch.nan), torch.where(finite, inverse, torch.nan), whole
 
 
 def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:

@@ -203,7 +203,7 @@ def test_a_refusal_says_which_instruction_there_is_not() -> None:
     for left, right, device, said in (
         (TENSOR, ROW, CUDA, f"{NONE}e4m3fn / {PER_TENSOR} by e4m3fn / {PER_ROW}"),
         (replace(TENSOR, scale="none"), TENSOR, CPU, f"{NONE}e4m3fn by e4m3fn / {PER_TENSOR}"),
-        (MXFP4, MXFP4, CPU, NONE + "e2m1 / e8m0 scale per block of 32 x 1"),
+        (MXFP4, MXFP4, CPU, f"{NONE}{MXFP4}"),
         (TENSOR, TENSOR, torch.device("meta"), "scaled_mm is not used on meta here"),
         (NVFP4, replace(NVFP4, across=16), CPU, SWIZZLE),
         (TENSOR, replace(TENSOR, format=E5M2), CPU, OF_CPU),
