@@ -26,18 +26,13 @@ ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since to
 class Usage:
     """Watches which weights this rank uses, and has it take part in the blocks that it passes by.
 
-    Args:
-        model: divided, the same on all ranks.
-        blocks: the modules that are gathered one by one, in the model's order.
-
-    Attributes:
-        loss: which of several is computed, by the first weight that it trains, or None.
-        on_gathered: called once a block's weights, gathered for the first time, are in the model.
+    `blocks` are the modules of a divided model that are gathered one by one, in the model's order.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._watchers: OrderedDict[int, Callable[[str, Tensor], None]] = OrderedDict()
-        self.loss: Tensor | None = None
+        self.loss: Tensor | None = None  # which of several is computed, by a weight it trains
+        # Called once a block's weights, gathered for the first time, are in the model.
         self.on_gathered: list[Callable[[], None]] = []
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._weights = dict(model.named_parameters())
