@@ -17,7 +17,6 @@ from mpframe.core.ranges import make_range_error, require_whole
 
 _BIAS, _MANTISSA = 127, 23  # of fp32
 _EXPONENT_MASK = 0x7F800000
-_HALF_MANTISSA = 1 << (_MANTISSA - 1)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
     """Round by fp32's addition: adding and subtracting 1.5 * 2^23 units leaves whole units."""
     shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
-    large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
+    large = _exponents(values, format).add_(shift | 1 << (_MANTISSA - 1)).view(torch.float32)
     return values.add_(large).sub_(large)
 
 

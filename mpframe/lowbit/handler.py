@@ -52,13 +52,11 @@ class ProductHandler(OpHandler):
             if recipe is not None and quantises(recipe, op, policy):
                 native = _say_native(recipe, op, module, policy)
                 return "; ".join([recipe.name + native, *_list_half(recipe, module)])
-        halves = [call[0] for call in calls if policy.compute_of(*call) is Compute.HALF]
         # prelu is in ops.allow, as under autocast, but multiplies element by element.
-        if not (halves := [op for op in halves if op != "prelu"]):
+        products = [call for call in calls if call[0] != "prelu"]
+        if not any(policy.compute_of(*call) is Compute.HALF for call in products):
             return "-"
-        if pin is not None:
-            return f"in half: {pin[0]!r} is pinned to {pin[1]}"
-        return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
+        return "in half" if pin is None else f"in half: {pin[0]!r} is pinned to {pin[1]}"
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()

@@ -30,9 +30,8 @@ _broadcast: Any = torch.broadcast_shapes
 
 def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
     """Whether a recipe quantises the products of `op`, which the lists must run in half."""
-    if op not in OPS or policy.ops.list_of(op) != "allow":
-        return False
-    return op != ATTENTION or recipe.attention
+    listed = op in OPS and policy.ops.list_of(op) == "allow"
+    return listed and (op != ATTENTION or recipe.attention)
 
 
 class Call(NamedTuple):

@@ -30,8 +30,6 @@ _CHOICES = {
     "rule": RULES,
     "rounding": ("nearest", "stochastic"),
 }
-_LEAST = {"block": 1, "across": 1, "hadamard": 0}
-_KEYS = ("every", *OPERANDS, "half", "attention")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Recipe:
     def from_mapping(cls, name: str, node: Mapping[str, Any]) -> Self:
         """Return a recipe from an entry of `dtype.recipes`."""
         path = f"dtype.recipes.{name}"
-        _require_known(path, node, _KEYS)
+        _require_known(path, node, ("every", *OPERANDS, "half", "attention"))
         every = node.get("every") or {}
         products = {
             product: _read_operands(f"{path}.{product}", every, node.get(product) or {}, operands)
@@ -107,7 +105,7 @@ def _read_quantization(path: str, node: Mapping[str, Any]) -> Quantization:
     for key, allowed in _CHOICES.items():
         if key in node and node[key] not in allowed:
             raise ConfigError(f"{path}.{key}={node[key]}: choose {', '.join(allowed)}")
-    for key, least in _LEAST.items():
+    for key, least in {"block": 1, "across": 1, "hadamard": 0}.items():
         require_whole(f"{path}.{key}", node.get(key, least), least)
     how = Quantization(**{**node, "format": _read_format(path, node.get("format"))})
     size = how.hadamard

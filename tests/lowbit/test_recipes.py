@@ -145,7 +145,7 @@ def test_the_map_says_what_stays_in_half_and_why() -> None:
         "classes": "mxfp8; dx " + no_multiple.format(10),
         "images": "mxfp8; forward " + no_multiple.format(3),
         "grouped": "mxfp8; forward {0}; dx {0}".format(no_multiple.format(16)),
-        "cells": "in half: lstm is never quantised",
+        "cells": "in half",
         **dict.fromkeys(("norm", "slopes"), "-"),
         **dict.fromkeys(("attention", "attention.out_proj", "head"), "mxfp8"),
     }
