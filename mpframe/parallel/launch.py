@@ -109,6 +109,6 @@ def init_comm(
     group = ProcessGroup(place(), device(), timeout)
     try:
         yield group
-        group.barrier()
+        group.max_of([0])  # Until every rank is here.
     finally:
         group.leave()

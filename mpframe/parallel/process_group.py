@@ -180,10 +180,6 @@ class ProcessGroup(Comm):
             dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.max_of([0])
-
     def begin_step(self, optimizer: Any, reduce: str) -> None:
         self._reducer = None
         if reduce == "in_backward" and self.sharding is None:

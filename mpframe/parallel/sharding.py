@@ -39,7 +39,13 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        _refuse_indivisible(model)
+        for name, weight in model.named_parameters():
+            if weight.dtype != torch.float32 or not weight.dim():
+                raise ConfigError(
+                    f"trainer.parallel=fsdp: {name} is {str(weight.dtype)[6:]} "
+                    f"{list(weight.shape)}, and the ranks divide the rows of float32 weights; use "
+                    "trainer.parallel=ddp"
+                )
         self._model, self._layout = model, layout
         self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
@@ -235,12 +241,3 @@ def _to_host(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 def _keep_for_backward(model: Any, inputs: Any) -> None:
     """Keep gathered weights until the backward pass. Where none follows, they are given back."""
     model.set_reshard_after_forward(not torch.is_grad_enabled())
-
-
-def _refuse_indivisible(model: nn.Module) -> None:
-    for name, weight in model.named_parameters():
-        if weight.dtype != torch.float32 or not weight.dim():
-            raise ConfigError(
-                f"trainer.parallel=fsdp: {name} is {str(weight.dtype)[6:]} {list(weight.shape)}, "
-                "and the ranks divide the rows of float32 weights; use trainer.parallel=ddp"
-            )
