@@ -59,7 +59,7 @@ class Subject(PlannedRun):
         """Yield (module, parameter, fp32 values) of each weight stored or computed with in half."""
         weights = self.trainer.weights()
         for row in self.rows:
-            if self.half and self.half in (row.storage, getattr(torch, row.compute, None)):
+            if self.half in (row.storage, getattr(torch, row.compute, None)):
                 module = self.trainer.model.get_submodule(row.module)
                 for name, parameter in module.named_parameters(recurse=False):
                     if parameter.is_floating_point():
