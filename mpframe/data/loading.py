@@ -5,7 +5,6 @@ exactly the batches it would have seen. The order is a permutation computed from
 all random numbers, such as the augmentation of a sample: pure functions of (seed, epoch, sample).
 """
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from time import perf_counter
@@ -169,21 +168,18 @@ def require_shared(option: str, batch_size: int, workers: int, comm: Comm) -> No
 
 def data_loader(dataset: Dataset[Any], workers: int, pin: bool, **options: Any) -> DataLoader[Any]:
     """Return torch's loader of whole batches, whose workers stay from one epoch to the next."""
-    with warnings.catch_warnings():
-        # warn_of_too_many_workers warns of more workers than cores, once and in one line.
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        return DataLoader(
-            dataset,
-            num_workers=workers,
-            pin_memory=pin,
-            collate_fn=_keep_whole,
-            persistent_workers=workers > 0,
-            timeout=POLL_SECONDS if workers else 0,
-            worker_init_fn=ignore_signals,
-            # The default is the global generator, from which the model draws.
-            generator=torch.Generator(),
-            **options,
-        )
+    return DataLoader(
+        dataset,
+        num_workers=workers,
+        pin_memory=pin,
+        collate_fn=_keep_whole,
+        persistent_workers=workers > 0,
+        timeout=POLL_SECONDS if workers else 0,
+        worker_init_fn=ignore_signals,
+        # The default is the global generator, from which the model draws.
+        generator=torch.Generator(),
+        **options,
+    )
 
 
 def shuffle_indices(size: int, seed: int, epoch: int) -> Tensor:

@@ -8,19 +8,14 @@ loader or the program ends.
 """
 
 import ctypes
-import errno
-import logging
 import math
 import multiprocessing
-import os
 import pickle
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from time import monotonic
 from typing import Any
@@ -29,29 +24,11 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from mpframe.core.errors import DataError, first_line
 
-log = logging.getLogger(__name__)
-
 _NONE = -1
-_SIGKILLED = -9
-_OPEN_FILES = os.strerror(errno.EMFILE)
-_FEWER = "use fewer, or allow more open files (ulimit -n)"
-_STOPPING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0  # How often a wait for a batch checks whether the workers are alive.
 Locate = Callable[[int | None], str]
 """Says where in the data a sample is, by its index, or where a worker is that reads none."""
-
-
-def warn_of_too_many_workers(workers: int) -> None:
-    """Warn of more workers than there are cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if workers > (cores or workers):
-        log.warning(
-            "warning: dataset.workers=%d: this machine has %d cores; more workers wait for each "
-            "other",
-            *(workers, cores),
-        )
 
 
 class CurrentSamples:
@@ -91,20 +68,14 @@ class WorkerPool:
         before = multiprocessing.active_children()
         try:
             with _keep_child_handler(), _block_signals(), warnings.catch_warnings():
-                # The error that follows and warn_of_too_many_workers say what torch would warn of.
-                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
+                warnings.filterwarnings("ignore", "Got pickle error")  # The error below says it.
                 answers = iter(batches)
-        except OSError as error:  # The started ones ignore the SIGTERM of the end.
+        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            # The started ones ignore the SIGTERM of the end.
             _kill([p for p in multiprocessing.active_children() if p not in before], None)
             raise DataError(
                 f"dataset.workers={len(self._current)}: a worker cannot be started "
-                f"({error.strerror}); {_FEWER}"
-            ) from error
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise DataError(
-                f"dataset.workers={len(self._current)}: the dataset cannot be sent to a worker "
-                f"({first_line(error)}); let it hold no lambdas, local classes or open files, or "
-                "use dataset.workers=0"
+                f"({first_line(error)}); use fewer, or 0 if the dataset cannot be pickled"
             ) from error
         if not self._processes and len(self._current):
             self._processes = list(getattr(answers, "_workers", []))
@@ -124,9 +95,7 @@ class WorkerPool:
                 return next(answers)
             except (RuntimeError, OSError, EOFError) as error:  # The last two: a broken pipe.
                 timed_out = "timed out" in str(error)
-                failure = self._too_many_files() if _OPEN_FILES in str(error) else None
-                failure = failure or self._death(locate, timed_out)
-                failure = failure or self._timeout_error(deadline, locate)
+                failure = self._death(locate, timed_out) or self._timeout_error(deadline, locate)
                 if failure is None and not timed_out:
                     raise
             if failure is not None:
@@ -142,25 +111,16 @@ class WorkerPool:
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
             code = process.exitcode
-            if code == errno.EMFILE:
-                return self._too_many_files()
             if code is not None:
-                hint = (
-                    "the system kills what uses too much memory: try fewer dataset.workers"
-                    if code == _SIGKILLED
-                    else "dataset.workers=0 may show the error itself"
-                )
                 ending = f"ended with exit code {code}"
                 if code < 0:
-                    ending = f"was killed by {_name_of(-code)}"
+                    ending = f"was killed by signal {-code}"
                 return (
                     f"dataset.workers={len(self._current)}: worker {number} {ending} at "
-                    f"{locate(self._current.of(number))}; {hint}"
+                    f"{locate(self._current.of(number))}; use fewer if it ran out of memory, or "
+                    "dataset.workers=0, which may show the error itself"
                 )
         return None
-
-    def _too_many_files(self) -> str:
-        return f"dataset.workers={len(self._current)}: {_OPEN_FILES.lower()}; {_FEWER}"
 
     def _timeout_error(self, deadline: float, locate: Locate) -> str | None:
         """Return the error text if the deadline has passed."""
@@ -175,40 +135,16 @@ class WorkerPool:
         )
 
 
-def _name_of(number: int) -> str:
-    """Return a signal's name, such as `SIGKILL`, or its number if it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
 def ignore_signals(worker: int) -> None:
-    """Make a new worker ignore signals that stop a run, and end if it can open no more files."""
-
+    """Make a new worker ignore signals that stop a run."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # Signals that came while blocked are gone now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    sys.excepthook = _report
-    Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-        lambda error, _: _report(type(error), error, error.__traceback__)
-    )
-
-
-def _report(kind: Any, error: Any, trace: Any) -> None:
-    """End a worker from any of its threads if it can open no more files: no batch would arrive."""
-    if _OPEN_FILES in str(error):
-        os._exit(errno.EMFILE)
-    sys.__excepthook__(kind, error, trace)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # Those that came before are gone now.
 
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
     """Block signals, which could end a new worker before it has come to `ignore_signals`."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield

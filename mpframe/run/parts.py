@@ -26,7 +26,6 @@ from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loaders import make_loader, training_loader
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.data.workers import warn_of_too_many_workers
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.place import place
 from mpframe.precision.op_lists import PINS, OpLists
@@ -162,7 +161,6 @@ class Loaders(NamedTuple):
 
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
     """Make the loaders: training data shuffled and in whole batches only, the others in order."""
-    warn_of_too_many_workers(config.data.workers)
     options = _in_processes(config, comm)
     train = training_loader(task, config.data.batch_size, config.run.seed, **options)
     if config.run.resume != "none":

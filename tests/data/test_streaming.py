@@ -190,8 +190,8 @@ def test_what_no_loader_can_be_made_of(stream: Any, options: dict[str, Any], tex
 @pytest.mark.parametrize(("stream", "workers", "text"), [
     (Numbers(nine=lambda: NAN), 2, "dataset: training sample 9 holds NaN or inf (epoch 0, batch "),
     (Numbers(nine=raises), 0, "dataset: sample 9 cannot be read: ValueError (bad shard) at test_"),
-    (Numbers(nine=killed), 1, "dataset.workers=1: worker 0 was killed by SIGKILL at training sampl"
-     "e 9 (of its pass over the stream, near batch "),
+    (Numbers(nine=killed), 1, "dataset.workers=1: worker 0 was killed by signal 9 at training samp"
+     "le 9 (of its pass over the stream, near batch "),
     (Numbers(1), 2, "dataset: Numbers has no sample for worker 1 of 2 (all ranks together); use"),
     (Numbers(0), 0, "dataset: Numbers has no sample for worker 0 of 1"),
     (DataLoader(Numbers(nine=lambda: NAN), 4), 0, "dataset: training sample 1 holds NaN or inf (ep"
