@@ -5,7 +5,7 @@ any file is opened. `require_facts` compares them with the files.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import LossFunction, Objective, Supervised, require_objective
-from mpframe.core.ranges import require_whole
+from mpframe.core.ranges import make_range_error, require_whole
 from mpframe.core.user_code import describe
 from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
@@ -149,6 +149,13 @@ def require_counts(least: int = 1, /, **counts: int) -> None:
     """Check that each option `dataset.<name>` is a whole number >= `least`."""
     for name, count in counts.items():
         require_whole(f"dataset.{name}", count, least)
+
+
+def require_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Check that `dataset.<option>` is one of some values."""
+    if value not in choices:
+        allowed = f"one of {', '.join(map(str, choices))}"
+        raise make_range_error(f"dataset.{option}", value, allowed)
 
 
 def require_facts(dataset: str, **facts: tuple[object, object]) -> None:

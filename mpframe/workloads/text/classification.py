@@ -4,11 +4,9 @@
 a file. `pad_batch` makes a batch of token sequences of different lengths.
 """
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.fetching import Collate
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Metric, Task, require_counts, require_facts
+from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.files.plain_file import read_regular
 from mpframe.training.objectives import model_loss
 
@@ -61,12 +58,10 @@ class WordPiece:
 
         self.pieces, self.max_tokens = list(pieces), max_tokens
         vocabulary = {piece: number for number, piece in enumerate(pieces)}
-        self._tokenizer = BertWordPieceTokenizer(vocabulary)
-        self._tokenizer.enable_truncation(max_tokens)
-
-    def encode(self, text: str, then: str | None = None) -> Any:
-        """Encode [CLS] text [SEP] then [SEP]: `ids`, `type_ids`, `sequence_ids`, `offsets`."""
-        return self._tokenizer.encode(text, then)
+        tokenizer = BertWordPieceTokenizer(vocabulary)
+        tokenizer.enable_truncation(max_tokens)
+        # Encodes [CLS] text [SEP] then [SEP]: `ids`, `type_ids`, `sequence_ids`, `offsets`.
+        self.encode = tokenizer.encode
 
     def described(self) -> dict[str, Any]:
         """Describe what is done to a text, as JSON values, for `Task.preprocessing`."""
@@ -88,18 +83,15 @@ def word_piece(
     """
     require_counts(len(_SPECIAL) + 1, vocab_size=vocab_size)
     require_counts(3, max_tokens=max_tokens)
-    if find_spec("tokenizers") is None:
-        raise ConfigError(
-            "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
-        )
     # Without threads, tokenizers does not warn when a loader's worker is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if vocab is None:
-        return WordPiece(_train(texts, vocab_size), max_tokens)
-    pieces = _read_vocabulary(Path(vocab))
+        pieces = _train(texts, vocab_size)
+    else:
+        pieces = read_regular(Path(vocab), _MOST_VOCABULARY_BYTES).decode("utf-8").splitlines()
     if len(pieces) > vocab_size:
         raise ConfigError(
-            f"dataset.vocab_size={vocab_size}: {vocab} has {len(pieces)} pieces; set it to "
+            f"dataset.vocab_size={vocab_size}: the vocabulary has {len(pieces)} pieces; set it to "
             f"{len(pieces)} or more"
         )
     return WordPiece(pieces, max_tokens)
@@ -116,11 +108,6 @@ def _train(texts: Sequence[str], vocab_size: int) -> list[str]:
     letters = set().union(*(tokenizer.normalizer.normalize_str(text) for text in texts))
     characters = sorted(letter for letter in letters if not letter.isspace())
     given = [*_SPECIAL, *characters, *(f"##{character}" for character in characters)]
-    if len(given) > vocab_size:
-        raise ConfigError(
-            f"dataset.vocab_size={vocab_size}: the texts have {len(characters)} different "
-            f"characters, which need {len(given)} pieces; use more, e.g. {2 * len(given)}"
-        )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False, special_tokens=given
     )
@@ -128,31 +115,6 @@ def _train(texts: Sequence[str], vocab_size: int) -> list[str]:
     numbers = tokenizer.get_vocab()
     return sorted(numbers, key=numbers.__getitem__)
 
-
-def read_text(option: str, path: Path, most: int, way_out: str) -> str:
-    """Return the UTF-8 text of a file of at most `most` bytes."""
-    try:
-        return read_regular(path, most).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{option}={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
-            f"{way_out}"
-        ) from None
-
-
-def _read_vocabulary(path: Path) -> list[str]:
-    way_out = "give a vocabulary with one piece a line, or null to train one"
-    pieces = read_text("dataset.vocab", path, _MOST_VOCABULARY_BYTES, way_out).splitlines()
-    missing = next((piece for piece in _SPECIAL if piece not in pieces), None)
-    if missing or len(set(pieces)) != len(pieces):
-        what = f"has no {missing}" if missing else "has a piece twice"
-        raise DataError(
-            f"dataset.vocab={path}: {what}; give BERT's vocab.txt, or null to train one"
-        )
-    return pieces
-
-
-log = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**24  # of one text
 
@@ -171,8 +133,8 @@ def text_folder(
     [N, T] and `labels` [N], all int64, where T is the length of the longest text, rounded up to a
     multiple of `pad_to`. The model computes the loss. See conf/dataset/text_folder.yaml.
 
-    ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not
-    installed. DataError: folders or files are missing or cannot be read.
+    ConfigError: an option is out of its range or does not fit the tree. DataError: folders are
+    missing. OSError: a file cannot be read.
     """
     require_counts(pad_to=pad_to)
     names, texts, targets = _read(Path(root))
@@ -181,24 +143,15 @@ def text_folder(
     learned = [texts[index] for index in parts[0].tolist()]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
     encoded = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32) for text in texts]
-    sets = [
+    sets: list[Any] = [
         [{"input_ids": encoded[index], "labels": targets[index]} for index in part.tolist()]
         for part in parts
     ]
-    return text_task(sets, Accuracy, partial(pad_batch, multiple=pad_to), tokenizer, names)
-
-
-def text_task(
-    parts: Sequence[Any],
-    metric: Callable[[], Metric],
-    collate: Collate,
-    tokenizer: WordPiece,
-    class_names: Sequence[str] | None = None,
-) -> Task:
-    """Return the task on the samples of training, validation and test, with the model's loss."""
-    train, val, test = parts
-    how = tokenizer.described()
-    return Task(train, val, model_loss, metric, collate, None, test, class_names, how)
+    train, val, test = sets
+    collate, how = partial(pad_batch, multiple=pad_to), tokenizer.described()
+    return Task(
+        train, val, model_loss, Accuracy, collate, test=test, class_names=names, preprocessing=how
+    )
 
 
 def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
@@ -214,29 +167,15 @@ def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
             f"dataset.root={root}: needs a folder of *.txt files for each of two or more classes, "
             f"and has {len(files)}; set dataset.root to such a tree"
         )
-    raw = [_read_bytes(path) for paths in files.values() for path in paths]
+    texts = [_read_text(path) for paths in files.values() for path in paths]
     counts = torch.tensor([len(paths) for paths in files.values()])
-    return list(files), _decode(root, raw), torch.arange(len(counts)).repeat_interleave(counts)
+    return list(files), texts, torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_text(path: Path) -> str:
+    """Read a text as UTF-8, or else as Latin-1, which any bytes are."""
+    content = read_regular(path, _MOST_BYTES)
     try:
-        return read_regular(path, _MOST_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); remove the file, or copy it to its place"
-        ) from None
-
-
-def _decode(root: Path, raw: list[bytes]) -> list[str]:
-    """Read the texts as UTF-8, or else as Latin-1, which any bytes are."""
-    texts, others = [], 0
-    for content in raw:
-        try:
-            texts.append(content.decode("utf-8"))
-        except UnicodeDecodeError:
-            texts.append(content.decode("latin-1"))
-            others += 1
-    if others:
-        log.info("%s: %d of %d texts are not UTF-8 and read as Latin-1", root, others, len(raw))
-    return texts
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")

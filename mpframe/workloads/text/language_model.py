@@ -8,7 +8,6 @@ side by side. The model is a decoder-only transformer (GPT-2: Radford et al. 201
 """
 
 import math
-import os
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -27,13 +26,12 @@ from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.ranges import POSITIVE, require
 from mpframe.data.metrics import BitsPerByte, Perplexity
 from mpframe.data.samples import draw_uniforms
-from mpframe.data.task import Task, require_counts
-from mpframe.files.plain_file import open_regular
+from mpframe.data.task import Task, require_choice, require_counts
+from mpframe.files.plain_file import open_regular, read_regular
 from mpframe.workloads.images import require_dropout, require_sizes
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-DTYPES: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4)}
 _MOST_BYTES = 2**30  # of a folder, where one file may have any size
 
 
@@ -44,44 +42,25 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
     are joined in the order of their paths, or None for the source of Python's library.
     """
     path = Path(sysconfig.get_path("stdlib") if root is None else root)
-    try:
-        if path.is_dir():
-            files = _list_library(path) if root is None else path.rglob("*.txt")
-            return _join(path, files, token_bytes)
-        return map_tokens(path, DTYPES[token_bytes])
-    except OSError as error:
+    if not path.is_dir():
+        return map_tokens(path, token_bytes)
+    files = _list_library(path) if root is None else path.rglob("*.txt")
+    chosen = sorted(file for file in files if file.is_file() and not file.is_symlink())
+    size = sum(file.stat().st_size for file in chosen)
+    if not 0 < size <= _MOST_BYTES or token_bytes != 1:
         raise DataError(
-            f"dataset.root={root}: {error.filename or path} cannot be read ({error.strerror}); "
-            "give a text file, a folder of *.txt files, or null for the source of Python's library"
-        ) from None
-
-
-def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """Return the tokens of a file, which is mapped. DataError if it holds no whole number."""
-    with open_regular(path, "rb", follow=True) as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size or size % dtype.itemsize:
-            raise DataError(
-                f"{path}: {size} bytes are no row of tokens of {dtype.itemsize} each; set "
-                "dataset.token_bytes to what the file was written with"
-            )
-        return np.memmap(file, dtype, mode="r")
-
-
-def _join(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
-    chosen = sorted(path for path in files if path.is_file() and not path.is_symlink())
-    size = sum(path.stat().st_size for path in chosen)
-    if not size or size > _MOST_BYTES or token_bytes != 1:
-        raise DataError(
-            f"{folder}: a folder needs *.txt files of at most {_MOST_BYTES} bytes in all and "
+            f"{path}: a folder needs *.txt files of at most {_MOST_BYTES} bytes in all and "
             f"dataset.token_bytes=1, and it has {len(chosen)} of {size} bytes; join them into one "
             "file, which is not read into memory"
         )
-    pieces = []
-    for path in chosen:
-        with open_regular(path, "rb") as file:
-            pieces.append(file.read())
+    pieces = [read_regular(file, _MOST_BYTES) for file in chosen]
     return np.frombuffer(b"\n".join(pieces), np.uint8)
+
+
+def map_tokens(path: Path, token_bytes: int) -> Tokens:
+    """Return the tokens of a file, which is mapped. ValueError: it holds no whole number."""
+    with open_regular(path, "rb", follow=True) as file:
+        return np.memmap(file, f"<u{token_bytes}", mode="r")
 
 
 def _list_library(folder: Path) -> Iterable[Path]:
@@ -137,8 +116,7 @@ def next_token(
 
 def require_options(token_bytes: int, bytes_per_token: float, eval_windows: int | None) -> None:
     """Check options that every dataset of tokens has."""
-    if token_bytes not in DTYPES:
-        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1, 2 and 4")
+    require_choice("token_bytes", token_bytes, (1, 2, 4))
     require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
     if eval_windows is not None:
         require_counts(eval_windows=eval_windows)

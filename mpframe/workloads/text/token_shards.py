@@ -17,7 +17,6 @@ from mpframe.core.errors import DataError
 from mpframe.data.loading import shuffle_indices
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.text.language_model import (
-    DTYPES,
     SideBySide,
     Stretches,
     map_tokens,
@@ -65,7 +64,7 @@ def token_shards(
 
 
 def _stretch(path: Path, token_bytes: int, context: int, vocab_size: int) -> Stretches:
-    tokens = map_tokens(path, DTYPES[token_bytes])
+    tokens = map_tokens(path, token_bytes)
     if len(tokens) <= context:
         raise DataError(
             f"{path}: {len(tokens)} tokens are too few for a window of {context}; use "

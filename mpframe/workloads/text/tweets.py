@@ -6,7 +6,6 @@ form. The metric is the share of words that the found part and the right one hav
 
 import csv
 import io
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,18 +18,12 @@ from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.tree import widest
 from mpframe.data.samples import draw_uniforms, hold_out
 from mpframe.data.task import Task, require_counts
-from mpframe.workloads.text.classification import (
-    WordPiece,
-    pad_batch,
-    read_text,
-    text_task,
-    word_piece,
-)
-
-log = logging.getLogger(__name__)
+from mpframe.files.plain_file import read_regular
+from mpframe.training.objectives import model_loss
+from mpframe.workloads.text.classification import WordPiece, pad_batch, word_piece
 
 _MOST_BYTES = 2**28
-_COLUMNS = ("textID", "text", "selected_text", "sentiment")
+_COLUMNS = ("text", "selected_text", "sentiment")
 
 _SUBJECTS = ("the coffee", "my phone", "this song", "our team", "the weather", "her cake", "work")
 _WORDS = {
@@ -51,29 +44,22 @@ class Tweet(NamedTuple):
 
 def read_tweets(path: Path) -> list[Tweet]:
     """Read the rows of a table, except those without a text (the published file has one)."""
-    way_out = "give the tweet task's train.csv, or null for made texts"
-    content = read_text("dataset.root", path, _MOST_BYTES, way_out)
+    content = read_regular(path, _MOST_BYTES).decode("utf-8")
     rows = csv.DictReader(io.StringIO(content, newline=""))
-    missing = next((name for name in _COLUMNS if name not in (rows.fieldnames or ())), None)
-    if missing:
-        raise DataError(f"{path}: has no column {missing}; needed are {', '.join(_COLUMNS)}")
-    listed = list(enumerate(rows, 1))
-    tweets = [_check(path, number, row) for number, row in listed if row["text"].strip()]
-    if not tweets:
-        raise DataError(f"{path}: has no row with a text; give the tweet task's train.csv")
-    if left := len(listed) - len(tweets):
-        log.info("%s: %d of %d rows have no text and are left out", path, left, len(listed))
+    if missing := set(_COLUMNS) - set(rows.fieldnames or ()):
+        raise DataError(f"{path}: has no column {min(missing)}; give the tweet task's train.csv")
+    tweets = []
+    for number, row in enumerate(rows, 1):
+        tweet = Tweet(*(row[name] or "" for name in _COLUMNS))
+        if not tweet.text.strip():
+            continue
+        if not (tweet.sentiment and tweet.selected.strip() and tweet.selected in tweet.text):
+            raise DataError(
+                f"{path}, row {number}: must have a sentiment, and a selected_text that is in its "
+                "text; mend or remove the row"
+            )
+        tweets.append(tweet)
     return tweets
-
-
-def _check(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
-    text, selected, sentiment = (row[name] or "" for name in _COLUMNS[1:])
-    if not selected.strip() or selected not in text or not sentiment:
-        what = "its sentiment" if selected.strip() and selected in text else "its selected_text"
-        raise DataError(
-            f"{path}, row {number}: {what} is missing or not in its text; mend or remove the row"
-        )
-    return Tweet(text, selected, sentiment)
 
 
 def make_tweets(count: int = 3000) -> list[Tweet]:
@@ -171,8 +157,8 @@ def tweet_spans(
     last token of the answer, `start_positions` and `end_positions` [N]), and of the targets of
     `WordJaccard`. The model computes the loss. See conf/dataset/tweet_spans.yaml.
 
-    ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
-    installed. DataError: a file cannot be read or holds something else.
+    ConfigError: an option is out of its range or too small for the texts. DataError: a file holds
+    something else. OSError: it cannot be read.
     """
     require_counts(pad_to=pad_to)
     tweets = make_tweets() if root is None else read_tweets(Path(root))
@@ -182,8 +168,10 @@ def tweet_spans(
     parts = [[tweets[index] for index in part] for part in indices]
     learned = [f"{tweet.sentiment} {tweet.text}" for tweet in parts[0]]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
-    sets = [[_encode(tweet, tokenizer) for tweet in part] for part in parts]
-    return text_task(sets, WordJaccard, partial(pad_spans, multiple=pad_to), tokenizer)
+    sets: list[Any] = [[_encode(tweet, tokenizer) for tweet in part] for part in parts]
+    train, val, test = sets
+    collate, how = partial(pad_spans, multiple=pad_to), tokenizer.described()
+    return Task(train, val, model_loss, WordJaccard, collate, test=test, preprocessing=how)
 
 
 def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> Batch:
