@@ -1,9 +1,8 @@
 """Metrics that count on the device, in the manner of torchmetrics.
 
 Metrics of classes leave out targets equal to `ignore_index` (-100), as torch's losses do.
-An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
-back before `compute`. The sums start as the number 0, so that the first batch decides the device.
-`compute` returns 0-d float64, nan before the first update or if nothing was counted.
+An `update` only queues work: nothing is read back before `compute`, which returns 0-d float64, nan
+before the first update or if nothing was counted.
 """
 
 import math
@@ -66,7 +65,7 @@ class Mean(ABC):
     """The sum over all samples, kept on the device, over their number."""
 
     def __init__(self) -> None:
-        self._sum: Tensor | float = 0
+        self._sum: Tensor | float = 0  # so that the first batch decides the device
         self._seen: Tensor | int = 0
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -86,7 +85,7 @@ class Mean(ABC):
 
     @abstractmethod
     def measure_batch(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | int]:
-        """Return the sum over one batch, 0-d, and over how many values."""
+        """Return the sum over one batch, and over how many values."""
 
 
 class Accuracy(Mean):
@@ -101,11 +100,6 @@ class Accuracy(Mean):
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
-        if targets.shape == outputs.shape:
-            raise DataError(
-                f"accuracy: targets of shape {list(targets.shape)}, as the outputs have, are "
-                "probabilities or one-hot; give class numbers (argmax(dim=1)), or another metric"
-            )
         chosen = choose_classes("accuracy", outputs, targets)
         labels = find_labels("accuracy", targets, self._ignored)
         return ((chosen == targets) & labels).sum(), labels.sum()
@@ -186,41 +180,36 @@ class RMSPE(RMSE):
         return (outputs - targets) / targets
 
 
-class Overlap(ABC):
+class Overlap(Mean):
     """The mean over the classes of a measure of areas, summed over all pixels of a validation.
 
     Classes that neither targets nor predictions have are left out, and so is class 0 unless
     `background` is true.
     """
 
+    name: str
     higher_is_better = True
 
     def __init__(self, background: bool = False, ignore_index: int = -100) -> None:
+        super().__init__()
         self._first = 0 if background else 1
         self._ignored = ignore_index
-        self._counts: Tensor | int = 0
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Count the pixels of logits [N, classes, ...] for class numbers [N, ...]."""
-        name = type(self).__name__.lower()
-        chosen = choose_classes(name, outputs, targets)
-        labels = find_labels(name, targets, self._ignored)
+    def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the pixels of logits [N, classes, ...] for class numbers [N, ...] by both."""
+        chosen = choose_classes(self.name, outputs, targets)
+        labels = find_labels(self.name, targets, self._ignored)
         classes = outputs.shape[1]
         pairs = (targets.to(torch.int64) * classes + chosen).where(labels, 0).flatten()
         counts = pairs.new_zeros(classes * classes, dtype=torch.int64)
         # Not bincount: on a GPU it waits for the largest value.
         counts.scatter_add_(0, pairs, labels.flatten().to(torch.int64))
-        self._counts = self._counts + counts
-
-    def merge(self, other: Self) -> None:
-        """Add the counts of another rank."""
-        self._counts = self._counts + other._counts
+        return counts, labels.sum()
 
     def compute(self) -> Tensor:
         """Return the mean so far, 0 to 1."""
-        if isinstance(self._counts, int):
-            return torch.tensor(torch.nan, dtype=torch.float64)
-        counts = widen(self._counts).view(math.isqrt(len(self._counts)), -1)
+        counts = widen(torch.as_tensor(self._sum)).flatten()
+        counts = counts.view(math.isqrt(len(counts)), -1)
         shared, wanted, chosen = counts.diagonal(), counts.sum(1), counts.sum(0)
         values = self.measure(shared, wanted, chosen)[self._first :]
         return values.nanmean()  # 0 / 0 is a class that occurs nowhere.

@@ -71,7 +71,7 @@ NO_CLASS = "the target -1 is no class; correct it, or give the metric ignore_ind
     (Accuracy(), [5, 3], torch.zeros(5, 1), "[5] against targets of shape [5, 1]"),
     (BitsPerByte(), [1, 2, 4], TOKENS, "[1, 2] against targets of shape [1, 3]"),
     (IoU(), [1, 2, 4], TOKENS[0], "[1, 4] against targets of shape [3]"),
-    (Accuracy(), [5, 3], torch.zeros(5, 3), "accuracy: targets of shape [5, 3], as the outputs ha"),
+    (Accuracy(), [5, 3], torch.zeros(5, 3), "[5] against targets of shape [5, 3]"),
     *((metric, [5, 1], torch.zeros(5).long(), f"{metric.name}: outputs of shape [5, 1] have one cl")
       for metric in (Accuracy(), Dice(), IoU(True))),
     *((metric, [1, 2, 3], WRONG, f"{metric.name}: {NO_CLASS}")
