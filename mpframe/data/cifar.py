@@ -105,13 +105,16 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
     """Read uint8 images [10000, 3, 32, 32] and int64 labels [10000] from a published file."""
     content = _read_bytes(path, _LARGEST)
-    # A second file with the digest of a published one is out of reach, unlike two made together.
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() not in PUBLISHED:
-        raise _make_error(path, "its bytes are not the published ones")
     try:
+        # A second file with a published one's digest is out of reach, unlike two made together.
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() not in PUBLISHED:
+            raise pickle.UnpicklingError("its bytes are not the published ones")
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
     except pickle.UnpicklingError as error:
-        raise _make_error(path, str(error)) from error
+        raise DataError(
+            f"{path}: refused, not a file of CIFAR-10's Python version ({error}); "
+            "get cifar-10-python.tar.gz again, or use the binary version"
+        ) from error
     images = torch.from_numpy(batch["data"])
     return images.view(RECORDS, 3, 32, 32), torch.tensor(batch["labels"])
 
@@ -127,15 +130,5 @@ class _ArraysOnly(pickle.Unpickler):
 
 def _read_bytes(path: Path, most: int) -> bytes:
     """Return the file's first `most + 1` bytes."""
-    try:
-        with open_regular(path, "rb", follow=True) as file:
-            return bytes(file.read(most + 1))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _make_error(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path}: refused, not a file of CIFAR-10's Python version ({why}); "
-        "get cifar-10-python.tar.gz again, or use the binary version"
-    )
+    with open_regular(path, "rb", follow=True) as file:
+        return bytes(file.read(most + 1))

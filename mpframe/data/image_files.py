@@ -7,9 +7,9 @@ within the folder, and a picture that claims an absurd size is refused from its 
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,19 +18,26 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.errors import DataError
 from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task, classification, require_counts, require_facts
+from mpframe.data.task import (
+    Task,
+    classification,
+    require_choice,
+    require_counts,
+    require_facts,
+)
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_ANY_SUFFIX = " or ".join(SUFFIXES)
 # `decode` cuts out the middle of an image of another size, and scales it.
 RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
 FORMATS = ("JPEG", "PNG", "WebP", "BMP")
 _MOST_PIXELS = 2**26
-_MODES = {1: "L", 3: "RGB"}
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by the number of channels
 
 
 class Listing(NamedTuple):
@@ -57,38 +64,31 @@ def list_images(root: Path, split: str) -> Listing:
     """List the class folders of `root`/`split`, and warn of files that are left out."""
     _require_inside(root, root / split)
     folders = [path for path in _entries(root, root / split) if path.is_dir()]
-    paths: list[str] = []
-    counts = []
-    others: Counter[str] = Counter()
-    for folder in folders:
-        entries = _entries(root, folder)
-        files = [str(path) for path in entries if _is_image(path)]
-        others.update(path.suffix or path.name for path in entries if not _is_image(path))
-        if not files:
-            missing = _join_with_or(SUFFIXES)
-            raise DataError(f"{folder}: has no {missing}; add images or remove the folder")
-        paths += files
-        counts.append(len(files))
-    _warn_of(others, root / split)
-    targets = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)
+    entries = [_entries(root, folder) for folder in folders]
+    files = [[str(path) for path in listed if _is_image(path)] for listed in entries]
+    for folder, images in zip(folders, files, strict=True):
+        if not images:
+            raise DataError(f"{folder}: has no {_ANY_SUFFIX}; add images or remove the folder")
+    paths = tuple(chain.from_iterable(files))
+    _warn_of(sum(map(len, entries)) - len(paths), root / split)
+    counts = torch.tensor([len(images) for images in files], dtype=torch.int64)
+    targets = torch.arange(len(folders)).repeat_interleave(counts)
+    return Listing(tuple(folder.name for folder in folders), paths, targets)
 
 
 def list_unlabelled(root: Path) -> tuple[str, ...]:
     """List the images in and below `root`, by name, and warn of files that are left out."""
-    paths: list[str] = []
-    others: Counter[str] = Counter()
+    files: list[Path] = []
     waiting = [root]
     while waiting:
         entries = _entries(root, waiting.pop())
         waiting += [path for path in entries if path.is_dir() and not path.is_symlink()]
-        files = [path for path in entries if not path.is_dir()]
-        paths += [str(path) for path in files if _is_image(path)]
-        others.update(path.suffix or path.name for path in files if not _is_image(path))
+        files += [path for path in entries if not path.is_dir()]
+    paths = sorted(str(path) for path in files if _is_image(path))
     if not paths:
-        raise DataError(f"{root}: has no {_join_with_or(SUFFIXES)}; name a folder with images")
-    _warn_of(others, root)
-    return tuple(sorted(paths))
+        raise DataError(f"{root}: has no {_ANY_SUFFIX}; name a folder with images")
+    _warn_of(len(files) - len(paths), root)
+    return tuple(paths)
 
 
 def decode(path: str, channels: int, side: int | None) -> Tensor:
@@ -98,7 +98,7 @@ def decode(path: str, channels: int, side: int | None) -> Tensor:
     divided by 257 and rounded. DataError: not a readable image, or above 2^26 pixels.
     """
     with open_image(path) as image:
-        pixels = _in_8_bits(image).convert(_MODES[channels])
+        pixels = _in_8_bits(image).convert(MODES[channels])
         if side is not None and pixels.size != (side, side):
             pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
     array = np.asarray(pixels).reshape(pixels.height, pixels.width, channels)
@@ -115,7 +115,7 @@ def open_image(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.
             yield image
     except Exception as error:  # A damaged file fails in the decoder's own many ways.
         raise DataError(
-            f"{path}: not a readable {_join_with_or(formats)} ({error}); replace or remove it"
+            f"{path}: not a readable {' or '.join(formats)} ({error}); replace or remove it"
         ) from error
 
 
@@ -127,15 +127,9 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))
 
 
-def _warn_of(others: Counter[str], folder: Path) -> None:
+def _warn_of(others: int, folder: Path) -> None:
     if others:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
-        allowed = _join_with_or(SUFFIXES)
-        log.warning("warning: %s: left out %s; only %s are read", folder, kinds, allowed)
-
-
-def _join_with_or(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+        log.warning("warning: %s: left out %d files that are no %s", folder, others, _ANY_SUFFIX)
 
 
 def _entries(root: Path, folder: Path) -> list[Path]:
@@ -184,7 +178,7 @@ def image_folder(
     ConfigError: an option is out of range or does not fit the tree. DataError: folders are missing,
     differ between the parts, or hold unreadable files.
     """
-    require_channels(channels)
+    require_choice("channels", channels, MODES)
     require_counts(image_size=image_size)
     require_counts(0, cache_bytes=cache_bytes)
     if limit_per_class is not None:
@@ -195,13 +189,19 @@ def image_folder(
     files = sum(len(part.paths) for part in listed.values())
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
-    normalize = Normalize.given(mean, std, channels) or _measure(train, shape)
-    images = {
-        name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
-        for name, part in listed.items()
-    }
-    how = normalize.described(image_size, resize=RESIZE)
-    return classification(**images, class_names=train.classes, preprocessing=how)
+    normalize = Normalize.given(mean, std, channels) or Normalize.measured(
+        _decode_all(train.paths[spread(len(train.paths))], shape)
+    )
+    images: dict[str, Images] = {}
+    for name, part in listed.items():
+        how = augment if name == "train" else "none"
+        if in_memory:
+            pixels = _decode_all(part.paths, shape)
+            images[name] = ArrayImages(pixels, part.targets, normalize, how)
+        else:
+            images[name] = FileImages(part, shape, normalize, how)
+    preprocessing = normalize.described(image_size, resize=RESIZE)
+    return classification(**images, class_names=train.classes, preprocessing=preprocessing)
 
 
 class FileImages(Images):
@@ -215,18 +215,6 @@ class FileImages(Images):
 
     def pixels(self, indices: Tensor) -> Tensor:
         return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
-
-
-def _measure(train: Listing, shape: tuple[int, int]) -> Normalize:
-    return Normalize.measured(_decode_all(train.paths[spread(len(train.paths))], shape))
-
-
-def _images(
-    listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str, in_memory: bool
-) -> Images:
-    if in_memory:
-        return ArrayImages(_decode_all(listing.paths, shape), listing.targets, normalize, augment)
-    return FileImages(listing, shape, normalize, augment)
 
 
 def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> Tensor:
@@ -247,25 +235,13 @@ def _list_parts(root: Path) -> dict[str, Listing]:
         )
     listed = {name: list_images(root, name) for name in folders}
     for name, part in listed.items():
-        _require_same_classes(root, listed["train"], part, name)
+        if odd := sorted(set(part.classes) ^ set(listed["train"].classes)):
+            raise DataError(
+                f"dataset.root={root}: train/ and {name}/ must hold the same class folders, "
+                f"but {odd[0]} is in one of them only"
+            )
     if "val" not in listed:
-        held_out = "%s: has no val/, so one image in %d of train/ validates and is not trained on"
-        log.info(held_out, root, _ONE_IN)
+        log.info("%s: has no val/, so one image in %d of train/ validates", root, _ONE_IN)
         train = listed["train"]
         listed["train"], listed["val"] = map(train.part, hold_out(train.targets, one_in=_ONE_IN))
     return listed
-
-
-def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) -> None:
-    if train.classes != part.classes:
-        odd = sorted(set(train.classes) ^ set(part.classes))
-        raise DataError(
-            f"dataset.root={root}: train/ and {name}/ must hold the same class folders, "
-            f"but {odd[0]} is in one of them only"
-        )
-
-
-def require_channels(channels: int) -> None:
-    """Refuse a number of channels that no file is decoded to."""
-    if channels not in _MODES:
-        raise ConfigError(f"dataset.channels={channels}: choose 1 (grey) or 3 (RGB)")

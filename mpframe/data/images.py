@@ -16,8 +16,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mpframe.core.errors import ConfigError, DataError, nearest
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.samples import draw_uniforms, hold_out
-from mpframe.data.task import Task, classification, require_facts, require_labels
+from mpframe.data.task import (
+    Task,
+    classification,
+    require_choice,
+    require_facts,
+    require_labels,
+)
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
 DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, flip
-
-
-def require_augmentation(name: str) -> None:
-    """Refuse a name that is not in `AUGMENTATIONS`."""
-    if name not in AUGMENTATIONS:
-        hint = nearest(str(name), AUGMENTATIONS, before="; ")
-        raise ConfigError(f"dataset.augment={name}: allowed are {', '.join(AUGMENTATIONS)}{hint}")
 
 
 def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
@@ -98,22 +96,21 @@ class Normalize:
         """Check `dataset.mean` and `dataset.std`, and return None if they are both None."""
         if mean is None and std is None:
             return None
-        for name, numbers, least in (("mean", mean, -math.inf), ("std", std, 0.0)):
-            fits = numbers is not None and all(least < number < math.inf for number in numbers)
-            if numbers is None or len(numbers) != channels or not fits:
-                shown = "null" if numbers is None else list(numbers)
-                raise ConfigError(
-                    f"dataset.{name}={shown}: dataset.mean and dataset.std are null (measured) or "
-                    f"{channels} numbers each, one per channel, of pixel values in 0..1, and those "
-                    "of dataset.std are above 0"
-                )
-        return cls(tuple(mean or ()), tuple(std or ()))
+        means, stds = tuple(mean or ()), tuple(std or ())
+        finite = all(map(math.isfinite, means + stds)) and min(stds, default=0.0) > 0
+        if not finite or not len(means) == len(stds) == channels:
+            raise ConfigError(
+                f"dataset.mean={mean}, dataset.std={std}: must be null (measured) or {channels} "
+                "numbers each, one per channel, of pixel values in 0..1, where std is above 0"
+            )
+        return cls(means, stds)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
         top = 255.0 if images.dtype == torch.uint8 else 1.0
-        mean, factor = _shift_and_factor(tuple(self.mean), tuple(self.std), top)
-        return images.float().sub(mean).mul_(factor)
+        both = torch.tensor([self.mean, self.std], dtype=torch.float32).mul_(top)
+        mean, std = both.view(2, -1, 1, 1)
+        return images.float().sub(mean).mul_(std.reciprocal_())
 
     def described(
         self, side: int, brightest: float = 255.0, resize: str | None = None
@@ -134,15 +131,6 @@ class Normalize:
         }
 
 
-@lru_cache  # Making them takes longer than normalising a batch of small images.
-def _shift_and_factor(
-    mean: tuple[float, ...], std: tuple[float, ...], top: float
-) -> tuple[Tensor, Tensor]:
-    """Return what to subtract from pixels in 0..`top`, and then to multiply by, each [C, 1, 1]."""
-    shift = torch.tensor(mean, dtype=torch.float32).mul_(top).view(-1, 1, 1)
-    return shift, torch.tensor(std, dtype=torch.float32).mul_(top).reciprocal_().view(-1, 1, 1)
-
-
 def spread(count: int) -> slice:
     """Return evenly spaced places among `count`, at most 2,000: enough to represent all."""
     return slice(None, None, max(1, -(-count // 2000)))
@@ -152,7 +140,7 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
     """Normalised images [C, H, W], float32, and their class numbers, int64, augmented by name."""
 
     def __init__(self, targets: Tensor, normalize: Normalize, augment: str) -> None:
-        require_augmentation(augment)
+        require_choice("augment", augment, AUGMENTATIONS)
         self.targets = targets.long()
         self.normalize = normalize
         self.augment = augment
@@ -225,7 +213,6 @@ def array_task(
     return classification(train, val, test, class_names, preprocessing)
 
 
-_TABLE = "datasets/data/digits.csv.gz"  # A row has 64 pixels and the digit.
 _BRIGHTEST = 16.0
 
 
@@ -240,12 +227,11 @@ def digits(
 
     `root` must be None, because they come with scikit-learn. `augment` is none, crop or crop_flip,
     for training. The other options are facts, which are compared. ConfigError: an option is
-    something else. DataError: scikit-learn is not there.
+    something else.
     """
     if root is not None:
         raise ConfigError(
-            f"dataset.root={root}: the digits come with scikit-learn and are read from no folder; "
-            "use dataset.root=null"
+            f"dataset.root={root}: the digits come with scikit-learn; use dataset.root=null"
         )
     size, count = (image_size, 8), (classes, 10)
     require_facts("digits", channels=(channels, 1), image_size=size, classes=count)
@@ -256,18 +242,11 @@ def digits(
 
 def _load() -> tuple[Tensor, Tensor]:
     # scikit-learn's reader would import all of it, which takes half as long as torch.
-    package = find_spec("sklearn")
-    homes = [] if package is None else package.submodule_search_locations or []
-    for file in (Path(home, _TABLE) for home in homes):
-        if file.is_file():
-            table = torch.from_numpy(np.loadtxt(file, delimiter=","))
-            return table[:, :-1].float().view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].long()
-    raise DataError(
-        f"dataset: no scikit-learn with {_TABLE}, which holds the digits; pip install scikit-learn"
-    )
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = torch.from_numpy(np.loadtxt(str(file), delimiter=","))  # 64 pixels and the digit
+    return table[:, :-1].float().view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].long()
 
 
-_UNSIGNED_BYTE = 8
 _MOST_ITEMS = 2**20
 
 
@@ -279,33 +258,20 @@ def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            shape = _read_shape(path, file, item)
-            size = math.prod(shape)
+            head = struct.Struct(f">{2 + len(item)}I")
+            magic, count, *shape = head.unpack(file.read(head.size))
+            # 8 stands for unsigned bytes. The header limits what is unpacked.
+            if magic != 0x800 + 1 + len(item) or tuple(shape) != item or count > _MOST_ITEMS:
+                raise ValueError(f"its header is {magic:#x}, {count}, {shape}")
+            size = count * math.prod(item)
             values = file.read(size + 1)  # One more, to see a file that holds more than it says.
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); get the file again") from error
-    if len(values) != size:
-        found = "more" if len(values) > size else f"only {len(values)}"
-        raise _make_error(path, f"its header promises {size} bytes of values and it holds {found}")
-    return torch.frombuffer(bytearray(values), dtype=torch.uint8).reshape(shape)
-
-
-def _read_shape(path: Path, file: Any, item: tuple[int, ...]) -> tuple[int, ...]:
-    rank = 1 + len(item)
-    magic = bytes([0, 0, _UNSIGNED_BYTE, rank])
-    header = file.read(4 + 4 * rank)
-    if len(header) != 4 + 4 * rank or header[:4] != magic:
-        raise _make_error(path, f"it does not begin with {magic.hex(' ')} and {rank} sizes")
-    count, *rest = struct.unpack(f">{rank}I", header[4:])
-    if tuple(rest) != item or not 0 < count <= _MOST_ITEMS:
-        wanted = " x ".join(["N", *map(str, item)])
-        found = " x ".join(map(str, [count, *rest]))
-        raise _make_error(path, f"it holds {found} values, wanted is {wanted} with N up to 2^20")
-    return (count, *item)
-
-
-def _make_error(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: not a whole idx file: {what}; get the file again")
+            if not count or len(values) != size:
+                raise ValueError(f"its header promises {size} bytes, and {len(values)} were read")
+    except (OSError, EOFError, ValueError, zlib.error, struct.error) as error:
+        raise DataError(
+            f"{path}: not a whole idx file of bytes {list(item)} ({error}); get the file again"
+        ) from error
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8).reshape(count, *item)
 
 
 _FOLDERS = (".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist")

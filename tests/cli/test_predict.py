@@ -141,7 +141,7 @@ def test_a_mistake_is_one_line(digits: Path, images: Path, capsys: Shown) -> Non
         "out=a.txt": "out=a.txt: must end in .csv; for Parquet convert that file, for example with pandas",
         "overwrite=yes": "overwrite=yes: choose true, false",
         "folder=/nonexistent": "/nonexistent: cannot be listed (No such file or directory)",
-        "folder=EMPTY": "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images",
+        "folder=EMPTY": "EMPTY: has no .jpg or .jpeg or .png or .webp or .bmp; name a folder with images",
     }.items():
         assert refused(capsys, f"checkpoint={digits}", *words.split()) == line
     Path("EMPTY/out").symlink_to(images)

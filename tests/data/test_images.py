@@ -188,7 +188,7 @@ OF_TASK = "of its Task cannot be written as JSON (O"
     (DataError, lambda: ArrayImages(THREE, torch.zeros(2), PLAIN),
      "dataset: 3 images but 2 targets; give one for each"),
     (ConfigError, lambda: ArrayImages(THREE, torch.zeros(3), PLAIN, "flips"),
-     "dataset.augment=flips: allowed are none, crop, crop_flip; nearest: crop_flip"),
+     "dataset.augment=flips: must be one of none, crop, crop_flip"),
     (DataError, lambda: classification(make(), make(), class_names=[0, 1]),
      "the class_names of its Task are a list of an int, an int; give"),
     (DataError, lambda: classification(make(), make(), preprocessing={"mean": THREE}), OF_TASK),
@@ -228,5 +228,3 @@ def test_every_digit_is_in_one_part_and_a_stranger_prepares_it_by_the_descriptio
     torch.testing.assert_close(task.val.normalize(task.val.images), inputs, rtol=0, atol=3 * 2**-23)
     assert task.val.normalize == Normalize.measured(task.train.images)
     assert task.class_names == [str(digit) for digit in range(10)]
-    monkeypatch.setattr("mpframe.data.images.find_spec", lambda name: None)
-    assert "holds the digits; pip install scikit-learn" in refused(DataError, digits)

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.image_files import decode, list_unlabelled, open_image, require_channels
+from mpframe.data.image_files import MODES, decode, list_unlabelled, open_image
 from mpframe.data.images import Normalize, spread
 from mpframe.data.metrics import Dice, IoU
 from mpframe.data.samples import Generated, draw_uniforms
-from mpframe.data.task import Task, require_counts, require_facts
+from mpframe.data.task import Task, require_choice, require_counts, require_facts
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
 _MASK_FORMATS = ("PNG", "BMP")  # A JPEG does not keep numbers.
@@ -113,7 +113,7 @@ def mask_folder(
     ConfigError: an option is out of its range. DataError: folders or files are missing, unreadable,
     or do not belong together.
     """
-    require_channels(channels)
+    require_choice("channels", channels, MODES)
     require_counts(image_size=image_size, crops_per_image=crops_per_image)
     require_counts(2, classes=classes)
     require_counts(0, cache_bytes=cache_bytes)
