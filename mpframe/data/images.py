@@ -13,7 +13,7 @@ import gzip
 import math
 import struct
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
@@ -24,10 +24,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.samples import draw_uniforms, hold_out
+from mpframe.data.samples import BatchDataset, draw_uniforms, hold_out
 from mpframe.data.task import (
     Task,
     classification,
@@ -136,7 +135,7 @@ def spread(count: int) -> slice:
     return slice(None, None, max(1, -(-count // 2000)))
 
 
-class Images(Dataset[tuple[Tensor, Tensor]], ABC):
+class Images(BatchDataset):
     """Normalised images [C, H, W], float32, and their class numbers, int64, augmented by name."""
 
     def __init__(self, targets: Tensor, normalize: Normalize, augment: str) -> None:
@@ -171,10 +170,6 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def __len__(self) -> int:
         return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.fetch_batch([range(len(self))[index]])
-        return images[0], targets[0]
 
 
 class ArrayImages(Images):

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,14 +67,27 @@ def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
     return [left.nonzero().flatten(), *(held[part::parts].sort().values for part in range(parts))]
 
 
+class BatchDataset(Dataset[Any], ABC):
+    """A map-style dataset that makes whole batches, of which a sample is the smallest."""
+
+    @abstractmethod
+    def fetch_batch(self, indices: Sequence[int]) -> Any:
+        """Return these samples as one batch, a tree of tensors."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any:
+        batch = self.fetch_batch([range(len(self))[index]])
+        return map_tensors(itemgetter(0), batch)
+
+
 class Generated(Dataset[Any], ABC):
     """Samples drawn when they are first read: `count` pure functions of `key` and their index.
 
     Each process that loads keeps up to `cache_bytes` of them, and returns copies, so that writing
     into a batch changes no later epoch. `noise` is a standard deviation.
     """
-
-    things = "samples"
 
     def __init__(self, count: int, key: tuple[int, ...], noise: float, cache_bytes: int) -> None:
         require("dataset.noise", noise, NOT_NEGATIVE)
@@ -86,7 +100,7 @@ class Generated(Dataset[Any], ABC):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._count:
-            raise IndexError(f"{index}: there are {self._count} {self.things}")
+            raise IndexError(f"{index}: there are {self._count} samples")
         if index not in self._kept:
             sample = self.draw(index)
             size = sum(tensor.nbytes for tensor in tensors_in(sample))

