@@ -5,10 +5,7 @@
 [channels, H, W], float32, and its classes [H, W], int64.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +19,7 @@ from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.image_files import MODES, decode, list_unlabelled, open_image
 from mpframe.data.images import Normalize, spread
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Generated, draw_uniforms
+from mpframe.data.samples import BatchDataset, Generated, draw_uniforms
 from mpframe.data.task import Task, require_choice, require_counts, require_facts
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
@@ -66,22 +63,19 @@ class Pair(NamedTuple):
 def list_pairs(folder: Path) -> list[Pair]:
     """Return the pairs of `folder`/images and `folder`/masks, by name."""
     images, masks = (_list_by_name(folder / kind) for kind in ("images", "masks"))
-    for name, path in (images | masks).items():
-        if (name in images) != (name in masks):
-            other = folder / ("masks" if name in images else "images")
-            raise DataError(
-                f"{path}: has no counterpart in {other}; a photograph and its mask have "
-                "the same name"
-            )
+    if odd := sorted(images.keys() ^ masks.keys()):
+        raise DataError(
+            f"{folder}: {odd[0]} is in images/ or in masks/ only; a photograph and its mask have "
+            "the same name"
+        )
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 
 
 def _list_by_name(folder: Path) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for path in list_unlabelled(folder):
-        name = str(Path(path).relative_to(folder).with_suffix(""))
-        if named.setdefault(name, path) != path:
-            raise DataError(f"{path}: {named[name]} has the same name; remove one of them")
+    paths = list_unlabelled(folder)
+    named = {str(Path(path).relative_to(folder).with_suffix("")): path for path in paths}
+    if twice := sorted({*paths} - {*named.values()}):
+        raise DataError(f"{twice[0]}: another file has the same name; remove one of them")
     return named
 
 
@@ -117,140 +111,22 @@ def mask_folder(
     require_counts(image_size=image_size, crops_per_image=crops_per_image)
     require_counts(2, classes=classes)
     require_counts(0, cache_bytes=cache_bytes)
-    parts = _list_parts(Path(root))
-    sizes = {name: _sizes(pairs, image_size) for name, pairs in parts.items()}
-    pixels = sum(height * width for part in sizes.values() for height, width in part)
-    keep = pixels * (channels + 1) <= cache_bytes
-    read = {name: _Photographs(pairs, channels, classes, keep) for name, pairs in parts.items()}
-    size, train = image_size, read["train"]
-    normalize = Normalize.given(mean, std, channels) or _measure(train, size)
-    tiles = {name: Tiles(read[name], size, normalize, sizes[name]) for name in parts}
-    crops = RandomCrops(train, size, normalize, sizes["train"], crops_per_image, flip)
-    how = normalize.described(size)
+    read = {
+        name: Photographs(pairs, channels, classes)
+        for name, pairs in _list_parts(Path(root)).items()
+    }
+    for part in read.values():
+        part.require_side(image_size)
+    pixels = sum(height * width for part in read.values() for height, width in part.sizes)
+    if pixels * (channels + 1) <= cache_bytes:
+        for part in read.values():
+            part.keep()
+    train = read["train"]
+    normalize = Normalize.given(mean, std, channels) or _measure(train, image_size)
+    tiles = {name: Tiles(part, image_size, normalize) for name, part in read.items()}
+    crops = RandomCrops(train, image_size, normalize, crops_per_image, flip)
+    how = normalize.described(image_size)
     return segmentation(crops, tiles["val"], test=tiles.get("test"), preprocessing=how)
-
-
-def _measure(train: "_Photographs", size: int) -> Normalize:
-    sample = range(len(train.pairs))[spread(len(train.pairs))]
-    middles = [_cut_middle(train.read(number)[0], size) for number in sample]
-    return Normalize.measured(torch.stack(middles))
-
-
-class Window(NamedTuple):
-    """The place of a square in a photograph."""
-
-    photograph: int
-    top: int  # row
-    left: int  # column
-    mirrored: bool = False
-
-
-@dataclass(eq=False)
-class Crops(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64."""
-
-    photographs: "_Photographs"
-    size: int
-    normalize: Normalize
-    sizes: Sequence[tuple[int, int]]  # height and width of each photograph
-
-    @abstractmethod
-    def windows(self, indices: Sequence[int]) -> list[Window]:
-        """Return the squares of these samples."""
-
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ([N, channels, size, size] float32, [N, size, size] int64)."""
-        cut = [self._cut(window) for window in self.windows(indices)]
-        images, targets = zip(*cut, strict=True)
-        return self.normalize(torch.stack(images)), torch.stack(targets).long()
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.fetch_batch([range(len(self))[index]])
-        return images[0], targets[0]
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    def _cut(self, window: Window) -> tuple[Tensor, Tensor]:
-        down = slice(window.top, window.top + self.size)
-        right = slice(window.left, window.left + self.size)
-        image, classes = (part[..., down, right] for part in self.photographs.read(window[0]))
-        return (image.flip(-1), classes.flip(-1)) if window.mirrored else (image, classes)
-
-
-@dataclass(eq=False)
-class RandomCrops(Crops):
-    """Crops of every photograph at places that depend only on (seed, epoch, index)."""
-
-    each: int  # crops of a photograph
-    flip: bool
-    _key = (0, 0)
-
-    def unaugmented(self) -> "Tiles":
-        """Return crops that cover the same photographs, for predictions."""
-        return Tiles(self.photographs, self.size, self.normalize, self.sizes)
-
-    def set_epoch(self, seed: int, epoch: int) -> None:
-        """Choose the crops of an epoch."""
-        self._key = (seed, epoch)
-
-    def windows(self, indices: Sequence[int]) -> list[Window]:
-        uniforms = draw_uniforms(3, *self._key, indices).tolist()
-        return [self._window(*pair) for pair in zip(indices, uniforms, strict=True)]
-
-    def _window(self, index: int, uniforms: Sequence[float]) -> Window:
-        photograph = index // self.each
-        top, left = (
-            int(uniform * (side - self.size + 1))
-            for uniform, side in zip(uniforms, self.sizes[photograph], strict=False)
-        )
-        return Window(photograph, top, left, self.flip and uniforms[2] < 0.5)
-
-    def __len__(self) -> int:
-        return len(self.sizes) * self.each
-
-
-class Tiles(Crops):
-    """The fewest crops that cover each photograph, evenly placed."""
-
-    def windows(self, indices: Sequence[int]) -> list[Window]:
-        return [self._tiles[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self._tiles)
-
-    @cached_property
-    def _tiles(self) -> list[Window]:
-        return [
-            Window(photograph, top, left)
-            for photograph, (height, width) in enumerate(self.sizes)
-            for top in _starts(height, self.size)
-            for left in _starts(width, self.size)
-        ]
-
-
-class _Photographs:
-    """Photographs and masks, read from memory if they are kept there."""
-
-    def __init__(self, pairs: list[Pair], channels: int, classes: int, keep: bool) -> None:
-        self.pairs = pairs
-        self._shape = channels, classes
-        self._kept = [pair.read(*self._shape) for pair in pairs] if keep else None
-
-    def read(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return uint8 [channels, H, W] and uint8 [H, W]."""
-        return self._kept[number] if self._kept else self.pairs[number].read(*self._shape)
-
-
-def _starts(length: int, size: int) -> list[int]:
-    """Return where crops of `size` begin so that they cover `length`, from 0 to `length - size`."""
-    gaps = max(1, -(-length // size) - 1)
-    return sorted({(length - size) * place // gaps for place in range(gaps + 1)})
-
-
-def _cut_middle(image: Tensor, size: int) -> Tensor:
-    top, left = ((side - size) // 2 for side in image.shape[1:])
-    return image[:, top : top + size, left : left + size]
 
 
 def _list_parts(root: Path) -> dict[str, list[Pair]]:
@@ -263,15 +139,120 @@ def _list_parts(root: Path) -> dict[str, list[Pair]]:
     return {name: list_pairs(root / name) for name in folders}
 
 
-def _sizes(pairs: list[Pair], size: int) -> list[tuple[int, int]]:
-    sizes = [pair.size() for pair in pairs]
-    for pair, (height, width) in zip(pairs, sizes, strict=True):
-        if min(height, width) < size:
-            raise ConfigError(
-                f"dataset.image_size={size}: {pair.image} is {width} x {height} pixels; use "
-                f"dataset.image_size={min(height, width)} or less"
-            )
-    return sizes
+class Photographs:
+    """Photographs and masks, read from memory if they are kept there."""
+
+    def __init__(self, pairs: list[Pair], channels: int, classes: int) -> None:
+        self._pairs, self._shape = pairs, (channels, classes)
+        self._kept: list[tuple[Tensor, Tensor]] | None = None
+        self.sizes = [pair.size() for pair in pairs]  # height and width
+
+    def require_side(self, size: int) -> None:
+        """Check that crops of `size` fit into each photograph."""
+        for pair, (height, width) in zip(self._pairs, self.sizes, strict=True):
+            if min(height, width) < size:
+                raise ConfigError(
+                    f"dataset.image_size={size}: {pair.image} is {width} x {height} pixels; use "
+                    f"dataset.image_size={min(height, width)} or less"
+                )
+
+    def keep(self) -> None:
+        """Read them all into memory."""
+        self._kept = [pair.read(*self._shape) for pair in self._pairs]
+
+    def read(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return uint8 [channels, H, W] and uint8 [H, W]."""
+        return self._kept[number] if self._kept else self._pairs[number].read(*self._shape)
+
+    def cut(self, window: "Window", size: int) -> tuple[Tensor, Tensor]:
+        """Return a square of `size` pixels and its classes."""
+        number, top, left, mirrored = window
+        image, classes = (
+            part[..., top : top + size, left : left + size] for part in self.read(number)
+        )
+        return (image.flip(-1), classes.flip(-1)) if mirrored else (image, classes)
+
+
+def _measure(train: Photographs, size: int) -> Normalize:
+    """Measure the middles of the photographs."""
+    middles = [
+        Window(number, (height - size) // 2, (width - size) // 2)
+        for number, (height, width) in enumerate(train.sizes)
+    ]
+    cut = [train.cut(middle, size)[0] for middle in middles[spread(len(middles))]]
+    return Normalize.measured(torch.stack(cut))
+
+
+class Window(NamedTuple):
+    """The place of a square in a photograph."""
+
+    photograph: int
+    top: int  # row
+    left: int  # column
+    mirrored: bool = False
+
+
+class Crops(BatchDataset):
+    """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64."""
+
+    windows: list[Window]
+
+    def __init__(self, photographs: Photographs, size: int, normalize: Normalize) -> None:
+        self.photographs, self.size, self.normalize = photographs, size, normalize
+
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return ([N, channels, size, size] float32, [N, size, size] int64)."""
+        cut = [self.photographs.cut(self.windows[index], self.size) for index in indices]
+        images, targets = zip(*cut, strict=True)
+        return self.normalize(torch.stack(images)), torch.stack(targets).long()
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+
+class RandomCrops(Crops):
+    """`each` crops of every photograph at places that depend only on (seed, epoch, index)."""
+
+    def __init__(
+        self, photographs: Photographs, size: int, normalize: Normalize, each: int, flip: bool
+    ) -> None:
+        super().__init__(photographs, size, normalize)
+        self._each, self._flip = each, flip
+        self.set_epoch(0, 0)
+
+    def unaugmented(self) -> "Tiles":
+        """Return crops that cover the same photographs, for predictions."""
+        return Tiles(self.photographs, self.size, self.normalize)
+
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Choose the crops of an epoch."""
+        sizes = self.photographs.sizes
+        uniforms = draw_uniforms(3, seed, epoch, range(len(sizes) * self._each))
+        self.windows = []
+        for index, (down, right, mirror) in enumerate(uniforms.tolist()):
+            height, width = sizes[index // self._each]
+            top, left = int(down * (height - self.size + 1)), int(right * (width - self.size + 1))
+            mirrored = self._flip and mirror < 0.5
+            self.windows.append(Window(index // self._each, top, left, mirrored))
+
+
+class Tiles(Crops):
+    """The fewest crops that cover each photograph, evenly placed."""
+
+    def __init__(self, photographs: Photographs, size: int, normalize: Normalize) -> None:
+        super().__init__(photographs, size, normalize)
+        self.windows = [
+            Window(number, top, left)
+            for number, (height, width) in enumerate(photographs.sizes)
+            for top in _starts(height, size)
+            for left in _starts(width, size)
+        ]
+
+
+def _starts(length: int, size: int) -> list[int]:
+    """Return where crops of `size` begin so that they cover `length`, from 0 to `length - size`."""
+    gaps = max(1, -(-length // size) - 1)
+    return sorted({(length - size) * place // gaps for place in range(gaps + 1)})
 
 
 Array = NDArray[np.floating[Any]]
@@ -279,7 +260,6 @@ Array = NDArray[np.floating[Any]]
 NAMES = ("background", "disc", "square", "triangle")
 _NOISE = 0.15
 _DRAWS = 5  # of a shape, besides its colour: whether it is there, kind, place (2), size
-_LEAST_SIDE = 8
 
 
 def shapes(
@@ -296,7 +276,7 @@ def shapes(
     validates and tests. See conf/dataset/shapes.yaml.
     """
     require_facts("shapes", classes=(classes, len(NAMES)))
-    require_counts(_LEAST_SIDE, image_size=image_size)
+    require_counts(8, image_size=image_size)
     require_counts(channels=channels, images=images, most_shapes=most_shapes)
     shape, few = (channels, image_size), max(1, images // 10)
     train, val, test = (

@@ -6,11 +6,12 @@ nine classes it has the 7,703,497 parameters of the network whose speed in mixed
 published. The objective is the Dice loss plus cross-entropy.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.workloads.images import require_sizes, two_convolutions
@@ -23,7 +24,6 @@ class UNet(nn.Module):
         super().__init__()
         require_sizes(channels=channels, classes=classes, width=width, stages=stages)
         widths = [width * 2**stage for stage in range(stages)]
-        self.multiple = 2 ** (stages - 1)
         self.encoder = nn.ModuleList(
             two_convolutions(before, after, bias=True)
             for before, after in zip([channels, *widths], widths, strict=False)
@@ -36,11 +36,6 @@ class UNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes, H, W] of images [N, channels, H, W], floating."""
-        if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
-            raise ConfigError(
-                f"model.stages: halves images of {list(images.shape[-2:])} to no whole number; use "
-                f"sides that are multiples of {self.multiple} (dataset.image_size) or fewer stages"
-            )
         features = images
         skipped: list[Tensor] = []
         for stage in self.encoder:
@@ -52,30 +47,24 @@ class UNet(nn.Module):
         return logits
 
 
-class DiceCrossEntropy:
-    """The loss of `dice_cross_entropy`."""
-
-    def __init__(self, dice_weight: float, smooth: float) -> None:
-        self.dice_weight, self.smooth = dice_weight, smooth
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-d, of logits [N, classes, ...] and int64 classes [N, ...]."""
-        cross_entropy = F.cross_entropy(outputs, targets)
-        probabilities = outputs.softmax(dim=1)
-        wanted = torch.zeros_like(outputs).scatter_(1, targets.unsqueeze(1), 1.0)
-        pixels = [0, *range(2, outputs.dim())]
-        shared = (probabilities * wanted).sum(pixels)
-        areas = probabilities.sum(pixels) + wanted.sum(pixels)
-        dice = (2 * shared + self.smooth) / (areas + self.smooth)
-        return cross_entropy + self.dice_weight * (1 - dice.mean())
+def _measure_loss(outputs: Tensor, targets: Tensor, dice_weight: float, smooth: float) -> Tensor:
+    cross_entropy = F.cross_entropy(outputs, targets)
+    probabilities = outputs.softmax(dim=1)
+    wanted = torch.zeros_like(outputs).scatter_(1, targets.unsqueeze(1), 1.0)
+    pixels = [0, *range(2, outputs.dim())]
+    shared = (probabilities * wanted).sum(pixels)
+    areas = probabilities.sum(pixels) + wanted.sum(pixels)
+    dice = (2 * shared + smooth) / (areas + smooth)
+    return cross_entropy + dice_weight * (1 - dice.mean())
 
 
 def dice_cross_entropy(dice_weight: float = 1.0, smooth: float = 1.0) -> Supervised:
     """Return the objective of batches of images and classes of their pixels.
 
-    It is cross-entropy + w * Dice loss, where w is `dice_weight` >= 0. `smooth` > 0, in pixels, is
+    The logits are [N, classes, ...] and the classes [N, ...], int64. The loss is cross-entropy +
+    w * Dice loss, where w is `dice_weight` >= 0. `smooth` > 0, in pixels, is
     added to both sides of each class's Dice fraction.
     """
     require("objective.dice_weight", dice_weight, NOT_NEGATIVE, kind="a finite number")
     require("objective.smooth", smooth, POSITIVE, kind="a finite number")
-    return supervised(DiceCrossEntropy(dice_weight, smooth))
+    return supervised(partial(_measure_loss, dice_weight=dice_weight, smooth=smooth))
