@@ -27,10 +27,9 @@ from torch.nn import functional as F
 from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
 
 from mpframe.core.casts import outside_casts
-from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import describe, name_of, user_code
+from mpframe.core.user_code import user_code
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.precision.trace import preserve_state
@@ -354,13 +353,8 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
             evaluation model(images) is a list with `boxes`, `scores` and `labels` of each image.
         batch: a list of images [C, H, W], and a list of dicts with `boxes` and `labels`.
 
-    UserCodeError: the batch is no such pair, the model raised, or gave no losses in training.
+    UserCodeError: the model raised.
     """
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserCodeError(
-            "objective: detection takes batches of (images, targets), and the dataset gave "
-            f"{describe(batch)}; let its collate make such pairs"
-        )
     images, targets = batch
     if model.training:
         return StepOutput(_sum_losses(model, images, targets), count=len(images))
@@ -375,11 +369,6 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
 def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
     with user_code("model:", model, images=images, targets=targets):
         losses = model(images, targets)
-    if not isinstance(losses, Mapping) or not losses:
-        raise UserCodeError(
-            f"model: {name_of(model)} gave {describe(losses)} in training; the objective "
-            "detection takes a dict of losses"
-        )
     with outside_casts():
         return torch.stack([to_fp32(loss) for loss in losses.values()]).sum()
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.data import Dataset
 
 from mpframe.core.casts import outside_casts
 from mpframe.core.objective import StepOutput
@@ -57,12 +56,6 @@ class Fooled(Mean):
         return (made > 0).sum(), made.numel()
 
 
-def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
-    """Return the task for any images, with the objectives `discriminator` and `generator`."""
-    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
-    return Task(train, val, objectives, Fooled, test=test)
-
-
 def digits_gan(
     root: str | None = None,
     channels: int = 1,
@@ -72,7 +65,8 @@ def digits_gan(
 ) -> Task:
     """Return the handwritten digits, to be imitated. Arguments and errors are those in `digits`."""
     images = digits(root, channels, image_size, classes, augment)
-    return adversarial(images.train, images.val, images.test)
+    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
+    return Task(images.train, images.val, objectives, Fooled, test=images.test)
 
 
 class Gan(nn.Module):

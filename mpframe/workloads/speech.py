@@ -6,7 +6,7 @@ long one. The objective is connectionist temporal classification (Graves et al. 
 metric is the share of labels that were read wrongly.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
-from mpframe.core.user_code import describe, user_code
+from mpframe.core.user_code import user_code
 from mpframe.data.samples import Generated, draw_uniforms
 from mpframe.data.task import Task, require_counts
 from mpframe.workloads.images import require_dropout, require_sizes
@@ -89,13 +88,8 @@ def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
             The lengths are lists of N whole numbers, so that nothing waits for the device.
         blank: the class of a frame without a label.
 
-    UserCodeError: the batch is not such a mapping, or the model raised.
+    UserCodeError: the model raised.
     """
-    if not isinstance(batch, Mapping) or not batch.keys() >= set(_NAMES):
-        raise UserCodeError(
-            f"objective: ctc takes a mapping with {', '.join(_NAMES)}, and the dataset gave "
-            f"{describe(batch)}; let its collate make one"
-        )
     inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
     with user_code("model:", model, inputs=inputs):
         logits = model(inputs, frames)

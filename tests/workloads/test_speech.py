@@ -93,12 +93,10 @@ def test_batches_are_padded_mappings_and_the_lengths_stay_on_the_host() -> None:
     assert batch["inputs"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
     assert batch["targets"].tolist() == [[4, 0], [5, 6]]
     assert (batch["input_lengths"], batch["target_lengths"]) == ([2, 1], [1, 2])
-    assert refused(
+    text = refused(
         UserCodeError, NamedObjective("", ctc), network(), {"inputs": torch.ones(1, 2, 3)}
-    ) == (
-        "objective: ctc takes a mapping with inputs, input_lengths, targets, target_lengths, and "
-        "the dataset gave a dict of inputs; let its collate make one"
     )
+    assert text.startswith("objective: ctc raised KeyError ('input_lengths')")
 
 
 def test_what_is_read_of_the_frames_and_how_far_apart_two_readings_are() -> None:
