@@ -47,7 +47,10 @@ class UNet(nn.Module):
         return logits
 
 
-def _measure_loss(outputs: Tensor, targets: Tensor, dice_weight: float, smooth: float) -> Tensor:
+def dice_cross_entropy_loss(
+    outputs: Tensor, targets: Tensor, dice_weight: float, smooth: float
+) -> Tensor:
+    """Return the loss, 0-d, of logits [N, classes, ...] and int64 classes [N, ...]."""
     cross_entropy = F.cross_entropy(outputs, targets)
     probabilities = outputs.softmax(dim=1)
     wanted = torch.zeros_like(outputs).scatter_(1, targets.unsqueeze(1), 1.0)
@@ -61,10 +64,9 @@ def _measure_loss(outputs: Tensor, targets: Tensor, dice_weight: float, smooth: 
 def dice_cross_entropy(dice_weight: float = 1.0, smooth: float = 1.0) -> Supervised:
     """Return the objective of batches of images and classes of their pixels.
 
-    The logits are [N, classes, ...] and the classes [N, ...], int64. The loss is cross-entropy +
-    w * Dice loss, where w is `dice_weight` >= 0. `smooth` > 0, in pixels, is
+    It is cross-entropy + w * Dice loss, where w is `dice_weight` >= 0. `smooth` > 0, in pixels, is
     added to both sides of each class's Dice fraction.
     """
     require("objective.dice_weight", dice_weight, NOT_NEGATIVE, kind="a finite number")
     require("objective.smooth", smooth, POSITIVE, kind="a finite number")
-    return supervised(partial(_measure_loss, dice_weight=dice_weight, smooth=smooth))
+    return supervised(partial(dice_cross_entropy_loss, dice_weight=dice_weight, smooth=smooth))
