@@ -66,6 +66,12 @@ class Shares(IterableDataset[Any]):
         if worker < self.first % self.workers:
             yield None
         self._of, self._number = self.ranks * self.workers, self.rank * self.workers + worker
+        self._finds_its_worker = comes_from("webdataset", self.stream) or getattr(
+            self.stream, "splits_itself", False
+        )
+        self._has_shard = hasattr(self.stream, "shard") and not self._finds_its_worker
+        self._keeps_all = self._finds_its_worker or self._has_shard or is_batched(self.stream)
+        self._keeps_all |= comes_from("datasets", self.stream)
         try:
             with keep_generators():
                 self._seek(self.places[worker])
@@ -109,7 +115,7 @@ class Shares(IterableDataset[Any]):
             for stage in view.pipeline:
                 if hasattr(stage, "epoch"):  # detshuffle's, which counts the passes itself
                     stage.epoch = number - 1
-        elif self._has_shard():
+        elif self._has_shard:
             view = view.shard(num_shards=self._of, index=self._number)
         if hasattr(view, "set_epoch"):
             takes_seed = len(inspect.signature(view.set_epoch).parameters) > 1
@@ -148,7 +154,6 @@ class Shares(IterableDataset[Any]):
 
     def _next(self) -> Any:
         """Return the next sample of this share, or _END."""
-        keeps_all = self._splits_itself() or self._has_shard() or is_batched(self.stream)
         while True:
             number = self._read
             self.current.note(number)
@@ -157,7 +162,7 @@ class Shares(IterableDataset[Any]):
             if sample is _END:
                 return sample
             self._read += 1
-            if keeps_all or number % self._of == self._number:
+            if self._keeps_all or number % self._of == self._number:
                 self._empty = False
                 return sample
 
@@ -169,22 +174,13 @@ class Shares(IterableDataset[Any]):
         """
         seed_generators(int(hash_key(self.seed, self._pass, self._read, self._number)[0]))
         info: Any = torch_worker._worker_info
-        if not self._finds_its_worker():
+        if not self._finds_its_worker:
             torch_worker._worker_info = None
         try:
             with blame_data(f"{what} cannot be read"):
                 yield
         finally:
             torch_worker._worker_info = info
-
-    def _finds_its_worker(self) -> bool:
-        return comes_from("webdataset", self.stream) or getattr(self.stream, "splits_itself", False)
-
-    def _has_shard(self) -> bool:
-        return hasattr(self.stream, "shard") and not self._finds_its_worker()
-
-    def _splits_itself(self) -> bool:
-        return self._finds_its_worker() or comes_from("datasets", self.stream)
 
 
 def comes_from(package: str, stream: Any) -> bool:

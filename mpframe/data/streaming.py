@@ -5,7 +5,6 @@ the place after the batch that was used last, however far workers have read ahea
 reads that batch again, to see that the stream is the same. shares.py has what each worker reads.
 """
 
-import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 
 from mpframe.core.callback import Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -25,8 +23,6 @@ from mpframe.data.fetching import Collate
 from mpframe.data.loading import Loader, batch_or_raise, data_loader, require_shared, share_of
 from mpframe.data.shares import Place, Shares, comes_from, is_batched, is_one_shot
 from mpframe.data.workers import CurrentSamples, WorkerPool
-
-log = logging.getLogger(__name__)
 
 _LOOKED_AT = 2**16  # bytes of each tensor of a batch, by which it is known again
 _WAY_OUT = "or take only the weights into a new run with init_from"
@@ -74,14 +70,24 @@ class StreamLoader(Loader, Callback):
         self._comm, self._timeout, self._pin = comm, worker_timeout, pin
         part = len(share_of(torch.arange(batch_size), comm))
         if comes_from("streaming", stream) and not is_batched(stream):
-            stream, workers, collate = _load_by_mosaic(stream, part, workers, collate), 0, None
+            from streaming import StreamingDataLoader  # It keeps the place of Mosaic's dataset.
+
+            stream = StreamingDataLoader(
+                stream, batch_size=part, num_workers=workers, collate_fn=collate
+            )
+            workers, collate = 0, None
         if is_batched(stream):
-            _refuse_beside_batches(stream, option, batch_size, part, workers, collate)
+            name, made = type(stream).__name__, stream.batch_size
+            if workers or collate is not None or made not in (None, part):
+                raise ConfigError(
+                    f"{option}={batch_size}: {name} makes the batches of each rank itself, with "
+                    f"batch_size={made} where {part} is wanted; leave dataset.workers and collate "
+                    f"to {name}, or give its dataset"
+                )
             if comm.tensor > 1:
                 raise ConfigError(
-                    f"distributed.tensor={comm.tensor}: {type(stream).__name__} makes the batches "
-                    "of each rank, and ranks that divide layers read the same ones; give the "
-                    "samples instead"
+                    f"distributed.tensor={comm.tensor}: {name} makes the batches of each rank, and "
+                    "ranks that divide layers read the same ones; give the samples instead"
                 )
         self._workers, ranks = workers, (comm.data_rank, comm.data_size)
         self._shares = Shares(
@@ -93,11 +99,6 @@ class StreamLoader(Loader, Callback):
         self._began = 0  # after how many batches the present pool of workers did
         self._start = _Reached()  # Where reading begins: at the beginning, or as a checkpoint says.
         self._now: _Reached | None = None  # None before it began
-
-    def setup(self, trainer: Any, context: Any) -> None:
-        """Warn of a DataLoader that gives the training data in one order."""
-        if isinstance(getattr(self._shares.stream, "sampler", None), SequentialSampler):
-            log.warning("warning: dataset: its DataLoader never shuffles; give it shuffle=True")
 
     def __len__(self) -> int:
         """Count the batches of an epoch, 0 for a single pass, whose length is not known."""
@@ -137,15 +138,9 @@ class StreamLoader(Loader, Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place. CheckpointError if the stream is read otherwise, or only once."""
         self.require_resumable("resume")
-        if (then := len(state["ranks"])) != (now := self._comm.data_size):
-            processes = then * self._comm.tensor
-            raise CheckpointError(
-                f"resume: the stream was read by ranks={then}, and this run has ranks={now}; start "
-                f"{processes} processes (torchrun --nproc-per-node {processes}), {_WAY_OUT}"
-            )
-        for option, now in self._facts().items():
-            then = state["made_with"][option]
-            if then != now:
+        made_with = {**state["made_with"], "ranks": len(state["ranks"])}
+        for option, now in {**self._facts(), "ranks": self._comm.data_size}.items():
+            if (then := made_with[option]) != now:
                 raise CheckpointError(
                     f"{option}={now}: the stream was read with {then}; use {option}={then}, "
                     f"{_WAY_OUT}"
@@ -253,31 +248,6 @@ class StreamLoader(Loader, Callback):
         self._before, self._places[worker] = self._places[worker], place
         self._number += 1
         return batch
-
-
-def _load_by_mosaic(stream: Any, part: int, workers: int, collate: Collate | None) -> Any:
-    """Return the loader that keeps the place of Mosaic's dataset."""
-    from streaming import StreamingDataLoader
-
-    return StreamingDataLoader(stream, batch_size=part, num_workers=workers, collate_fn=collate)
-
-
-def _refuse_beside_batches(
-    loader: Any, option: str, size: int, part: int, workers: int, collate: Collate | None
-) -> None:
-    """Refuse options that a user's DataLoader, which was made without them, cannot follow."""
-    name, made = type(loader).__name__, loader.batch_size
-    if made not in (None, part):
-        raise ConfigError(
-            f"{option}={size}: {name} makes batches of {made} on each rank; use "
-            f"{option}={made * (size // part)}, or give its dataset"
-        )
-    for what, given in ("dataset.workers", workers), ("collate", collate):
-        if given:
-            raise ConfigError(
-                f"{what}: {name} makes its batches itself; give {name} its num_workers and "
-                f"collate_fn, and leave out {what}"
-            )
 
 
 def _digest(batch: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import Log, refused
+from fixtures import refused
 from in_process import assert_same_run, cut, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -155,7 +155,7 @@ def test_ranks_and_workers_share_the_samples(stream: Any, workers: int) -> None:
     assert sorted(seen) == list(range(23))
 
 
-def test_another_epoch_is_read_from_wherever_it_is_asked_for(caplog: Log) -> None:
+def test_another_epoch_is_read_from_wherever_it_is_asked_for() -> None:
     own = loader()
     whole = read(own, 0, 15)
     assert ids(own.epoch(0))[0] == [0, 1, 2, 3]  # As after a probe for the first loss scale.
@@ -165,10 +165,6 @@ def test_another_epoch_is_read_from_wherever_it_is_asked_for(caplog: Log) -> Non
     assert len(make_loader(sized, 4, shuffle=True, drop_last=True)) == EPOCH
     text = refused(DataError, make_loader, [0], 1, batches_per_epoch=3)
     assert text.startswith("dataset: its Task has batches_per_epoch=3, which is for streams, and ")
-    for samples, shuffle in ((Numbers(), None), ([0] * 8, True), ([0] * 8, False)):
-        assert not caplog.messages
-        loader(DataLoader(samples, batch_size=4, shuffle=shuffle)).setup(None, None)
-    assert ["never shuffles; give it shuffle=True" in line for line in caplog.messages] == [True]
 
 
 LOADED = DataLoader(Numbers(), batch_size=4)
@@ -178,13 +174,11 @@ LOADED = DataLoader(Numbers(), batch_size=4)
     (None, {"batches_per_epoch": None}, "dataset: Numbers does not have the length of an epoch; "
      "give its Task batches_per_epoch=N, after which validation is due"),
     (None, {"batches_per_epoch": 0}, "dataset.batches_per_epoch=0: must be a whole number >= 1"),
-    (LOADED, {"size": 8}, "dataset.batch_size=8: DataLoader makes batches of 4 on each rank; use "
-     "dataset.batch_size=4, or give its dataset"),
-    (LOADED, {"workers": 2}, "dataset.workers: DataLoader makes its batches itself; give"),
-    (LOADED, {"collate": list}, "collate: DataLoader makes its batches itself; give DataLoader"),
+    *((LOADED, given, " DataLoader makes the batches of each rank itself, with batch_size=4 where ")
+      for given in ({"size": 8}, {"workers": 2}, {"collate": list})),
 ])  # fmt: skip
 def test_what_no_loader_can_be_made_of(stream: Any, options: dict[str, Any], text: str) -> None:
-    assert refused((ConfigError, DataError), loader, stream, **options).startswith(text)
+    assert text in refused((ConfigError, DataError), loader, stream, **options)
 
 
 @pytest.mark.parametrize(("stream", "workers", "text"), [
