@@ -16,47 +16,38 @@ on, the loss, and the metrics. A batch is any tree of tensors.
     cifar        CIFAR-10
     image_files  folders of images
 
-The shortest dataset is `digits` in images.py. Other tasks are in mpframe/workloads. A name of the
-package loads its module when it is first used.
+The shortest dataset is `digits` in images.py. Other tasks are in mpframe/workloads. The datasets of
+files are loaded when they are first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpframe.data.images import ArrayImages as ArrayImages
+from mpframe.data.images import Images as Images
+from mpframe.data.images import Normalize as Normalize
+from mpframe.data.images import digits as digits
+from mpframe.data.images import fashion_mnist as fashion_mnist
+from mpframe.data.loading import Loader as Loader
+from mpframe.data.metrics import RMSE as RMSE
+from mpframe.data.metrics import RMSPE as RMSPE
+from mpframe.data.metrics import Accuracy as Accuracy
+from mpframe.data.metrics import BitsPerByte as BitsPerByte
+from mpframe.data.metrics import Dice as Dice
+from mpframe.data.metrics import IoU as IoU
+from mpframe.data.metrics import Perplexity as Perplexity
+from mpframe.data.task import Metric as Metric
+from mpframe.data.task import Task as Task
+from mpframe.data.task import classification as classification
+
 if TYPE_CHECKING:
     from mpframe.data.cifar import cifar10 as cifar10
     from mpframe.data.image_files import image_folder as image_folder
-    from mpframe.data.images import ArrayImages as ArrayImages
-    from mpframe.data.images import Images as Images
-    from mpframe.data.images import Normalize as Normalize
-    from mpframe.data.images import digits as digits
-    from mpframe.data.images import fashion_mnist as fashion_mnist
-    from mpframe.data.loading import Loader as Loader
-    from mpframe.data.metrics import RMSE as RMSE
-    from mpframe.data.metrics import RMSPE as RMSPE
-    from mpframe.data.metrics import Accuracy as Accuracy
-    from mpframe.data.metrics import BitsPerByte as BitsPerByte
-    from mpframe.data.metrics import Dice as Dice
-    from mpframe.data.metrics import IoU as IoU
-    from mpframe.data.metrics import Perplexity as Perplexity
-    from mpframe.data.task import Metric as Metric
-    from mpframe.data.task import Task as Task
-    from mpframe.data.task import classification as classification
 
-_HOMES = {
-    "images": ["ArrayImages", "Images", "Normalize", "digits", "fashion_mnist"],
-    "cifar": ["cifar10"],
-    "image_files": ["image_folder"],
-    "loading": ["Loader"],
-    "metrics": ["RMSE", "RMSPE", "Accuracy", "BitsPerByte", "Dice", "IoU", "Perplexity"],
-    "task": ["Metric", "Task", "classification"],
-}
-
-__all__ = [name for names in _HOMES.values() for name in names]
+_HOMES = {"cifar10": "cifar", "image_folder": "image_files"}
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"mpframe.data.{module}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"mpframe.data.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'mpframe.data' has no attribute {name!r}")
