@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from mpframe.core.errors import DataError, MpframeError, first_line
-from mpframe.core.tree import fields_of, map_tensors, tensors_in
-from mpframe.core.user_code import describe, describe_error
+from mpframe.core.tree import fields_of, map_tensors
+from mpframe.core.user_code import describe_error
 from mpframe.data.samples import hash_key
 from mpframe.data.workers import CurrentSamples
 from mpframe.files.text import few
@@ -39,7 +39,8 @@ class Fetcher(Dataset[Any]):
         split: str,
         collate: Collate | None,
     ) -> None:
-        self._dataset = _by_batch(dataset, collate)
+        by_rows = type(dataset) is TensorDataset and collate is None
+        self._dataset: Any = TensorRows(dataset) if by_rows else dataset
         self._seed, self._current, self._split, self._collate = seed, current, split, collate
         self._epoch: int | None = None
         self._view: Any = self._dataset
@@ -103,14 +104,9 @@ def stack(samples: list[Any], indices: Sequence[int], collate: Collate | None) -
 def checked(
     batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
 ) -> Any:
-    """Return the batch without its graph. DataError if it has no tensor, or one is not finite."""
-    if next(tensors_in(batch), None) is None:
-        raise DataError(
-            f"dataset: {name_samples(indices)} make {describe(batch)}, which holds no tensor; "
-            "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
-        )
+    """Return the batch without its graph. DataError if one of its tensors is not finite."""
     require_finite(batch, indices, split, place, samples)
-    return _detach(batch)
+    return map_tensors(_detach, batch)
 
 
 def seed_generators(state: int) -> None:
@@ -121,22 +117,14 @@ def seed_generators(state: int) -> None:
 
 
 class TensorRows:
-    """Rows of tensors of one length, a batch at a time, as if collated."""
+    """Rows of a TensorDataset, which draws no random numbers, a batch at a time as if collated."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, dataset: Any) -> None:
+        self._tensors: tuple[Tensor, ...] = dataset.tensors
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return tuple(tensor[chosen] for tensor in self._tensors)
-
-
-def _by_batch(dataset: Any, collate: Collate | None) -> Any:
-    """Return the rows of a TensorDataset, which draws no random numbers, or `dataset` itself."""
-    if type(dataset) is not TensorDataset or collate is not None:
-        return dataset
-    strided = all(tensor.layout is torch.strided for tensor in dataset.tensors)
-    return TensorRows(dataset.tensors) if strided else dataset
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
@@ -178,13 +166,9 @@ def keep_generators() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def _detach(batch: Any) -> Any:
-    """Cut the tensors off their graph: it cannot leave a worker, and trains nothing."""
-    if not any(tensor.grad_fn for tensor in tensors_in(batch)):
-        return batch
-    return map_tensors(
-        lambda t: t.detach().requires_grad_(t.requires_grad) if t.grad_fn else t, batch
-    )
+def _detach(tensor: Tensor) -> Tensor:
+    """Cut a tensor off its graph, which cannot leave a worker and trains nothing."""
+    return tensor.detach().requires_grad_() if tensor.grad_fn else tensor
 
 
 def require_finite(
