@@ -14,8 +14,7 @@ background boxes count, three for each box with an object.
 torchvision's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -360,9 +359,15 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
         return StepOutput(_sum_losses(model, images, targets), count=len(images))
     with user_code("model:", model, images=images):
         found = to_fp32(model(images))
-    with preserve_state(model), _ask_for_losses(model):
+    fixed = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+    modes = [(m, m.training) for m in model.modules() if not isinstance(m, fixed)]
+    with preserve_state(model):
+        for module, _ in modes:
+            module.training = True
         torch.manual_seed(0)
         loss = _sum_losses(model, images, targets)
+    for module, mode in modes:
+        module.training = mode
     return StepOutput(loss, found, targets, count=len(images))
 
 
@@ -371,17 +376,3 @@ def _sum_losses(model: nn.Module, images: Any, targets: Any) -> Tensor:
         losses = model(images, targets)
     with outside_casts():
         return torch.stack([to_fp32(loss) for loss in losses.values()]).sum()
-
-
-@contextmanager
-def _ask_for_losses(model: nn.Module) -> Iterator[None]:
-    """Put an evaluated model in training for a block, except its norms and dropout."""
-    fixed = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
-    changed = [m for m in model.modules() if not m.training and not isinstance(m, fixed)]
-    for module in changed:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = False

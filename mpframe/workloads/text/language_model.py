@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.ranges import POSITIVE, require
@@ -91,8 +92,7 @@ def next_token(
 
     ConfigError: an option is out of its range. DataError: the text cannot be read or is too short.
     """
-    require_counts(context=context, vocab_size=vocab_size)
-    require_options(token_bytes, bytes_per_token, eval_windows)
+    require_options(context, vocab_size, token_bytes, eval_windows)
     tokens = read_tokens(root, token_bytes)
     length = len(tokens) // _STRETCHES
     if length <= context:
@@ -105,26 +105,26 @@ def next_token(
         Stretches(tokens, np.flatnonzero(chosen) * length, length, context, vocab_size)
         for chosen in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
     )
-    return Task(
-        RandomWindows(train),
-        SideBySide(val, eval_windows),
-        loss=token_loss,
-        metric=token_metrics(bytes_per_token),
-        test=SideBySide(test, eval_windows),
-    )
+    parts = RandomWindows(train), SideBySide(val, eval_windows)
+    return token_task(*parts, bytes_per_token, test=SideBySide(test, eval_windows))
 
 
-def require_options(token_bytes: int, bytes_per_token: float, eval_windows: int | None) -> None:
+def require_options(
+    context: int, vocab_size: int, token_bytes: int, eval_windows: int | None
+) -> None:
     """Check options that every dataset of tokens has."""
+    require_counts(context=context, vocab_size=vocab_size)
     require_choice("token_bytes", token_bytes, (1, 2, 4))
-    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
     if eval_windows is not None:
         require_counts(eval_windows=eval_windows)
 
 
-def token_metrics(bytes_per_token: float) -> dict[str, Any]:
-    """Return the metrics by name."""
-    return {"bits_per_byte": partial(BitsPerByte, bytes_per_token), "perplexity": Perplexity}
+def token_task(train: Dataset[Any], val: Dataset[Any], bytes_per_token: float, **rest: Any) -> Task:
+    """Return a task of windows of tokens and the tokens that follow each."""
+    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
+    bits = partial(BitsPerByte, bytes_per_token)
+    metrics = {"bits_per_byte": bits, "perplexity": Perplexity}
+    return Task(train, val, metric=metrics, loss=token_loss, **rest)
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:

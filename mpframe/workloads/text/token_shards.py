@@ -21,8 +21,7 @@ from mpframe.workloads.text.language_model import (
     Stretches,
     map_tokens,
     require_options,
-    token_loss,
-    token_metrics,
+    token_task,
 )
 
 _VAL = "val.bin"
@@ -43,8 +42,8 @@ def token_shards(
 
     ConfigError: an option is out of its range. DataError: files are missing or too short.
     """
-    require_counts(context=context, vocab_size=vocab_size, batches_per_epoch=batches_per_epoch)
-    require_options(token_bytes, bytes_per_token, eval_windows)
+    require_options(context, vocab_size, token_bytes, eval_windows)
+    require_counts(batches_per_epoch=batches_per_epoch)
     files = {path.name: path for path in sorted(Path(root).glob("*.bin"))}
     val = files.pop(_VAL, None)
     if val is None or not files:
@@ -54,13 +53,8 @@ def token_shards(
             "one other"
         )
     shards = [_stretch(path, token_bytes, context, vocab_size) for path in (val, *files.values())]
-    return Task(
-        TokenShards(shards[1:]),
-        SideBySide(shards[0], eval_windows),
-        loss=token_loss,
-        metric=token_metrics(bytes_per_token),
-        batches_per_epoch=batches_per_epoch,
-    )
+    parts = TokenShards(shards[1:]), SideBySide(shards[0], eval_windows)
+    return token_task(*parts, bytes_per_token, batches_per_epoch=batches_per_epoch)
 
 
 def _stretch(path: Path, token_bytes: int, context: int, vocab_size: int) -> Stretches:

@@ -107,9 +107,11 @@ class WordJaccard:
         """Return the mean so far, 0-d float64, nan before the first update."""
         values: list[float] = []
         for chosen, targets in self._found:
-            places = _locate(chosen, targets["offsets"])
-            rows = zip(places, targets["text"], targets["selected"], strict=True)
-            values += [jaccard(text[begin:end], selected) for (begin, end), text, selected in rows]
+            rows = torch.arange(len(chosen), device=chosen.device)
+            begins = targets["offsets"][rows, chosen[:, 0], 0].tolist()
+            ends = targets["offsets"][rows, chosen[:, 1], 1].tolist()
+            strings = zip(begins, ends, targets["text"], targets["selected"], strict=True)
+            values += [jaccard(text[begin:end], true) for begin, end, text, true in strings]
         return torch.tensor(values, dtype=torch.float64).mean()
 
 
@@ -129,14 +131,6 @@ def jaccard(found: str, true: str) -> float:
     """Return |A ∩ B| / |A ∪ B| of the words of two strings, in lower case."""
     a, b = set(found.lower().split()), set(true.lower().split())
     return len(a & b) / len(a | b) if a | b else 1.0
-
-
-def _locate(chosen: Tensor, offsets: Tensor) -> list[list[int]]:
-    """Return where in its text each sample's span begins and ends."""
-    rows = torch.arange(len(chosen), device=chosen.device)
-    first, last = offsets[rows, chosen[:, 0], 0], offsets[rows, chosen[:, 1], 1]
-    places: list[list[int]] = torch.stack((first, last), dim=1).tolist()
-    return places
 
 
 Sample = dict[str, Any]
