@@ -21,13 +21,7 @@ from torch import Tensor
 from mpframe.core.errors import DataError
 from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.samples import hold_out
-from mpframe.data.task import (
-    Task,
-    classification,
-    require_choice,
-    require_counts,
-    require_facts,
-)
+from mpframe.data.task import Task, classification, require_choice, require_counts, require_facts
 
 log = logging.getLogger(__name__)
 

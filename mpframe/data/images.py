@@ -27,13 +27,7 @@ from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.samples import BatchDataset, draw_uniforms, hold_out
-from mpframe.data.task import (
-    Task,
-    classification,
-    require_choice,
-    require_facts,
-    require_labels,
-)
+from mpframe.data.task import Task, classification, require_choice, require_facts, require_labels
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
 DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, flip

@@ -63,7 +63,8 @@ class Task:
         batches_per_epoch: for a stream, after how many batches it is validated, >= 1.
 
     DataError: an attribute cannot be used as described, or there are an objective and a loss.
-    UserCodeError: an objective is a loss, or no function.
+    UserCodeError: an objective is a loss, or no function. TypeError, ValueError: the preprocessing
+    is no JSON.
     """
 
     train: Dataset[Any]
@@ -82,17 +83,19 @@ class Task:
         if loss is not None:
             if stated is not None:
                 raise DataError("dataset: its Task has an objective and a loss; give one of them")
-            _require_callable("loss", loss)
             given: Any = loss
             if isinstance(given, type) and issubclass(given, nn.Module):
                 name = given.__name__
                 raise DataError(f"dataset: the loss of its Task is a class; make it {name}()")
             object.__setattr__(self, "objective", Supervised(loss, "dataset"))
         objectives = {} if self.objective is None else self.objectives
-        _require_callable("metric", None if isinstance(self.metric, Mapping) else self.metric)
-        _require_callable("collate", self.collate)
-        _require_names(self.class_names)
-        _require_json(self.preprocessing)
+        metric = None if isinstance(self.metric, Mapping) else self.metric
+        for name, code in (("loss", loss), ("metric", metric), ("collate", self.collate)):
+            _require(name, code, code is None or callable(code), "a function or a class")
+        names: Any = self.class_names
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        _require("class_names", names, names is None or listed, "a list of strings")
+        json.dumps(self.preprocessing, allow_nan=False)  # It raises now, and not at the first save.
         for name, objective in objectives.items():
             require_objective(f"dataset: the objective {name}".strip(), objective)
 
@@ -107,30 +110,11 @@ class Task:
         return named
 
 
-def _require_callable(name: str, code: Any) -> None:
-    if code is not None and not callable(code):
+def _require(name: str, given: Any, fits: bool, allowed: str) -> None:
+    if not fits:
         raise DataError(
-            f"dataset: the {name} of its Task is {describe(code)}; it must be a function or a "
-            "class that can be called"
+            f"dataset: the {name} of its Task is {describe(given)}; it must be {allowed}"
         )
-
-
-def _require_names(names: Any) -> None:
-    listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    if names is not None and not listed:
-        raise DataError(
-            f"dataset: the class_names of its Task are {describe(names)}; give a list of strings"
-        )
-
-
-def _require_json(preprocessing: Any) -> None:
-    try:
-        json.dumps(preprocessing, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"dataset: the preprocessing of its Task cannot be written as JSON ({error}); give "
-            "finite numbers, strings, lists and dicts"
-        ) from None
 
 
 def classification(
@@ -169,10 +153,9 @@ def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
 
 def require_labels(source: object, labels: Tensor, images: int, classes: int) -> None:
     """Check that the file has one label [N] in 0..classes-1 for each image."""
-    if len(labels) != images:
-        raise DataError(f"{source}: {len(labels)} labels for {images} images; get the files again")
-    if images and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    ends = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+    if len(labels) != images or not 0 <= ends[0] <= ends[1] < classes:
         raise DataError(
-            f"{source}: labels reach from {int(labels.min())} to {int(labels.max())}, "
-            f"allowed is 0 to {classes - 1}; get the file again"
+            f"{source}: has {len(labels)} labels from {ends[0]} to {ends[1]}, and must have one "
+            f"from 0 to {classes - 1} for each of {images} images; get the file again"
         )

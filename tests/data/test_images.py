@@ -181,7 +181,6 @@ def test_a_crop_is_a_window_of_the_padded_image_and_half_are_mirrored(
 
 
 THREE = torch.zeros(3, 1, 4, 4)
-OF_TASK = "of its Task cannot be written as JSON (O"
 
 
 @pytest.mark.parametrize(("error", "call", "text"), [
@@ -190,9 +189,9 @@ OF_TASK = "of its Task cannot be written as JSON (O"
     (ConfigError, lambda: ArrayImages(THREE, torch.zeros(3), PLAIN, "flips"),
      "dataset.augment=flips: must be one of none, crop, crop_flip"),
     (DataError, lambda: classification(make(), make(), class_names=[0, 1]),
-     "the class_names of its Task are a list of an int, an int; give"),
-    (DataError, lambda: classification(make(), make(), preprocessing={"mean": THREE}), OF_TASK),
-    (DataError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}), OF_TASK),
+     "dataset: the class_names of its Task is a list of an int, an int; it must be a list of"),
+    (TypeError, lambda: classification(make(), make(), preprocessing={"mean": THREE}), "Tensor is"),
+    (ValueError, lambda: classification(make(), make(), preprocessing={"mean": math.nan}), "JSON"),
     (DataError, lambda: Task(make(), make(), loss=torch.nn.CrossEntropyLoss),  # type: ignore[arg-type]
      "dataset: the loss of its Task is a class; make it CrossEntropyLoss()"),
     (ConfigError, lambda: digits(root="a"), "dataset.root=a: the digits come with scikit-lear"),

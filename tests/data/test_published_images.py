@@ -129,7 +129,9 @@ def test_files_of_cifar_that_do_not_fit(tmp_path: Path) -> None:
     assert f"CIFAR10 as C; C('{tmp_path}', download=True)" in text
     for name in NAMES:
         (tmp_path / f"{name}.bin").write_bytes(b"\x0b" + as_binary()[1:])
-    assert "to 11, allowed is 0 to 9; get" in refused(DataError, cifar10, str(tmp_path))
+    assert "to 11, and must have one from 0 to 9 for each of 2" in refused(
+        DataError, cifar10, str(tmp_path)
+    )
 
 
 SPLITS = {"train": 30, "t10k": 10}
@@ -196,8 +198,11 @@ def test_files_of_fashion_mnist_that_do_not_fit(tmp_path: Path) -> None:
     write_all(tmp_path)
     path = tmp_path / "train-labels-idx1-ubyte"
     for labels, said in (
-        (part_of("t10k")[1], "10 labels for 30 images; get the files again"),
-        (part_of("train")[1] + 1, "labels reach from 1 to 10, allowed is 0 to 9;"),
+        (
+            part_of("t10k")[1],
+            "has 10 labels from 0 to 9, and must have one from 0 to 9 for each of 3",
+        ),
+        (part_of("train")[1] + 1, "has 30 labels from 1 to 10, and must have one from 0 to 9"),
     ):
         path.write_bytes(idx_bytes(labels))
         assert refused(DataError, fashion_mnist, str(tmp_path)).startswith(f"{path}: {said}")
