@@ -88,15 +88,19 @@ class Mean(ABC):
         """Return the sum over one batch, and over how many values."""
 
 
-class Accuracy(Mean):
-    """The fraction of labels whose logit is the largest, 0 to 1."""
-
-    name = "accuracy"
-    higher_is_better = True
+class LabelMean(Mean):
+    """A mean over the labels that are not equal to `ignore_index`."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()
         self._ignored = ignore_index
+
+
+class Accuracy(LabelMean):
+    """The fraction of labels whose logit is the largest, 0 to 1."""
+
+    name = "accuracy"
+    higher_is_better = True
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
@@ -105,15 +109,11 @@ class Accuracy(Mean):
         return ((chosen == targets) & labels).sum(), labels.sum()
 
 
-class Nats(Mean):
+class Nats(LabelMean):
     """The mean of -ln p(target) over all tokens that count, summed in float64."""
 
     name = "nats"
     higher_is_better = False
-
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
-        self._ignored = ignore_index
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
@@ -180,7 +180,7 @@ class RMSPE(RMSE):
         return (outputs - targets) / targets
 
 
-class Overlap(Mean):
+class Overlap(LabelMean):
     """The mean over the classes of a measure of areas, summed over all pixels of a validation.
 
     Classes that neither targets nor predictions have are left out, and so is class 0 unless
@@ -191,9 +191,8 @@ class Overlap(Mean):
     higher_is_better = True
 
     def __init__(self, background: bool = False, ignore_index: int = -100) -> None:
-        super().__init__()
+        super().__init__(ignore_index)
         self._first = 0 if background else 1
-        self._ignored = ignore_index
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the pixels of logits [N, classes, ...] for class numbers [N, ...] by both."""

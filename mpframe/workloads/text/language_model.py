@@ -11,7 +11,7 @@ import math
 import sys
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -45,7 +45,11 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
     path = Path(sysconfig.get_path("stdlib") if root is None else root)
     if not path.is_dir():
         return map_tokens(path, token_bytes)
-    files = _list_library(path) if root is None else path.rglob("*.txt")
+    files = list(path.rglob("*.txt" if root is not None else "*.py"))
+    if root is None:  # without its tests and installed packages
+        names = [file.relative_to(path).parts[0].removesuffix(".py") for file in files]
+        known = sys.stdlib_module_names
+        files = [file for file, name in zip(files, names, strict=True) if name in known]
     chosen = sorted(file for file in files if file.is_file() and not file.is_symlink())
     size = sum(file.stat().st_size for file in chosen)
     if not 0 < size <= _MOST_BYTES or token_bytes != 1:
@@ -62,14 +66,6 @@ def map_tokens(path: Path, token_bytes: int) -> Tokens:
     """Return the tokens of a file, which is mapped. ValueError: it holds no whole number."""
     with open_regular(path, "rb", follow=True) as file:
         return np.memmap(file, f"<u{token_bytes}", mode="r")
-
-
-def _list_library(folder: Path) -> Iterable[Path]:
-    """List Python's library, without its tests and installed packages."""
-    for path in folder.rglob("*.py"):
-        name = path.relative_to(folder).parts[0].removesuffix(".py")
-        if name in sys.stdlib_module_names:
-            yield path
 
 
 _STRETCHES, _ONE_IN, _VAL, _TEST = 100, 20, 9, 19
