@@ -6,7 +6,6 @@ Both published formats are read, and neither reader runs anything from the file.
 import hashlib
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, require_facts, require_labels
 from mpframe.files.plain_file import open_regular
 
-Reader = Callable[[Path], tuple[Tensor, Tensor]]
-
 _ONE_IN = 10  # of the training images validates
 _NAMES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
@@ -29,6 +26,7 @@ _NAMES = (
 _CLASSES = len(_NAMES)
 _BINARY = "cifar-10-batches-bin"
 _PYTHON = "cifar-10-batches-py"
+_FILES = (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch")
 
 
 def cifar10(
@@ -46,27 +44,26 @@ def cifar10(
     """
     size, count = (image_size, 32), (classes, _CLASSES)
     require_facts("CIFAR-10", channels=(channels, 3), image_size=size, classes=count)
-    train_files, test_files = _find(root)
-    images, targets = _read(train_files)
+    files = _find(root)
+    images, targets = _read(files[:5])
     parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
-    return array_task([*parts, _read(test_files)], augment, _NAMES)
+    return array_task([*parts, _read(files[5:])], augment, _NAMES)
 
 
-def _read(files: list[tuple[Path, Reader]]) -> tuple[Tensor, Tensor]:
-    parts = [reader(path) for path, reader in files]
-    for (path, _), (images, labels) in zip(files, parts, strict=True):
+def _read(files: list[Path]) -> tuple[Tensor, Tensor]:
+    parts = [read_binary(path) if path.suffix else read_python(path) for path in files]
+    for path, (images, labels) in zip(files, parts, strict=True):
         require_labels(path, labels, len(images), _CLASSES)
     return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
-def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader]]]:
-    """Return the training and the test files, each with its reader."""
+def _find(root: str) -> list[Path]:
+    """Return the training files and the test file, of the binary version with a suffix."""
     for folder in (Path(root) / _BINARY, Path(root) / _PYTHON, Path(root)):
-        for ending, reader in ((".bin", read_binary), ("", read_python)):
-            train = [folder / f"data_batch_{part}{ending}" for part in range(1, 6)]
-            test = folder / f"test_batch{ending}"
-            if all(path.is_file() for path in [*train, test]):
-                return [(path, reader) for path in train], [(test, reader)]
+        for suffix in (".bin", ""):
+            files = [folder / f"{name}{suffix}" for name in _FILES]
+            if all(path.is_file() for path in files):
+                return files
     fetch = f"from torchvision.datasets import CIFAR10 as C; C({str(root)!r}, download=True)"
     raise DataError(
         f"dataset.root={root}: no complete CIFAR-10 (data_batch_1 to 5 and test_batch, with .bin "

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,11 @@ def require_finite(
     bad = _first_bad(batch)
     if bad is None:
         return
-    whose, name = _find_sample(samples, indices) or (_name_row(bad[1], indices), bad[0])
+    name, whose = bad[0], _name_row(bad[1], indices)
+    for index, sample in sorted(zip(indices, samples, strict=False), key=itemgetter(0)):
+        if bad := _first_bad(sample):
+            name, whose = bad[0], f"sample {index}"
+            break
     where = f" in its {name}" if name else ""
     raise DataError(
         f"dataset: {split} {whose} holds NaN or inf{where} (epoch {place[0]}, batch {place[1]}); "
@@ -205,14 +210,6 @@ def named_leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _first_bad(node: Any) -> tuple[str, Tensor] | None:
     return next(((name, t) for name, t in named_leaves(node) if not _is_finite(t)), None)
-
-
-def _find_sample(samples: Sequence[Any], indices: Sequence[int]) -> tuple[str, str] | None:
-    """Name the first bad sample and its tensor."""
-    for index, sample in sorted(zip(indices, samples, strict=False), key=lambda pair: pair[0]):
-        if bad := _first_bad(sample):
-            return f"sample {index}", bad[0]
-    return None
 
 
 def _name_row(tensor: Tensor, indices: Sequence[int]) -> str:

@@ -73,9 +73,6 @@ def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
     return row[-1]
 
 
-_NAMES = ("inputs", "input_lengths", "targets", "target_lengths")
-
-
 def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
     """Return the CTC loss of each sequence over its number of labels, averaged over the batch.
 
@@ -90,7 +87,8 @@ def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
 
     UserCodeError: the model raised.
     """
-    inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
+    inputs, frames = batch["inputs"], batch["input_lengths"]
+    labels, lengths = batch["targets"], batch["target_lengths"]
     with user_code("model:", model, inputs=inputs):
         logits = model(inputs, frames)
     log_probs = F.log_softmax(logits, dim=2).transpose(0, 1)
