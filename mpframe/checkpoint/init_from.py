@@ -254,10 +254,7 @@ _FILES = tuple(f"{stem}{kind}{end}" for kind in _KINDS for stem in _STEMS for en
 _ENTRIES = ("state_dict", "model_state_dict", "model", "module", "net", "params")
 _LARGEST_INDEX = 2**24  # bytes
 _OTHER = "use another file of weights"
-_CODE = (
-    "holds code or objects, which are never loaded; save only its state dict, or use its "
-    "safetensors file"
-)
+_ONLY = "save only its state dict, or use its safetensors file"
 
 
 class ForeignWeights(NamedTuple):
@@ -298,7 +295,7 @@ def _read_file(path: Path) -> ForeignWeights:
         open_regular(path, "rb", follow=True).close()
         if path.suffix == ".safetensors":
             return ForeignWeights(load_file(path))
-        return _weights_in(load_untrusted(path, _CODE), path)
+        return _weights_in(load_untrusted(path, _ONLY), path)
 
 
 def _read_shards(index: Path) -> ForeignWeights:

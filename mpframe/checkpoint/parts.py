@@ -27,7 +27,6 @@ Take = Callable[[Tensor], Tensor]
 Part = tuple[Index, Index, Tensor]
 """The shape of a whole tensor, the index at which a part of it begins, and the part."""
 
-_CODE = "holds code, which is never run; the parts of a checkpoint are tensors"
 _DIVIDED = ("weights", "optimizer", "ema")  # the entries of a trainer's state that ranks may divide
 
 
@@ -180,7 +179,7 @@ def _put(state: Any, place: Place, whole: Tensor) -> None:
 
 def _read_parts(path: Path) -> dict[Place, Part]:
     with raise_as_damaged(path, "not a rank's parts"):
-        parts = load_untrusted(path, _CODE, mapped=True)
+        parts = load_untrusted(path, mapped=True)
         if not isinstance(parts, dict) or not all(map(_is_part, parts.values())):
             raise CheckpointError(f"{path}: holds no rank's parts of a checkpoint; use another one")
         return parts

@@ -9,8 +9,6 @@ Ranks that save or read together work side by side, and wait for the slowest as 
 
 import contextlib
 import logging
-import pickle
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +46,6 @@ T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
 Files = Mapping[str, Any]  # entries by name
 _LARGEST_CONFIG = 2**20  # bytes
-_CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strings, lists and dicts"
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _PULSE = 0.2  # seconds between two answers of a rank that works on files
 _LONG = 60.0  # seconds after which the log names the ranks that the others wait for
 
@@ -169,7 +165,7 @@ def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
     parts = all_parts(manifest.files)
     with raise_as_damaged(path / STATE, "not a saved state"):
-        state = load_untrusted(path / STATE, _CODE, mapped=in_parts and not parts)
+        state = load_untrusted(path / STATE, mapped=in_parts and not parts)
         if not isinstance(state, dict):
             kind = type(state).__name__
             raise CheckpointError(f"{path / STATE}: holds a {kind}, not a run's state")
@@ -252,7 +248,7 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
         STATE: _write_file(folder / STATE, lambda file: torch.save(snapshot.state, file)),
         CONFIG: _write_file(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
     }
-    _refuse_unreadable(folder / STATE)
+    load_untrusted(folder / STATE, mapped=True)  # Reads no tensor, and refuses objects early.
     manifest = Manifest(files, snapshot.facts).text().encode()
     _write_file(folder / MANIFEST, lambda file: file.write(manifest))
     sync_folder(folder)
@@ -261,19 +257,6 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
 def _sync_records(run: Path, snapshot: Snapshot) -> None:
     """Sync the records that a checkpoint's facts name, in its run's folder, to the disk."""
     sync_paths([run / name for name in snapshot.facts.get("records", ())])
-
-
-def _refuse_unreadable(path: Path) -> None:
-    """Refuse a state that cannot be loaded, before it is needed."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
-    except pickle.UnpicklingError as error:
-        found = _GLOBAL.search(str(error))
-        name = found[1] if found else "an object"
-        raise CheckpointError(
-            f"checkpoint: the state holds {name}, and loading it would "
-            "run code; let state_dict return tensors, numbers, strings, lists and dicts"
-        ) from None
 
 
 def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:

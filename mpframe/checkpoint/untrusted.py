@@ -5,7 +5,7 @@ RecursionError. To the user all of it means one thing: the file is damaged.
 """
 
 import pickle
-import zipfile
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,31 +15,26 @@ import torch
 
 from mpframe.core.errors import CheckpointError, MpframeError, first_line
 
-_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # how torch began files before 2020
+_OBJECT = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message
+_PLAIN = "a checkpoint is tensors, numbers, strings, lists and dicts"
 
 
-def load_untrusted(path: Path, refusal: str, mapped: bool = False) -> Any:
+def load_untrusted(path: Path, way_out: str = _PLAIN, mapped: bool = False) -> Any:
     """Load what `torch.save` wrote, with its tensors on the CPU, without running code.
 
-    refusal: the message for a file that holds code or objects.
     mapped: leave the tensors in the file, mapped into memory.
 
-    CheckpointError: the file holds code. A damaged file may raise anything else, so call this
-    within `raise_as_damaged`.
+    CheckpointError: the file holds objects or functions. A damaged file may raise anything else, so
+    call this within `raise_as_damaged`.
     """
-    _refuse_other_formats(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError:
-        raise CheckpointError(f"{path}: {refusal}") from None
-
-
-def _refuse_other_formats(path: Path) -> None:
-    """Refuse what torch did not write, such as a web page, which torch would take for code."""
-    with path.open("rb") as file:
-        begins_old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
-    if not begins_old and not zipfile.is_zipfile(path):
-        raise ValueError("neither an archive nor torch's older format")
+    except pickle.UnpicklingError as error:
+        found = _OBJECT.search(str(error))
+        if found is None:  # Torch says the same of a web page as of code.
+            raise ValueError("not written by torch.save") from None
+        said = f"{path}: holds {found[1]}, and loading it would run code; {way_out}"
+        raise CheckpointError(said) from None
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Patch) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"the state holds numpy\S+, and loading it would"):
+    with pytest.raises(CheckpointError, match=r"state\.pt: holds numpy\S+, and loading it would"):
         save(tmp_path, 2, value=np.float64(1.0))
     for fails in ("torch.save", "mpframe.checkpoint.saving.sync_paths"):
         with monkeypatch.context() as patched:

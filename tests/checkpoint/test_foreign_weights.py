@@ -114,15 +114,15 @@ def linked(folder: Path) -> Path:
     return folder / "in"
 
 
-CODE = "holds code or objects, which are never loaded; save only its state dict"
+CODE = "holds posix.system, and loading it would run code; save only its state dict"
 OUT = "refused, it leads out of its folder"
 TORN = "damaged, not a file of weights"
 EPOCH = "holds no state dict, but epoch, net; save only the state dict"
 HOSTILE: dict[str, tuple[Made, str]] = {
     "code": (bytes_of(ATTACKS["code"]), CODE),
     "code, older": (bytes_of(ATTACKS["code in an old file"]), CODE),
-    "a bare pickle": (bytes_of(ATTACKS["a bare pickle"]), f"{TORN} (neither an archive nor tor"),
-    "a web page": (bytes_of(b"<!DOCTYPE html>"), f"{TORN} (neither an archive nor torch's older"),
+    "a bare pickle": (bytes_of(ATTACKS["a bare pickle"]), f"{TORN} (Detected pickle protocol"),
+    "a web page": (bytes_of(b"<!DOCTYPE html>"), f"{TORN} (not written by torch.save)"),
     "nothing of use": (saving({"epoch": 1, "net": {"a": 1}}), EPOCH),
     "a shard elsewhere": (index_of(a="../s.safetensors"), OUT),
     "a link out": (linked, f"{OUT}; put the file itself there"),

@@ -89,7 +89,7 @@ ATTACKS = {
     "a bare pickle": pickle.dumps(Attack()),
 }
 CASES: dict[str, tuple[Change, str]] = {
-    "code": (stated(ATTACKS["code"]), r"state\.pt: holds code, which is never run"),
+    "code": (stated(ATTACKS["code"]), r"state\.pt: holds posix\.system, and loading"),
     "a bare pickle": (stated(ATTACKS["a bare pickle"]), r"state\.pt: damaged, not a saved state"),
     "no run": (stated({"trainer": {"weights": {"a": 3}}}), "of something else|unknown to the mod"),
     "a list": (stated([1, 2]), r"state\.pt: holds a list, not a run's state"),
