@@ -75,40 +75,6 @@ def all_in(folder: Path) -> list[Path]:
     )
 
 
-class HashingFile:
-    """A file to write, which computes the size and digest of its content.
-
-    After a failed write nothing more is written, and `sha256` raises the error. If it were raised
-    at once, torch's writer would continue at a wrong position and report that instead.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._error: OSError | None = None
-        self.size = 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        """Write all of `content`, unless writing has failed."""
-        try:
-            if self._error is None:
-                self._file.write(content)
-                self._digest.update(content)
-        except OSError as error:
-            self._error = error
-        self.size += len(content)
-        return len(content)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def sha256(self) -> str:
-        """Return the digest of the content in hexadecimal, or raise the error of a failed write."""
-        if self._error is not None:
-            raise self._error
-        return self._digest.hexdigest()
-
-
 FORMAT = 2
 _LARGEST = 2**20  # bytes, of which a manifest of ours has a few hundred
 
@@ -148,6 +114,8 @@ class Manifest:
             for name, entry in content["files"].items()
         }
         facts = dict(content["facts"])
+        if not {STATE, CONFIG} <= files.keys():
+            raise ValueError(f"{STATE} or {CONFIG} is missing")
         if version != FORMAT:
             stored = printable(str(version)[:40])
             raise CheckpointError(
@@ -169,7 +137,7 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         with open_regular(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             complete = size == expected["bytes"]
-            same = complete and _sha256_of(file) == expected["sha256"]
+            same = complete and sha256_of(file) == expected["sha256"]
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); use an older one"
@@ -182,7 +150,8 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
 
 
-def _sha256_of(file: IO[bytes]) -> str:
+def sha256_of(file: IO[bytes]) -> str:
+    """Return the digest of an open file, from where it stands, in hexadecimal."""
     return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,13 @@ from mpframe.checkpoint.folder import (
     CONFIG,
     MANIFEST,
     STATE,
-    HashingFile,
     Manifest,
     all_parts,
     hidden_path,
     newest,
     parts_of,
     path_of,
+    sha256_of,
     step_of,
 )
 from mpframe.checkpoint.state import Snapshot
@@ -58,15 +58,9 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
     return save_as(path_of(folder, snapshot.global_step), snapshot)
 
 
-def save_as(final: Path, snapshot: Snapshot) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing. Raises as `save` does."""
-    _save_parts(final, snapshot, {}, SINGLE_PROCESS)
-    return final
-
-
 def prepare_together(
     folder: Path, snapshot: Snapshot, comm: Comm, copied: bool
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Return a function that saves a checkpoint of ranks that each hold parts of the state.
 
     All ranks of `comm` call this and the function, and must see rank 0's folder. Each writes its
@@ -80,45 +74,94 @@ def prepare_together(
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state, copied)
     rest = replace(snapshot, state=state)
-    return partial(_save_parts, final, rest.to_cpu() if copied else rest, parts, comm)
+    return partial(save_as, final, rest.to_cpu() if copied else rest, parts, comm)
 
 
-def _save_parts(final: Path, rest: Snapshot, parts: Any, comm: Comm) -> None:
-    """Save each rank's parts of a state and, on rank 0, the rest of it, as the folder `final`."""
+def save_as(final: Path, rest: Snapshot, parts: Any = None, comm: Comm = SINGLE_PROCESS) -> Path:
+    """Save each rank's parts of a state and, on rank 0, the rest of it, as the folder `final`.
+
+    The folder's parent may be missing. Raises as `save` does.
+    """
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
+
+    def begin() -> None:
+        if comm.is_main:
+            final.parent.mkdir(exist_ok=True)
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
 
     def write_parts() -> Entry | None:  # A replica has none.
         return _write_file(new / name, lambda file: torch.save(parts, file)) if parts else None
 
-    def finish(files: Files) -> None:
-        _write(new, rest, files)
-        _sync_records(final.parents[1], rest)
-        put_in_place(new, final)
+    def finish() -> None:
+        if comm.is_main:
+            _write_rest(new, rest, files)
+            sync_paths([final.parents[1] / record for record in rest.facts.get("records", ())])
+            put_in_place(new, final)
 
-    _on_rank_0(comm, final, lambda: _make_new(final))
-    entries = _on_all(comm, final, write_parts)
-    files = {parts_of(rank): entry for rank, entry in enumerate(entries) if entry is not None}
-    _on_rank_0(comm, final, lambda: finish(files))
+    try:
+        _on_all(comm, final, begin)
+        entries = _on_all(comm, final, write_parts)
+        files = {parts_of(rank): entry for rank, entry in enumerate(entries) if entry is not None}
+        _on_all(comm, final, finish)
+    except CheckpointError:
+        if comm.is_main:
+            shutil.rmtree(new, ignore_errors=True)
+        raise
+    return final
 
 
 def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T]:
-    """Write on all ranks, and give the checkpoint up if one of them cannot."""
+    """Write on all ranks. A CheckpointError names the checkpoint."""
 
     def write() -> T:
-        with _naming_checkpoint(final):
+        try:
             return work()
+        except (OSError, RuntimeError) as error:
+            # If a write fails, torch's writer raises another error in the place of that one.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise CheckpointError(
+                f"checkpoint {final} could not be written ({cause.strerror or cause}); "
+                "older checkpoints are whole: free space or choose another hydra.run.dir"
+            ) from error
 
-    try:
-        return on_all(comm, write, f"writing checkpoint {final}")
-    except CheckpointError:
-        if comm.is_main:
-            _give_up(final)
-        raise
+    return on_all(comm, write, f"writing checkpoint {final}")
 
 
-def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
-    """Write on rank 0, for which the others wait."""
-    _on_all(comm, final, work if comm.is_main else lambda: None)
+def _write_rest(folder: Path, snapshot: Snapshot, files: Files) -> None:
+    """Write the state, the options and the manifest beside `files`, which are there already."""
+    files = {
+        **files,
+        STATE: _write_file(folder / STATE, lambda file: torch.save(snapshot.state, file)),
+        CONFIG: _write_file(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
+    }
+    load_untrusted(folder / STATE, mapped=True)  # Reads no tensor, and refuses objects early.
+    manifest = Manifest(files, snapshot.facts).text().encode()
+    _write_file(folder / MANIFEST, lambda file: file.write(manifest))
+    sync_folder(folder)
+
+
+def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
+    """Write a file to the disk, and return its size and digest."""
+    with path.open("w+b") as file:
+        write(file)
+        sync_file(file)
+        size = file.tell()
+        file.seek(0)
+        return {"bytes": size, "sha256": sha256_of(file)}
+
+
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a written folder its name, in the place of another one."""
+    replaced = hidden_path(final, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(replaced)  # A folder cannot be renamed over another (see folder.tidy).
+    new.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(path: Path, comm: Comm = SINGLE_PROCESS) -> dict[str, Any]:
@@ -138,20 +181,16 @@ def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
         CheckpointError: there is none, it is damaged, of another format, or holds code. One rank's
             error is raised on all.
     """
-    found: list[Any] = []
     final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"
-    on_all(comm, lambda: found.append(_verify(final, comm)), doing)
-    in_parts = comm.sharding is not None
-    on_all(comm, lambda: found.append(_read(final, found[0], in_parts)), doing)
-    return found[1]  # type: ignore[no-any-return]
+    manifest, *_ = on_all(comm, lambda: _verify(final, comm), doing)
+    found, in_parts = list[Snapshot](), comm.sharding is not None
+    on_all(comm, lambda: found.append(_read(final, manifest, in_parts)), doing)
+    return found[0]
 
 
 def _verify(path: Path, comm: Comm) -> Manifest:
     """Return the manifest of a checkpoint, and verify this rank's share of the files."""
     manifest = Manifest.read(path)
-    for name in (STATE, CONFIG):
-        if name not in manifest.files:
-            raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
     try:
         manifest.verify(path, comm.rank, comm.size)
     except CheckpointError as error:
@@ -214,67 +253,3 @@ def _end_of(working: Future[T]) -> tuple[T | None, str | None] | None:
         return working.result(), None
     except CheckpointError as error:
         return None, str(error)
-
-
-@contextlib.contextmanager
-def _naming_checkpoint(final: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the checkpoint."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {final} could not be written ({error.strerror or error}); "
-            "older checkpoints are whole: free space or choose another hydra.run.dir"
-        ) from error
-
-
-def _make_new(final: Path) -> Path:
-    """Make the hidden folder in which a checkpoint is written."""
-    new = hidden_path(final, "new")
-    final.parent.mkdir(exist_ok=True)
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    return new
-
-
-def _give_up(final: Path) -> None:
-    shutil.rmtree(hidden_path(final, "new"), ignore_errors=True)
-
-
-def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
-    """Write the files of a checkpoint beside `others`, which are there already."""
-    files = {
-        **others,
-        STATE: _write_file(folder / STATE, lambda file: torch.save(snapshot.state, file)),
-        CONFIG: _write_file(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
-    }
-    load_untrusted(folder / STATE, mapped=True)  # Reads no tensor, and refuses objects early.
-    manifest = Manifest(files, snapshot.facts).text().encode()
-    _write_file(folder / MANIFEST, lambda file: file.write(manifest))
-    sync_folder(folder)
-
-
-def _sync_records(run: Path, snapshot: Snapshot) -> None:
-    """Sync the records that a checkpoint's facts name, in its run's folder, to the disk."""
-    sync_paths([run / name for name in snapshot.facts.get("records", ())])
-
-
-def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
-    """Write a file to the disk, and return the size and digest of the content passed to it."""
-    with path.open("wb") as file:
-        hashing = HashingFile(file)
-        write(hashing)
-        entry = {"bytes": hashing.size, "sha256": hashing.sha256()}
-        sync_file(file)
-    return entry
-
-
-def put_in_place(new: Path, final: Path) -> None:
-    """Give a written folder its name, in the place of another one."""
-    replaced = hidden_path(final, "replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        final.rename(replaced)  # A folder cannot be renamed over another (see folder.tidy).
-    new.rename(final)
-    sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import signal
 import threading
@@ -163,6 +164,11 @@ def test_a_save_that_fails_leaves_the_older_ones(tmp_path: Path, monkeypatch: Pa
             patched.setattr(fails, full)
             with pytest.raises(CheckpointError, match=r"could not be written \(No space left on"):
                 save(tmp_path, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    with pytest.raises(CheckpointError, match=r"could not be written \(File too large\)"):
+        save(tmp_path, 2, large=torch.zeros(2**16))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == places([1])
     assert checkpoint.load(tmp_path)["steps"] == 3
 
