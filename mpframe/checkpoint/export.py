@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from mpframe.checkpoint.folder import FOLDER, identity_of
+from mpframe.checkpoint.folder import FOLDER
 from mpframe.checkpoint.state import Snapshot, read_validated_kind
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.durable import atomic_file, sync_file
@@ -54,7 +54,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
             "run": _results(path),
         },
         "run": {
-            "id": identity_of(snapshot.facts),
+            "id": snapshot.facts.get("run"),
             "step": snapshot.global_step,
             "seed": stored.get("seed"),
             "dataset": _mapping(stored.get("dataset")).get("_target_"),

@@ -18,9 +18,8 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -32,7 +31,6 @@ from mpframe.files.text import printable
 
 FOLDER = "checkpoints"
 STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"
-_PARTS = re.compile(r"parts_\d{5,}\.pt")
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -53,8 +51,8 @@ def parts_of(rank: int) -> str:
 
 
 def all_parts(names: Iterable[str]) -> list[str]:
-    """Return the names of the files with ranks' parts, in the order of the ranks."""
-    return sorted((name for name in names if _PARTS.fullmatch(name)), key=lambda n: int(n[6:-3]))
+    """Return the names of the files with ranks' parts."""
+    return [name for name in names if name.startswith("parts_")]
 
 
 def hidden_path(path: Path, why: str) -> Path:
@@ -171,20 +169,6 @@ def content_digest(version: int, content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-FACT = "run"
-
-
-def new_identity() -> str:
-    """Draw an identity that no other run has: 16 letters."""
-    return secrets.token_hex(8)
-
-
-def identity_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the identity among a checkpoint's facts, if they name one."""
-    identity = facts.get(FACT)
-    return identity if isinstance(identity, str) and identity else None
-
-
 def prune(folder: Path, keep_last: int, keep_best: int) -> None:
     """Delete all but the `keep_last` newest and the `keep_best` best checkpoints of a run."""
     found = all_in(folder)
@@ -217,10 +201,11 @@ def rank(value: float, higher_is_better: bool) -> float | None:
     return -value if higher_is_better else value
 
 
-def rank_of(validation: dict[str, Any]) -> float | None:
-    """Return the rank of a validation, as a checkpoint's manifest holds it."""
-    value = validation["value"]
-    return None if value is None else rank(float(value), bool(validation["higher_is_better"]))
+def rank_of(validation: dict[str, Any] | None) -> float | None:
+    """Return the rank of a validation, as a checkpoint's manifest holds it, if it has one."""
+    if validation is None or validation["value"] is None:
+        return None
+    return rank(float(validation["value"]), bool(validation["higher_is_better"]))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -253,7 +238,6 @@ def tidy(folder: Path) -> None:
 def _rank_of(path: Path) -> float | None:
     """Return the rank of a checkpoint, or None if it was not validated or cannot be read."""
     try:
-        validation = Manifest.read(path).facts.get("validation")
-        return None if validation is None else rank_of(validation)
+        return rank_of(Manifest.read(path).facts.get("validation"))
     except (CheckpointError, LookupError, TypeError, ValueError, OverflowError):
         return None  # A manifest's facts may be anything.

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mpframe.checkpoint.state import address_of
+from mpframe.checkpoint.state import place_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import part_for, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
@@ -202,20 +202,18 @@ def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Ite
     first: dict[tuple[object, ...], str] = {}
     for name in names:
         if model[name].numel():
-            other = first.setdefault(_place(model[name]), name)
+            other = first.setdefault(place_of(model[name]), name)
             if other != name and not torch.equal(saved[name], saved[other]):
                 yield f"{other} and {name}"
 
 
 def _find_tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
     """Return the weights that were not saved, and that the model ties to saved ones."""
-    places = {_place(model[name]): name for name in model if name in saved and model[name].numel()}
-    left = {name: _place(tensor) for name, tensor in model.items() if name not in saved}
+    places = {
+        place_of(model[name]): name for name in model if name in saved and model[name].numel()
+    }
+    left = {name: place_of(tensor) for name, tensor in model.items() if name not in saved}
     return {name: saved[places[place]] for name, place in left.items() if place in places}
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _renaming(

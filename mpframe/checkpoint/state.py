@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.comm import Comm, is_sharded, part_of
-from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.tree import HALF, dtype_name
+from mpframe.core.errors import CheckpointError
+from mpframe.core.tree import HALF, dtype_name, tensors_in
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,17 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)  # JSON: `validation`, `made_on`, `run`
 
     def to_cpu(self) -> Self:
-        """Return a copy with all tensors on the CPU, which training does not change."""
-        return replace(self, state=_copy(self.state, {}))
+        """Return a copy with all tensors on the CPU, which training does not change.
 
-
-def _copy(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """Copy deeply to the CPU. Tensors that share memory also share it in the copy."""
-    if isinstance(value, Tensor):
-        address = value.data_ptr() if value.layout is torch.strided else 0  # Sparse ones have none.
-        place = address and (address, value.dtype, value.device, value.shape, value.stride())
-        if address == 0 or place not in copies:
-            copies[place] = value.detach().to("cpu", copy=True)
-        return copies[place]
-    if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
-        return {key: _copy(entry, copies) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy(entry, copies) for entry in value)
-    return copy.deepcopy(value)
+        Tensors that are the same memory are one tensor in the copy.
+        """
+        copies, made = dict[Any, Tensor](), dict[int, Any]()
+        for tensor in tensors_in(self.state):
+            place = place_of(tensor)
+            if not place[0] or place not in copies:
+                copies[place] = tensor.detach().to("cpu", copy=True)
+            made[id(tensor)] = copies[place]
+        return replace(self, state=copy.deepcopy(self.state, made))
 
 
 def rng_state() -> dict[str, Any]:
@@ -124,12 +118,10 @@ KINDS = ("trained", "ema")
 def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Tensor]:
     """Return parameters and buffers by name from a state that `load` returned.
 
-    kind: `trained`, or `ema` for the averages instead of their parameters; else a ConfigError.
+    kind: `trained`, or `ema` for the averages instead of their parameters.
 
     CheckpointError: the state has no such weights.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}")
     weights = _tensors(state, "weights", path)
     if kind == "trained":
         return weights
@@ -174,22 +166,6 @@ def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
     return f"{len(half)} parameters are rounded to {formats}{beyond}"
 
 
-def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
-    """Return a line that says how a checkpoint of another precision was loaded.
-
-    before, now: precisions, e.g. `mixed(float16)`. rounded: the clause that `rounding` returned.
-    scaled: whether the loss was scaled before, and is now.
-    """
-    scale = {
-        (True, False): "; its loss scale is not used",
-        (False, True): "; the loss scale starts at its initial value",
-    }.get(scaled, "")
-    return (
-        f"checkpoint of {before} taken into {now}: masters and optimizer state as they were, "
-        f"{rounded}{scale}"
-    )
-
-
 def read_steps_tried(state: Mapping[str, Any], path: Path) -> int:
     """Return the global step at which the run was saved: the x of its curves."""
     with suppress(LookupError, TypeError):
@@ -223,4 +199,10 @@ def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, or 0 if it has none."""
     if is_sharded(tensor):  # The memory of an empty part is there as well.
         return part_of(tensor).untyped_storage().data_ptr()
-    return tensor.data_ptr()
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0  # Sparse ones have none.
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the address of a tensor's memory and how it is read: what one tensor has alone."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return address_of(tensor), tensor.dtype, tensor.device, tuple(tensor.shape), strides

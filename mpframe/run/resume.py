@@ -6,14 +6,15 @@ cannot. Callbacks get their states by name. `init_from` loads saved weights.
 """
 
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.folder import all_in, identity_of, new_identity, newest
-from mpframe.checkpoint.state import conversion, of_rank, rounding, weights_of
+from mpframe.checkpoint.folder import all_in, newest
+from mpframe.checkpoint.state import of_rank, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
@@ -122,7 +123,7 @@ def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str
         config: this run's resolved options as YAML.
     """
     if option == "none":
-        return new_identity()
+        return _new_identity()
     if option != "auto":
         refuse_missing(option)
         return _resume(trainer, newest(Path(option)), config)
@@ -138,7 +139,7 @@ def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str
             "repair or delete them, or start again in another hydra.run.dir"
         )
     log.info("resume=auto: no checkpoint in %s, starting from the beginning", folder)
-    return new_identity()
+    return _new_identity()
 
 
 def _resume(trainer: Trainer, path: Path, config: str) -> str:
@@ -148,7 +149,12 @@ def _resume(trainer: Trainer, path: Path, config: str) -> str:
     _apply(snapshot, (then, now), path, trainer)
     _warn_of_differences(snapshot, then, now, trainer)
     log.info("resumed from %s at step %d", path, trainer.progress.global_step)
-    return identity_of(snapshot.facts) or new_identity()
+    return str(snapshot.facts.get("run") or _new_identity())
+
+
+def _new_identity() -> str:
+    """Draw an identity that no other run has: 16 letters."""
+    return secrets.token_hex(8)
 
 
 def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
@@ -199,9 +205,15 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
     """Load a trainer's state, and log how it was converted from another precision."""
     trainer.load_state_dict(state)
     if state["precision"] != str(trainer.precision):
-        rounded = rounding(trainer.model, state["weights"])
-        scaled = bool(state["scaler"]), bool(trainer.scalers)
-        log.info("%s", conversion(state["precision"], str(trainer.precision), rounded, scaled))
+        scale = {
+            (True, False): "; its loss scale is not used",
+            (False, True): "; the loss scale starts at its initial value",
+        }.get((bool(state["scaler"]), bool(trainer.scalers)), "")
+        log.info(
+            "checkpoint of %s taken into %s: masters and optimizer state as they were, %s%s",
+            *(state["precision"], trainer.precision),
+            *(rounding(trainer.model, state["weights"]), scale),
+        )
 
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import export_graph
-from mpframe.checkpoint.folder import identity_of
 from mpframe.cli.commands.export import main
 from mpframe.cli.restored import checkpoint_of
 from mpframe.data import digits
@@ -189,7 +188,7 @@ def test_the_sidecar_says_what_a_stranger_needs(files: Path, run: Path) -> None:
     assert sidecar.items() >= says.items()
     assert sidecar["precision"]["mode"] == "fp32"
     origin = {"dataset": "mpframe.data.digits", "step": summary["best_step"], "seed": 0}
-    origin["id"] = identity_of(checkpoint.read(run).facts)
+    origin["id"] = checkpoint.read(run).facts["run"]
     assert sidecar["run"].items() >= origin.items()
     metrics, versions = sidecar["metrics"], sidecar["versions"]
     assert metrics["weights"] == "trained"

@@ -13,7 +13,7 @@ import pytest
 from in_process import train, trained
 
 from mpframe import checkpoint
-from mpframe.checkpoint.folder import Manifest, identity_of
+from mpframe.checkpoint.folder import Manifest
 from mpframe.cli.restored import run_folder
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.run.folder import unwritable_in_one_line
@@ -41,7 +41,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def identities(folder: Path) -> list[str | None]:
-    return [identity_of(Manifest.read(path).facts) for path in checkpoint.all_in(folder)]
+    return [Manifest.read(path).facts["run"] for path in checkpoint.all_in(folder)]
 
 
 def test_a_checkpoint_names_its_run_and_a_resumed_one_has_the_same(done: Path, other: Path) -> None:

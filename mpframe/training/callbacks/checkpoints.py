@@ -138,7 +138,7 @@ class Checkpoints(Callback):
 
     def _among_the_best(self, trainer: Trainer) -> bool:
         validation = self._validation(trainer) if self._plan.keep_best else None
-        place = None if validation is None else rank_of(validation)
+        place = rank_of(validation)
         if place is None:
             return False
         self._wait(trainer)  # A checkpoint that is being written counts as well.
