@@ -8,9 +8,7 @@ names. run/resume.py calls these steps in turn.
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +21,16 @@ from mpframe.checkpoint.state import place_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import part_for, shard_like
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
-from mpframe.core.tree import HALF, dtype_name
+from mpframe.core.tree import dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
 from mpframe.files.text import few
 
+Weights = Mapping[str, Tensor]
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 
 
 def rename_weights(
-    saved: Mapping[str, Tensor], names: Mapping[str, str], model: Set[str], source: str
+    saved: Weights, names: Mapping[str, str], model: Set[str], source: str
 ) -> dict[str, Tensor]:
     """Return saved weights under new names, first without a wrapper's prefix that all have.
 
@@ -39,32 +38,17 @@ def rename_weights(
         match of the same one on the left, and the first pattern that matches a name is used.
     model: the model's names. source: the value of `init_from`.
     """
-    saved = _unwrap(saved, model)
-    rules = {old: _rule(old, new) for old, new in names.items()}
-    used, result = set(), {}
-    for name, tensor in saved.items():
-        made = ((old, to) for old, rule in rules.items() if (to := rule(name)) is not None)
-        first, to = next(made, (None, name))
-        used.add(first)
-        if to in result:
+    rules, result = [_rule(old, new) for old, new in names.items()], dict[str, Tensor]()
+    for name, tensor in _unwrap(saved, model).items():
+        made = (rule(name) for rule in rules)
+        new = next((one for one in made if one is not None), name)
+        if new in result:
             raise CheckpointError(
-                f"init_from={source}: two of its weights would be {to} by init_from_names; "
+                f"init_from={source}: two of its weights would be {new} by init_from_names; "
                 "let each pattern give different names"
             )
-        result[to] = tensor
-    for old in rules:
-        if old not in used:
-            raise ConfigError(
-                f"init_from_names={old}: matches no weight of {source} that an earlier pattern "
-                f"leaves; {hint(old, saved)}"
-            )
+        result[new] = tensor
     return result
-
-
-def hint(pattern: str, names: Iterable[str]) -> str:
-    """Return a clause with the names nearest to a pattern, or the first ones."""
-    names = sorted(names)
-    return nearest(pattern, names) or "there are " + few(names, 5)
 
 
 def _rule(old: str, new: str) -> Callable[[str], str | None]:
@@ -84,7 +68,7 @@ def _rule(old: str, new: str) -> Callable[[str], str | None]:
     return applied
 
 
-def _unwrap(saved: Mapping[str, Tensor], model: Set[str]) -> Mapping[str, Tensor]:
+def _unwrap(saved: Weights, model: Set[str]) -> Weights:
     for prefix in _WRAPPERS:
         wrapped = all(name.startswith(prefix) for name in saved)
         if wrapped and not any(name.startswith(prefix) for name in model):
@@ -92,38 +76,12 @@ def _unwrap(saved: Mapping[str, Tensor], model: Set[str]) -> Mapping[str, Tensor
     return saved
 
 
-Weights = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Weights for the whole model by name, in fp32 (float64 if saved so) or not floating.
-
-    The weights `kept` keep their first values, the saved weights `unused` are not used, and
-    `formats` counts the floating weights that were saved in each format.
-    """
+class Fitted(NamedTuple):
+    """Weights for the whole model by name, in fp32 (float64 if saved so) or not floating."""
 
     weights: dict[str, Tensor]
-    kept: list[str]
-    unused: list[str]
-    formats: Mapping[torch.dtype, int]
-
-    def remarks(self) -> list[str]:
-        """Return lines about left out weights, and about weights saved in other formats."""
-        lines = []
-        if self.kept:
-            lines.append(f"with their first values: {', '.join(self.kept)}")
-        if self.unused:
-            lines.append(f"not used: {', '.join(self.unused)}")
-        for dtype, count in self.formats.items():
-            if dtype == torch.float64:
-                lines.append(f"{count} tensors are float64, and are rounded where fp32 is kept")
-            elif dtype != torch.float32:
-                start = ": masters start from half values" if dtype in HALF else ""
-                lines.append(
-                    f"{count} tensors are {dtype_name(dtype)}, and were widened exactly{start}"
-                )
-        return lines
+    kept: list[str]  # the names of those that keep the model's first values
+    unused: list[str]  # the names of the saved ones that are not used
 
 
 def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source: str) -> Fitted:
@@ -155,14 +113,13 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
         patterns = dict.fromkeys(re.sub(r"\.[^.]+$", ".*", name) for name in differ)
         raise CheckpointError(
             f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "
-            f"with,{_renaming(saved, model, missing, unexpected)} or name what may differ: "
-            f"init_from_except=[{few(patterns, 5).replace(', ', ',')}]"
+            f"with,{' rename them by init_from_names,' * bool(missing and unexpected)} or name "
+            f"what may differ: init_from_except=[{few(patterns, 5).replace(', ', ',')}]"
         )
     return Fitted(
         {**model, **{name: _wide(saved[name], model[name]) for name in taken}},
         [name for name in model if name not in taken],
         [name for name in saved if name not in taken],
-        Counter(saved[name].dtype for name in taken if saved[name].is_floating_point()),
     )
 
 
@@ -171,7 +128,7 @@ def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
-                f"{hint(pattern, names)}"
+                f"{nearest(pattern, names) or 'there are ' + few(sorted(names), 5)}"
             )
 
 
@@ -190,8 +147,6 @@ def _compare(
 
 def _kind(tensor: Tensor) -> str:
     """Return the kind of a tensor, which a copy must not change: all floating formats are one."""
-    if tensor.is_quantized:
-        return dtype_name(tensor.dtype)
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch.")
     return "floating" if tensor.is_floating_point() else dtype_name(tensor.dtype)
@@ -216,33 +171,6 @@ def _find_tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
     return {name: saved[places[place]] for name, place in left.items() if place in places}
 
 
-def _renaming(
-    saved: Weights, model: Weights, missing: Sequence[str], unexpected: Sequence[str]
-) -> str:
-    """Return a clause with the pattern that would rename most of the unexpected weights."""
-    counts: Counter[tuple[str, str]] = Counter()
-    by_last: dict[str, list[str]] = {}
-    for name in missing:
-        by_last.setdefault(name.rpartition(".")[2], []).append(name)
-    for old in unexpected:
-        for new in by_last.get(old.rpartition(".")[2], []):
-            if saved[old].shape == model[new].shape:
-                counts[_prefixes(old, new)] += 1
-    if not counts:
-        return ""
-    (before, after), _ = counts.most_common(1)[0]
-    return f" name its weights as the model does: init_from_names={{{before}*:{after}*}},"
-
-
-def _prefixes(old: str, new: str) -> tuple[str, str]:
-    """Cut off the dotted parts that both names end with, but not the dots before them."""
-    one, other = old.split("."), new.split(".")
-    while one and other and one[-1] == other[-1]:
-        one.pop()
-        other.pop()
-    return "".join(f"{part}." for part in one), "".join(f"{part}." for part in other)
-
-
 _INDEX = ".index.json"
 _KINDS = (".safetensors", ".bin")
 _STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
@@ -255,60 +183,44 @@ _OTHER = "use another file of weights"
 _ONLY = "save only its state dict, or use its safetensors file"
 
 
-class ForeignWeights(NamedTuple):
-    """Tensors by name on the CPU, in a file's formats, and the names of its other entries."""
+def read_foreign(path: Path) -> dict[str, Tensor] | None:
+    """Read all weights of a file, of an index, or of a folder with one, by name, on the CPU.
 
-    tensors: dict[str, Tensor]
-    left: tuple[str, ...] = ()
-
-
-def is_foreign(path: Path) -> bool:
-    """Return whether `path` is a file, or a folder with a file of weights, not a checkpoint."""
-    return path.is_file() or (path.is_dir() and _in_folder(path) is not None)
-
-
-def read_foreign(path: Path) -> ForeignWeights:
-    """Read all weights of a file, of an index, or of a folder with one of them.
+    Return None for another folder, as of a checkpoint, and if there is nothing at `path`.
 
     `path` may be a link. A link within its folder may only lead to the same folder, or to the store
     of Hugging Face's cache beside it. CheckpointError: a file is missing or damaged, or
     holds code or no weights, or the shards do not match the index.
     """
     if not path.is_dir():
-        return _read_file(path)
-    found = _in_folder(path)
-    if found is None:
-        raise CheckpointError(f"{path}: holds none of {', '.join(_FILES)}; name a file")
-    return _read_file(_beside(path, found.name))
+        return _read_file(path) if path.exists() else None
+    found = next((name for name in _FILES if (path / name).is_file()), None)
+    return None if found is None else _read_file(_beside(path, found))
 
 
-def _in_folder(folder: Path) -> Path | None:
-    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
-
-
-def _read_file(path: Path) -> ForeignWeights:
+def _read_file(path: Path) -> dict[str, Tensor]:
     if path.name.endswith(_INDEX):
         return _read_shards(path)
     with raise_as_damaged(path, "not a file of weights", _OTHER):
         open_regular(path, "rb", follow=True).close()
         if path.suffix == ".safetensors":
-            return ForeignWeights(load_file(path))
+            return load_file(path)
         return _weights_in(load_untrusted(path, _ONLY), path)
 
 
-def _read_shards(index: Path) -> ForeignWeights:
+def _read_shards(index: Path) -> dict[str, Tensor]:
     with raise_as_damaged(index, "not an index of weights", _OTHER):
         places = json.loads(read_regular(index.resolve(), _LARGEST_INDEX))["weight_map"]
         shards = sorted(set(places.values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        found = _read_file(_beside(index.parent, shard)).tensors
+        found = _read_file(_beside(index.parent, shard))
         named = {name for name, place in places.items() if place == shard}
         for name in sorted(named ^ found.keys()):
             what = "misses" if name in named else "also holds"
             raise CheckpointError(f"{index}: {shard} {what} {name}, against the index; {_OTHER}")
         tensors |= found
-    return ForeignWeights(tensors)
+    return tensors
 
 
 def _beside(folder: Path, name: Any) -> Path:
@@ -329,20 +241,16 @@ def _beside(folder: Path, name: Any) -> Path:
     return path
 
 
-def _weights_in(state: Any, path: Path) -> ForeignWeights:
-    """Return the state dict in a saved object, and the names of all other entries."""
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state dict; {_OTHER}")
-    if tensors := _tensors_of(state):
-        return ForeignWeights(tensors, _names_of(state.keys() - tensors))
-    for entry in _ENTRIES:
-        inner = state.get(entry)
-        if isinstance(inner, Mapping) and (tensors := _tensors_of(inner)):
-            beside = _names_of(inner.keys() - tensors)
-            return ForeignWeights(tensors, _names_of(state.keys() - {entry}) + beside)
+def _weights_in(state: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict that a saved object is, or has as one of its entries."""
+    known = isinstance(state, Mapping)
+    for place in [state, *map(state.get, _ENTRIES)] if known else ():
+        tensors = _tensors_of(place) if isinstance(place, Mapping) else {}
+        if tensors:
+            return tensors
+    held = ", ".join(sorted(map(str, state)) if known else [type(state).__name__])
     raise CheckpointError(
-        f"{path}: holds no state dict, but {', '.join(_names_of(state))[:200] or 'nothing'}; save "
-        "only the state dict"
+        f"{path}: holds no state dict, but {held[:200] or 'nothing'}; save only the state dict"
     )
 
 
@@ -352,7 +260,3 @@ def _tensors_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if isinstance(name, str) and isinstance(tensor, Tensor)
     }
-
-
-def _names_of(keys: Any) -> tuple[str, ...]:
-    return tuple(sorted(map(str, keys)))

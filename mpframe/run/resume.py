@@ -19,7 +19,7 @@ from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
-from mpframe.core.tree import device_of
+from mpframe.core.tree import device_of, dtype_name
 from mpframe.files.stored_yaml import parse_stored
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.run_context import has_state
@@ -232,17 +232,15 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
 
 def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
     """Load the weights that `init_from` names into the trainer, and log which were used."""
-    from mpframe.checkpoint import init_from  # seldom needed
+    from mpframe.checkpoint.init_from import fit_weights, read_foreign, rename_weights  # seldom
 
     source, left_out = str(options.init_from), options.init_from_except
-    path, left = Path(source), tuple[str, ...]()
-    if init_from.is_foreign(path):
-        saved, left = init_from.read_foreign(path)
-    else:
+    path, weights = Path(source), trainer.weights()
+    saved = read_foreign(path)
+    if saved is None:
         saved = weights_of(checkpoint.load(path, trainer.comm), "trained", path)
-    weights = trainer.weights()
-    saved = init_from.rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
-    taken = init_from.fit_weights(saved, weights, left_out, source)
+    saved = rename_weights(saved, options.init_from_names or {}, weights.keys(), source)
+    taken = fit_weights(saved, weights, left_out, source)
     trainer.load_weights(taken.weights)
     log.info(
         "weights taken from %s%s: %s",
@@ -250,7 +248,11 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
         f", except {', '.join(left_out)}" if left_out else "",
         rounding(trainer.model, taken.weights),
     )
-    if left:
-        log.info("init_from: other entries of the file, not used: %s", ", ".join(left))
-    for line in taken.remarks():
-        log.info("init_from: %s", line)
+    formats = {dtype_name(one.dtype) for one in saved.values() if one.is_floating_point()}
+    for what, names in {
+        "with their first values": taken.kept,
+        "not used": taken.unused,
+        "saved in other formats than fp32": sorted(formats - {"float32"}),
+    }.items():
+        if names:
+            log.info("init_from: %s: %s", what, ", ".join(names))

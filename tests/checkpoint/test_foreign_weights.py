@@ -17,7 +17,7 @@ from torch import Tensor, nn, ones, zeros
 from torchvision.models import resnet18
 from vocabulary import differing
 
-from mpframe.checkpoint.init_from import fit_weights, is_foreign, read_foreign, rename_weights
+from mpframe.checkpoint.init_from import fit_weights, read_foreign, rename_weights
 from mpframe.config.schema import RunOptions
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.run.resume import take_first_weights
@@ -87,15 +87,7 @@ FORMS: dict[str, Made] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_read_bit_for_bit(form: str, tmp_path: Path) -> None:
     path = FORMS[form](tmp_path)
-    assert is_foreign(path)
-    assert differing(read_foreign(path).tensors, STATE) == []
-
-
-def test_what_is_no_weight_is_named(tmp_path: Path) -> None:
-    beside = {"epoch": 3, "optimizer": {}, "model_ema": STATE}
-    left = read_foreign(saving({"model": STATE, **beside})(tmp_path)).left
-    assert left == ("epoch", "model_ema", "optimizer")
-    assert read_foreign(saving({**STATE, "version": 2})(tmp_path)).left == ("version",)
+    assert differing(read_foreign(path) or {}, STATE) == []
 
 
 def index_of(**places: str) -> Made:
@@ -163,8 +155,6 @@ def test_patterns_give_new_names() -> None:
 
 
 UNMEANT = [
-    ({"bakbone.*": "*"}, "init_from_names=bakbone.*: matches no weight of file that an earlier "
-     "pattern leaves; nearest: backbone.a"),
     ({"backbone.a": "*"}, "init_from_names={backbone.a: *}: each * on the right stands for one on "
      "the left, which has fewer"),
     ({"backbone.a": "head.b"}, "init_from=file: two of its weights would be head.b by "
@@ -184,15 +174,13 @@ SAVED = {"body.w": ones(2), "head.w": ones(5), "old.w": ones(1)}
 TIED = {"embed.weight": OWN["head.w"], "head.weight": OWN["head.w"].detach()}
 UNFIT: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str], str]] = [
     (SAVED, OWN, [], "init_from=run: missing: head.b; unexpected: old.w; of another shape: head.w "
-     "(5,) for (3,); use the model it was made with, or name what may differ: "
-     "init_from_except=[head.*,old.*]"),
+     "(5,) for (3,); use the model it was made with, rename them by init_from_names, or name what "
+     "may differ: init_from_except=[head.*,old.*]"),
     (SAVED, OWN, ["head.b"], "=run: unexpected: old.w; of another shape: head.w (5,) for (3,);"),
     (SAVED, OWN, ["*"], "init_from=run: nothing is left to take; use the model"),
     (SAVED, OWN, ["haed.w"], "=haed.w: matches no weight of the checkpoint or the model; nearest"),
     (numbered(*"abcdefghi") | OWN, OWN, [], "unexpected: a, b, c, d, e and 4 more; use the "
      "model it was made with, or name what may differ: init_from_except=[a,b,c,d,e and 4 more]"),
-    (numbered("backbone.x.w", "backbone.x.b"), numbered("encoder.x.w", "encoder.x.b"), [],
-     "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or"),
     ({"a": zeros(2).char(), "n": zeros(())}, {"a": zeros(2), "n": zeros(()).long()}, [],
      "of another kind: a int8 for floating, n floating for int64"),
     ({"a": zeros(2).to_sparse()}, {"a": zeros(2)}, [], "a sparse_coo for floating"),
@@ -218,22 +206,13 @@ def test_what_may_differ_keeps_its_first_values_and_a_tied_name_takes_what_was_s
     assert (taken.kept, taken.unused) == ([], [])
 
 
-def test_fewer_bits_are_widened_exactly_and_what_is_not_fp32_is_told() -> None:
+def test_fewer_bits_are_widened_exactly() -> None:
     values = torch.tensor([1.75, -448.0])
     forms = [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float64]
     given = {str(dtype): values.to(dtype) for dtype in forms}
     taken = fit_weights(given | {"old": values}, {**given, "c": values}, ["c", "old"], "file")
     assert all(torch.equal(taken.weights[name].float(), values) for name in given)
     assert {taken.weights[name].dtype for name in list(given)[:3]} == {torch.float32}
-    half = "and were widened exactly: masters start from half values"
-    assert taken.remarks() == [
-        "with their first values: c",
-        "not used: old",
-        "1 tensors are float8_e4m3fn, and were widened exactly",
-        f"1 tensors are float16, {half}",
-        f"1 tensors are bfloat16, {half}",
-        "1 tensors are float64, and are rounded where fp32 is kept",
-    ]
 
 
 def test_torchvisions_resnet18_is_taken_bit_for_bit_but_for_a_new_head(
