@@ -6,24 +6,22 @@ map the files into memory instead of reading them: a `Pieces` is put together on
 and only as far as it is used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import MappingKey, tree_map_only, tree_map_with_path
 
 from mpframe.checkpoint.state import address_of
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import cuts_of, ends_of, is_sharded, part_of
-from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import map_tensors
 
 Place = tuple[str | int, ...]  # the keys and indexes that lead to a value in a state
 Index = tuple[int, ...]
-Take = Callable[[Tensor], Tensor]
 Part = tuple[Index, Index, Tensor]
 """The shape of a whole tensor, the index at which a part of it begins, and the part."""
 
@@ -91,7 +89,7 @@ def split_off_parts(state: Any, copied: bool) -> tuple[Any, dict[Place, Part]]:
     """
     parts, copies = dict[Place, Part](), dict[int, Tensor]()
 
-    def take(tensor: Tensor) -> Tensor:
+    def copy_part(tensor: Tensor) -> Tensor:
         part, address = part_of(tensor), address_of(tensor)
         if not copied and part.untyped_storage().nbytes() <= 2 * part.nbytes:
             return part
@@ -99,21 +97,16 @@ def split_off_parts(state: Any, copied: bool) -> tuple[Any, dict[Place, Part]]:
             copies[address] = part.to("cpu", copy=True)
         return copies[address]
 
-    return _take_out(state, (), parts, take), parts
-
-
-def _take_out(value: Any, place: Place, parts: dict[Place, Part], take: Take) -> Any:
-    if isinstance(value, Tensor) and is_sharded(value):
+    def take_out(keys: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not is_sharded(value):
+            return value
         if not is_copy(value):
             start = tuple(low for low, _ in ends_of(value.shape, cuts_of(value)))
-            parts[place] = (tuple(value.shape), start, take(value))
+            place = tuple(key.key if isinstance(key, MappingKey) else key.idx for key in keys)
+            parts[place] = (tuple(value.shape), start, copy_part(value))
         return None
-    if isinstance(value, dict):
-        return {key: _take_out(held, (*place, key), parts, take) for key, held in value.items()}
-    if type(value) in (list, tuple):
-        kept = (_take_out(held, (*place, n), parts, take) for n, held in enumerate(value))
-        return type(value)(kept)
-    return value
+
+    return tree_map_with_path(take_out, state), parts
 
 
 def is_copy(value: Any) -> bool:
@@ -128,8 +121,9 @@ def put_together(state: dict[str, Any], files: Sequence[Path], in_parts: bool = 
 
     in_parts: leave those that ranks divide in the files, as `Pieces`.
     """
-    ranks, made = [_read_parts(path) for path in files], dict[Any, Tensor]()
-    with raise_as_damaged(files[0], "not parts of its checkpoint"):
+    made = dict[Any, Tensor]()
+    with raise_as_damaged(files[0].parent, "its parts do not fit together"):
+        ranks: list[dict[Place, Part]] = [load_untrusted(path, mapped=True) for path in files]
         for place in dict.fromkeys(place for parts in ranks for place in parts):
             pieces = _assemble([parts[place] for parts in ranks if place in parts])
             key = (pieces.shape, *(piece.data_ptr() for piece in pieces._pieces.values()))
@@ -139,13 +133,12 @@ def put_together(state: dict[str, Any], files: Sequence[Path], in_parts: bool = 
             _put(state, place, made[key])
 
 
-def leave_in_file(state: dict[str, Any], path: Path) -> dict[str, Any]:
+def leave_in_file(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state that was mapped, with the tensors that ranks may divide left in the file."""
-    with raise_as_damaged(path, "not a run's state"):
-        changes = {key: _as_pieces if key in _DIVIDED else Tensor.clone for key in state["trainer"]}
-        trainer = {key: map_tensors(changes[key], held) for key, held in state["trainer"].items()}
-        others = map_tensors(Tensor.clone, {k: v for k, v in state.items() if k != "trainer"})
-        return {**others, "trainer": trainer}
+    changes = {key: _as_pieces if key in _DIVIDED else Tensor.clone for key in state["trainer"]}
+    trainer = {key: map_tensors(changes[key], held) for key, held in state["trainer"].items()}
+    others = map_tensors(Tensor.clone, {k: v for k, v in state.items() if k != "trainer"})
+    return {**others, "trainer": trainer}
 
 
 def _as_pieces(value: Tensor) -> Tensor:
@@ -175,15 +168,3 @@ def _put(state: Any, place: Place, whole: Tensor) -> None:
     if state[place[-1]] is not None:
         raise ValueError("the state has something in a divided tensor's place")
     state[place[-1]] = whole
-
-
-def _read_parts(path: Path) -> dict[Place, Part]:
-    with raise_as_damaged(path, "not a rank's parts"):
-        parts = load_untrusted(path, mapped=True)
-        if not isinstance(parts, dict) or not all(map(_is_part, parts.values())):
-            raise CheckpointError(f"{path}: holds no rank's parts of a checkpoint; use another one")
-        return parts
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Tensor)

@@ -33,6 +33,7 @@ from mpframe.checkpoint.folder import (
     sha256_of,
     step_of,
 )
+from mpframe.checkpoint.parts import leave_in_file, put_together, split_off_parts
 from mpframe.checkpoint.state import Snapshot
 from mpframe.checkpoint.untrusted import load_untrusted, raise_as_damaged
 from mpframe.core.comm import SINGLE_PROCESS, Comm
@@ -69,8 +70,6 @@ def prepare_together(
 
     copied: copy the state to the host first, so that training may continue meanwhile.
     """
-    from mpframe.checkpoint.parts import split_off_parts  # seldom needed
-
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state, copied)
     rest = replace(snapshot, state=state)
@@ -208,13 +207,10 @@ def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
         if not isinstance(state, dict):
             kind = type(state).__name__
             raise CheckpointError(f"{path / STATE}: holds a {kind}, not a run's state")
-    if parts or in_parts:
-        from mpframe.checkpoint.parts import leave_in_file, put_together  # seldom needed
-
-        if parts:
-            put_together(state, [path / name for name in parts], in_parts)
-        else:
-            state = leave_in_file(state, path / STATE)
+        if in_parts and not parts:
+            state = leave_in_file(state)
+    if parts:
+        put_together(state, [path / name for name in parts], in_parts)
     return Snapshot(step_of(path), state, config, manifest.facts)
 
 

@@ -41,8 +41,8 @@ def part(start: int, end: int | None = None, at: int | None = None) -> Any:
 
 
 HOSTILE: dict[str, list[Any]] = {
-    "holds no rank's": [{PLACE: FIVE}],
-    "not parts of its checkpoint": [{PLACE: part(0, 3)}, {}],
+    "its parts do not fit together": [{PLACE: FIVE}],
+    "fit together .one holds other": [{PLACE: part(0, 3)}, {}],
     "one holds other tensors": [{PLACE: part(0, 3)}, {PLACE: part(3, at=4)}],
     "something in a divided tensor's place": [{("trainer", "weights"): part(0)}],
 }
