@@ -7,7 +7,6 @@ makes the weights and the graph.
 import hashlib
 import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -120,19 +119,13 @@ def _mapping(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _plain(value: Any, path: Path) -> Any:
-    """Return a copy that JSON can hold, with words for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {str(key): _plain(held, path) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(held, path) for held in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str | int | float | None):
-        return value
-    raise CheckpointError(
-        f"{path}: holds a {type(value).__name__}, which JSON cannot; use another checkpoint"
-    )
+def _plain(facts: dict[str, Any], path: Path) -> Any:
+    """Return facts as JSON holds them, with words for numbers that are not finite."""
+    try:
+        return json.loads(json.dumps(facts), parse_constant=lambda word: str(float(word)))
+    except (TypeError, ValueError, RecursionError) as error:
+        said = f"{path}: holds what JSON cannot ({error}); use another checkpoint"
+        raise CheckpointError(said) from None
 
 
 FORMATS = {  # with the endings of their files
@@ -182,10 +175,7 @@ def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> Non
             described.write(sidecar(facts, out.name, form, content).encode())
             sync_file(described)
             file.write(content)
-    except OSError as error:
+    except OSError:
         for path in new:
-            with suppress(OSError):
-                path.unlink()
-        raise ConfigError(
-            f"out={out}: cannot be written ({error.strerror}); choose another file"
-        ) from error
+            path.unlink(missing_ok=True)
+        raise

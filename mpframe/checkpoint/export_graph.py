@@ -22,7 +22,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,48 +39,28 @@ OpenSizes = Mapping[str, Mapping[int, str | None]]
 """By input, the dimensions that may vary besides the batch, and the name of each that must."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Converted weights that share no memory, and how many values of each were clamped."""
-
-    tensors: dict[str, Tensor]
-    saturated: dict[str, int]
-
-
-def convert_weights(weights: Mapping[str, Tensor], dtype: str) -> Exported:
+def convert_weights(
+    weights: Mapping[str, Tensor], dtype: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Round parameters and buffers once to `fp32`, `float16` or `bfloat16`.
 
-    ConfigError: another format. CheckpointError: a weight is nan, inf, complex or double.
+    Return tensors that share no memory, and how many values of each were clamped, if any.
+
+    CheckpointError: a weight is nan, inf, complex or double.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"weights_dtype={dtype}: choose {', '.join(DTYPES)}")
     tensors, saturated = {}, {}
     for name, tensor in weights.items():
-        _refuse_unfit(name, tensor)
-        tensors[name], beyond = _round(tensor, DTYPES[dtype])
-        if beyond:
+        if tensor.is_complex() or tensor.dtype == torch.float64:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which no export format holds; export fp32 weights"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds nan or inf; export an older checkpoint")
+        rounded = tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        if beyond := int(rounded.isinf().sum()):
             saturated[name] = beyond
-    return Exported(tensors, saturated)
-
-
-def _round(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Return a copy in `dtype`, and how many values were clamped to its range."""
-    if not tensor.is_floating_point():
-        return tensor.clone(memory_format=torch.contiguous_format), 0
-    limit = torch.finfo(dtype).max
-    rounded = tensor.to(dtype)
-    beyond = int((~torch.isfinite(rounded)).sum())
-    clamped = rounded.clamp(-limit, limit)
-    return clamped.clone(memory_format=torch.contiguous_format), beyond
-
-
-def _refuse_unfit(name: str, tensor: Tensor) -> None:
-    if tensor.is_complex() or tensor.dtype == torch.float64:
-        raise CheckpointError(
-            f"{name} is {tensor.dtype}, which no export format holds; export fp32 weights"
-        )
-    if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{name} holds nan or inf; export an older checkpoint")
+        tensors[name] = rounded.nan_to_num().contiguous()  # A copy, with the range's end for inf.
+    return tensors, saturated
 
 
 log = logging.getLogger(__name__)
@@ -105,8 +84,7 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
     sizes, found = dynamic, set()
     with suppress(AttributeError, IndexError, KeyError, TypeError):
         if not isinstance(dynamic, Mapping):
-            names = [dynamic] if isinstance(dynamic, str) else dynamic
-            axes = {_AXES[name]: name for name in names}
+            axes = {_AXES[name]: name for name in dynamic}
             sizes = {n: {k: axes[k] for k in axes if k < len(shapes[n])} for n in shapes}
         found = {(sizes[n][k], shapes[n][k]) for n in sizes for k in sizes[n]}
     if not found or len(found) > len(dict(found)):
@@ -119,17 +97,21 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
 
 
 def trace_model(
-    model: nn.Module, weights: Exported, dtype: str, inputs: Inputs, sizes: OpenSizes
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+    inputs: Inputs,
+    sizes: OpenSizes,
 ) -> torch.export.ExportedProgram:
     """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
 
-    weights: all parameters and buffers, in `dtype`. inputs: a sidecar's. sizes: what may vary.
+    tensors: all parameters and buffers, in `dtype`. inputs: a sidecar's. sizes: what may vary.
 
     The outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
     without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
     the model cannot be traced, or fixes a size that must vary.
     """
-    load_exported(model, weights, dtype)
+    load_exported(model, tensors, dtype)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
     # Two samples of zeros, which are valid indexes of any table.
     examples = {
@@ -220,7 +202,6 @@ def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
 
 def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
     """Return an `.onnx` file's content: the names of sizes in `inputs`, `words` as metadata."""
-    require_onnx()
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
     names = spec.context if by_name else None
@@ -328,11 +309,11 @@ def _sizes(described: Mapping[str, Any]) -> list[Any]:
     return [2 if size is None else size for size in described["shape"]]
 
 
-def load_exported(model: nn.Module, weights: Exported, dtype: str) -> None:
+def load_exported(model: nn.Module, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Load weights in `dtype` into a model. CheckpointError: they are another model's."""
     try:
         model.to(DTYPES[dtype])
-        model.load_state_dict(weights.tensors)
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         raise CheckpointError(
             f"model: its weights are not those of {name_of(model)}: {first_line(error)}; give the "

@@ -45,11 +45,11 @@ EDGES = torch.tensor([
 
 @pytest.mark.parametrize(("form", "beyond"), [("float16", 6), ("bfloat16", 2)])
 def test_half_is_one_rounding_of_the_master(form: str, beyond: int) -> None:
-    exported, rounded = convert_weights({"w": EDGES}, form), EDGES.to(HALVES[form])
+    (tensors, saturated), rounded = convert_weights({"w": EDGES}, form), EDGES.to(HALVES[form])
     end = EDGES.sign() * torch.finfo(HALVES[form]).max
     expected = torch.where(rounded.isinf(), end.to(HALVES[form]), rounded)
-    assert same_bits([exported.tensors["w"]], [expected])
-    assert exported.saturated == {"w": beyond}  # 65519 rounds to 65504.
+    assert same_bits([tensors["w"]], [expected])
+    assert saturated == {"w": beyond}  # 65519 rounds to 65504.
 
 
 @pytest.mark.parametrize("form", DTYPES)
@@ -58,7 +58,7 @@ def test_a_file_loads_back_each_weight_for_itself(form: str, tmp_path: Path) -> 
     tied = {"a": shared, "b": shared, "c": shared.t(), "d": shared[:, 1:3]}
     weights = {"half": torch.ones(2).half(), "n": torch.tensor(3), **tied}
     path = tmp_path / "model.safetensors"
-    path.write_bytes(as_safetensors(convert_weights(weights, form).tensors, {"step": 7}))
+    path.write_bytes(as_safetensors(convert_weights(weights, form)[0], {"step": 7}))
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt", "mpframe": '{"step": 7}'}
     loaded = load_file(path)
@@ -91,8 +91,8 @@ def test_a_failure_leaves_what_was_there(
         write(tmp_path / "x", b"weights", "safetensors", {"schema": 1})
     before, left = written(), iter(range(allowed))
     monkeypatch.setattr(os, "fsync", lambda _: full() if next(left, None) is None else None)
-    said = refused(ConfigError, write, tmp_path / "x", b"others", "safetensors", {"schema": 1})
-    assert "x: cannot be written (No space left on device); ch" in said
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "x", b"others", "safetensors", {"schema": 1})
     assert written() == before
 
 
@@ -270,8 +270,9 @@ class Columns(nn.Module):
 
 
 def traced(model: nn.Module, *inputs: Any, dynamic: Any = None) -> Any:
-    weights, given = convert_weights(model.state_dict(), "fp32"), [*inputs] or [WORDS]
-    return trace_model(model, weights, "fp32", given, open_sizes(given, dynamic))
+    tensors, _ = convert_weights(model.state_dict(), "fp32")
+    given = [*inputs] or [WORDS]
+    return trace_model(model, tensors, "fp32", given, open_sizes(given, dynamic))
 
 
 def test_the_outputs_of_a_text_of_any_length_are_named(tmp_path: Path) -> None:
@@ -352,11 +353,11 @@ def test_names_that_no_size_has_are_refused() -> None:
     long = {"name": "long", "shape": [None, 7], "dtype": "int64"}
     for dynamic in (
         *(["lengt"], ["height"], [], 3, {"word": {1: "length"}}, {"words": {2: "length"}}),
-        *({"words": {1: "same"}, "long": {1: "same"}}, {"words": 1}, ["length"], "lengt"),
+        *({"words": {1: "same"}, "long": {1: "same"}}, {"words": 1}, ["length"], "length"),
     ):
         assert refused(ConfigError, open_sizes, [WORDS, long], dynamic) == (
             f"dynamic={dynamic}: names no size of words [None, 5], long [None, 7], or several "
             "alike; choose length, height, width, or name them by input and dimension, as in "
             "{words: {1: length}}"
         )
-    assert open_sizes([WORDS, LABELS], "length") == {"words": {1: "length"}, "labels": {}}
+    assert open_sizes([WORDS, LABELS], ["length"]) == {"words": {1: "length"}, "labels": {}}

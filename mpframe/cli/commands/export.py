@@ -35,12 +35,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
-from mpframe.checkpoint.export_graph import DTYPES, Exported
+from mpframe.checkpoint.export_graph import DTYPES
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
 from mpframe.cli.program import command, refuse_words, take_own, writing
 from mpframe.cli.restored import checkpoint_of
@@ -78,7 +78,8 @@ class Source:
     given: list[str]  # words that change the run's options
     folder: Path  # of the checkpoint
     snapshot: Snapshot  # its content
-    weights: Exported  # in the format asked for
+    tensors: dict[str, Tensor]  # the weights in the format asked for
+    saturated: dict[str, int]  # how many values of each were clamped
 
 
 @command
@@ -93,13 +94,14 @@ def main(arguments: list[str]) -> None:
     facts = _facts_of(source)
     if options["format"] == _FOLDER:
         model = _build(source, facts)
-        export_graph.load_exported(model, source.weights, options["weights_dtype"])
+        export_graph.load_exported(model, source.tensors, options["weights_dtype"])
         with writing(out):
             library = huggingface.write_folder(out, model, _without_secrets(facts))
         guide = f"a {library} model, and its README.md"
     else:
         content = _content(source, facts)
-        export.write(out, content, options["format"], _without_secrets(facts))
+        with writing(out):
+            export.write(out, content, options["format"], _without_secrets(facts))
         guide = export.beside(out).name
     say(printable(_text(source, out, facts, guide)))
 
@@ -109,16 +111,16 @@ def _read(options: dict[str, str], given: list[str]) -> Source:
     snapshot, folder = checkpoint.read(path), checkpoint.newest(path)
     options = {**options, "weights": options["weights"] or read_validated_kind(snapshot.state)}
     weights = weights_of(snapshot.state, options["weights"], folder)
-    rounded = export_graph.convert_weights(weights, options["weights_dtype"])
-    return Source(options, given, folder, snapshot, rounded)
+    converted = export_graph.convert_weights(weights, options["weights_dtype"])
+    return Source(options, given, folder, snapshot, *converted)
 
 
 def _facts_of(source: Source) -> dict[str, Any]:
     """Return the sidecar, with a graph's inputs and the format it computes in."""
     options, facts = source.options, export.facts_of(source.snapshot, source.folder)
     dtype = dtype_name(DTYPES[options["weights_dtype"]])
-    saturated = source.weights.saturated
-    facts["weights"] = {"kind": options["weights"], "dtype": dtype, "saturated": saturated}
+    kind = options["weights"]
+    facts["weights"] = {"kind": kind, "dtype": dtype, "saturated": source.saturated}
     if options["format"] in GRAPHS:
         facts["computes_in"] = dtype
         facts["inputs"] = export_graph.graph_inputs(facts, options["weights_dtype"])
@@ -126,7 +128,7 @@ def _facts_of(source: Source) -> dict[str, Any]:
 
 
 def _content(source: Source, facts: dict[str, Any]) -> bytes:
-    form, tensors = source.options["format"], source.weights.tensors
+    form, tensors = source.options["format"], source.tensors
     if form == "state_dict":
         return export.as_state_dict(tensors)
     if form == "safetensors":
@@ -136,7 +138,7 @@ def _content(source: Source, facts: dict[str, Any]) -> bytes:
     dynamic = source.options["dynamic"] and parse_words([f"dynamic={source.options['dynamic']}"])
     sizes = export_graph.open_sizes(inputs, dynamic[0].value() if dynamic else None)
     dtype = source.options["weights_dtype"]
-    graph = export_graph.trace_model(model, source.weights, dtype, inputs, sizes)
+    graph = export_graph.trace_model(model, tensors, dtype, inputs, sizes)
     facts["inputs"] = export_graph.describe_inputs(graph, inputs, sizes)
     words = export.as_json(_without_secrets(facts))
     if form == "onnx":
@@ -177,9 +179,9 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _text(source: Source, out: Path, facts: dict[str, Any], guide: str) -> str:
-    options, held = source.options, source.weights.saturated
+    options, held = source.options, source.saturated
     worst = sorted(held, key=lambda name: -held[name])
-    count, dtype = len(source.weights.tensors), options["weights_dtype"]
+    count, dtype = len(source.tensors), options["weights_dtype"]
     beyond = f"; {sum(held.values())} values beyond the range of {dtype} are held at its end "
     unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     return (
