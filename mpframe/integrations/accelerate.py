@@ -9,7 +9,6 @@ The loop stays as it is, but for `with mixed.forward():` around the forward pass
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ class MasterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     _is_accelerate_prepared = True
 
-    def __init__(self, optimizer: Optimizer, mixed: MixedPrecision, norm: Tensor) -> None:
+    def __init__(self, optimizer: Optimizer, mixed: MixedPrecision, device: torch.device) -> None:
         super().__init__(optimizer, device_placement=False)
-        self._mixed, self._norm = mixed, norm
-        self.bounds: dict[str, float] = {}  # of the next step
+        self._mixed, self._norm = mixed, torch.zeros((), device=device)
+        self._bounds: dict[str, float] = {}  # of the next step
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step at the end of a window of micro-batches."""
@@ -39,10 +38,22 @@ class MasterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "optimizer.step: Accelerate's takes no closure with mpframe; compute the loss first"
             )
         if self.gradient_state.sync_gradients:
-            bounds, self.bounds = self.bounds, {}
+            bounds, self._bounds = self._bounds, {}
             result = self._mixed.step(self.optimizer, **bounds)
             self._norm.copy_(result.grad_norm)
             self._is_overflow = bool(result.skipped)
+
+    def clip_by_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Note the bound: the step clips, when gradients are unscaled, and fills the norm in."""
+        if norm_type != 2:
+            raise ConfigError(f"norm_type={norm_type}: mpframe clips by the 2-norm; leave it out")
+        if max_norm < float("inf"):
+            self._bounds["max_norm"] = float(max_norm)
+        return self._norm
+
+    def clip_by_value(self, parameters: Any, clip_value: float) -> None:
+        """Note the bound of the next step."""
+        self._bounds["max_value"] = float(clip_value)
 
 
 def connect(
@@ -60,12 +71,11 @@ def connect(
             "fp16=True or bf16=True), and tell MixedPrecision the mode"
         )
     (masters,) = mixed.prepare(model, optimizer)
-    norm = torch.zeros((), device=accelerator.device)
     accelerator.scaler = mixed  # `backward` scales the loss by it, and checkpoints keep its state.
-    optimizer = MasterOptimizer(masters, mixed, norm)
-    accelerator.clip_grad_norm_ = partial(_clip, optimizer, norm)
-    accelerator.clip_grad_value_ = partial(_clip_values, optimizer)
-    return optimizer
+    connected = MasterOptimizer(masters, mixed, accelerator.device)
+    accelerator.clip_grad_norm_ = connected.clip_by_norm
+    accelerator.clip_grad_value_ = connected.clip_by_value
+    return connected
 
 
 def prepare(
@@ -73,24 +83,4 @@ def prepare(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Prepare a model and its optimizer, as `accelerator.prepare` does. Raises as `connect`."""
     connected = connect(accelerator, mixed, model.to(accelerator.device), optimizer)
-    prepared, optimizer = accelerator.prepare(model, connected)
-    return prepared, optimizer
-
-
-def _clip(
-    optimizer: MasterOptimizer,
-    norm: Tensor,
-    parameters: Any,
-    max_norm: float,
-    norm_type: float = 2.0,
-) -> Tensor:
-    """Note the bound: the step clips, when the gradients are unscaled, and fills the norm in."""
-    if norm_type != 2:
-        raise ConfigError(f"norm_type={norm_type}: mpframe clips by the 2-norm; leave it out")
-    if max_norm < float("inf"):
-        optimizer.bounds["max_norm"] = float(max_norm)
-    return norm
-
-
-def _clip_values(optimizer: MasterOptimizer, parameters: Any, clip_value: float) -> None:
-    optimizer.bounds["max_value"] = float(clip_value)
+    return accelerator.prepare(model, connected)  # type: ignore[no-any-return]

@@ -8,8 +8,8 @@ optimizer. A step that is skipped leaves weights, optimizer state and buffers as
 Lightning steps its schedules.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -39,9 +39,8 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
     ) -> None:
         self.mixed = MixedPrecision(mode, half, scaler, **options)
         self._bounds: dict[str, float] = {}  # of the next step
-        self.precision = {"fp32": "32-true"}.get(
-            mode, "16-mixed" if half == "float16" else "bf16-mixed"
-        )
+        name = "16-mixed" if half == "float16" else "bf16-mixed"
+        self.precision = "32-true" if mode == "fp32" else name
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -49,17 +48,13 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
         """Prepare the model, which is on its device, and its optimizers."""
         return model, list(self.mixed.prepare(model, *optimizers)), lr_schedulers
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Cast the ops of a validation, a test or a prediction."""
-        with self.mixed.precision.cast():
-            yield
+        return self.mixed.precision.cast()
 
-    @contextmanager
-    def train_step_context(self) -> Iterator[None]:
+    def train_step_context(self) -> AbstractContextManager[None]:
         """Cast the ops of a training step."""
-        with self.mixed.forward():
-            yield
+        return self.mixed.forward()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.buffers import NO_BUFFERS, Buffers
-from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, name_of, scale_of
+from mpframe.core.loss_scaling.scaler import LossScaler, name_of, scale_of
 from mpframe.core.objective import NamedObjective, StepOutput, samples_in
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.step_result import StepResult
@@ -66,8 +66,7 @@ class MixedPrecision:
         self._model: nn.Module = nn.Module()
         self._buffers, self._in_window = NO_BUFFERS, False
         self._autopsy, self._steps, self._skips = autopsy, 0, 0
-        self._seen: list[tuple[Any, RandomState, LossOf]] = []
-        self._place = (0, 0)
+        self._seen: list[tuple[Any, LossOf, RandomState, int, int]] = []
 
     def prepare(self, model: nn.Module, *optimizers: Optimizer) -> list[MasterWeights]:
         """Store the weights as the mode says, and return the optimizers over their masters.
@@ -85,8 +84,8 @@ class MixedPrecision:
         Its report names the batch by its epoch and its number there.
         """
         if self._autopsy:
-            self._place = (epoch, number) if not self._seen else self._place
-            self._seen.append((batch, RandomState.now(device_of(self._model)), loss_of))
+            random = RandomState.now(device_of(self._model))
+            self._seen.append((batch, loss_of, random, epoch, number))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -106,8 +105,7 @@ class MixedPrecision:
 
     def step(self, optimizer: Any, **bounds: float) -> StepResult:
         """Unscale, check, clip to `max_norm` or `max_value` if one is given, and update or skip."""
-        scaler = None if isinstance(self.scaler, NoScaling) else self.scaler
-        result: StepResult = optimizer.step(scaler, **bounds)
+        result: StepResult = optimizer.step(self.scaler, **bounds)
         self._buffers.restore_if_skipped(result)
         self.result, self._in_window = result, False
         self._steps += 1
@@ -120,23 +118,22 @@ class MixedPrecision:
         return result
 
     def _examine(self, result: StepResult) -> str:
-        # What replays a step is loaded when one has failed.
+        """Replay the step, and return the report on it."""
         from mpframe.lab.autopsy.diagnosis import diagnose
         from mpframe.lab.autopsy.evidence import Evidence
         from mpframe.lab.autopsy.replay import Case
         from mpframe.lab.autopsy.report import report_on
 
-        batches, states, losses = zip(*self._seen, strict=True)
-        scales, scaling = {"": float(result.scale)}, name_of(self.scaler)
-        floors = {} if scaling == "none" else {"": getattr(self.scaler, "floor", 1.0)}
-        objective = NamedObjective("", lambda model, batch: StepOutput(losses[0](model, batch)))
+        _, loss_of, random, epoch, number = self._seen[0]
+        batches, scaling = [seen[0] for seen in self._seen], name_of(self.scaler)
         rows = [range(samples_in(batch)) for batch in batches]
+        floors = {} if scaling == "none" else {"": getattr(self.scaler, "floor", 1.0)}
+        scales = {"": float(result.scale)}
+        objective = NamedObjective("", lambda model, batch: StepOutput(loss_of(model, batch)))
         parts = self._model, self.precision, [objective], batches
-        case = Case(*parts, scales, floors, scaling, rows, states[0])
-        why = f"{self._skips} steps in a row were skipped"
-        step = Evidence(
-            self._steps, why, batches, rows, *self._place, scales, floors, scaling, states[0]
-        )
+        case = Case(*parts, scales, floors, scaling, rows, random)
+        facts = self._steps, f"{self._skips} steps in a row were skipped", batches, rows
+        step = Evidence(*facts, epoch, number, scales, floors, scaling, random)
         return report_on(diagnose(case), case, step).text()
 
     def state_dict(self) -> dict[str, Any]:
