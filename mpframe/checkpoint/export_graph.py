@@ -18,7 +18,6 @@ import inspect
 import io
 import logging
 import math
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -130,7 +129,14 @@ def trace_model(
             program = torch.export.export(model.eval(), *call, dynamic_shapes=dims)
             _run_doubled(program, sizes)
     except Exception as error:  # Whatever the tracer or the user's model raises.
-        raise UserCodeError(_why_not(model, error, sizes)) from error
+        names = dict.fromkeys(name for dims in sizes.values() for name in dims.values() if name)
+        option = f"dynamic=[{','.join(names)}]" if names else "model"
+        raise UserCodeError(
+            f"{option}: {name_of(model)} cannot be traced into a graph: {describe_error(error)}; "
+            "use format=safetensors, or write its forward so that torch.export takes it"
+            + " with any size"
+            * bool(names)
+        ) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # It names folders of this machine.
     return program
@@ -147,18 +153,6 @@ def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> Non
         given[n] = given[n].new_zeros(shape)
     named = dict(zip(reversed(keywords), reversed(given), strict=False))
     program.module()(*given[: len(arguments)], **named)
-
-
-def _why_not(model: nn.Module, error: Exception, sizes: OpenSizes) -> str:
-    """Return a line that says why a model cannot be traced, with torch's reason."""
-    names = dict.fromkeys(label for dims in sizes.values() for label in dims.values() if label)
-    option = f"dynamic=[{','.join(names)}]" if names else "model"
-    ending = " with any size" if names else ""
-    reason, *_ = [*re.findall(r"^ *- (.+?)(?:\. |$)", str(error), re.M), describe_error(error)]
-    return (
-        f"{option}: {name_of(model)} cannot be traced into a graph: {reason:.300}; use "
-        f"format=safetensors, or write its forward so that torch.export takes it{ending}"
-    )
 
 
 def _traced_inputs(program: torch.export.ExportedProgram) -> list[Any]:

@@ -127,30 +127,22 @@ class Manifest:
     def verify(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """Compare every file, or a rank's share of them, with its size and digest."""
         for name, expected in [*self.files.items()][rank::ranks]:
-            _verify(folder / name, expected)
+            path = folder / name
+            try:
+                with open_regular(path, "rb") as file:
+                    found = entry_of(file)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be read ({error.strerror}); use an older one"
+                ) from None
+            if found != expected:
+                raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
 
 
-def _verify(path: Path, expected: dict[str, Any]) -> None:
-    try:
-        with open_regular(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            complete = size == expected["bytes"]
-            same = complete and sha256_of(file) == expected["sha256"]
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); use an older one"
-        ) from None
-    if not complete:
-        raise CheckpointError(
-            f"{path}: damaged, {size} bytes instead of {expected['bytes']}; use an older one"
-        )
-    if not same:
-        raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
-
-
-def sha256_of(file: IO[bytes]) -> str:
-    """Return the digest of an open file, from where it stands, in hexadecimal."""
-    return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+def entry_of(file: IO[bytes]) -> dict[str, Any]:
+    """Return the size of an open file, and the digest of its content, for a manifest."""
+    digest = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+    return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
 def _check_name(name: str, path: Path) -> str:
@@ -182,16 +174,19 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
 def best_in(folder: Path, count: int) -> list[Path]:
     """Return the checkpoints with the best validation, best first, then the oldest first."""
-    if count == 0:
-        return []
-    ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
-    return [path for _, path in sorted(ranked, key=lambda pair: pair[0])[:count]]
+    return [path for _, path in _ranked(folder)[:count]] if count else []
 
 
 def rank_to_beat(folder: Path, count: int) -> float:
     """Return the worst rank among the `count` best checkpoints, or inf if there are fewer."""
-    best = best_in(folder, count)
-    return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
+    ranked = _ranked(folder)
+    return ranked[count - 1][0] if len(ranked) >= count else math.inf
+
+
+def _ranked(folder: Path) -> list[tuple[float, Path]]:
+    """Return the rank and path of each validated checkpoint, in the order of `best_in`."""
+    ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
+    return sorted(ranked, key=lambda pair: pair[0])
 
 
 def rank(value: float, higher_is_better: bool) -> float | None:

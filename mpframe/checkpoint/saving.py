@@ -26,11 +26,11 @@ from mpframe.checkpoint.folder import (
     STATE,
     Manifest,
     all_parts,
+    entry_of,
     hidden_path,
     newest,
     parts_of,
     path_of,
-    sha256_of,
     step_of,
 )
 from mpframe.checkpoint.parts import leave_in_file, put_together, split_off_parts
@@ -147,9 +147,8 @@ def _write_file(path: Path, write: Callable[[Any], object]) -> Entry:
     with path.open("w+b") as file:
         write(file)
         sync_file(file)
-        size = file.tell()
         file.seek(0)
-        return {"bytes": size, "sha256": sha256_of(file)}
+        return entry_of(file)
 
 
 def put_in_place(new: Path, final: Path) -> None:

@@ -184,11 +184,10 @@ def _trainer_of(state: Any) -> Mapping[str, Any]:
 
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
     tensors = _trainer_of(state).get(name)
-    if not isinstance(tensors, dict) or not tensors:
+    items = tensors.items() if isinstance(tensors, dict) else ()
+    if not items or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in items):
         raise _not_of_a_run(path, name)
-    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in tensors.items()):
-        raise _not_of_a_run(path, name)
-    return tensors
+    return dict(items)
 
 
 def _not_of_a_run(path: Path, name: str) -> CheckpointError:

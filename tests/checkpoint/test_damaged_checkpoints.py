@@ -82,7 +82,7 @@ ODD = {"last_step": {"step": 8, "events": ["////"]}}
 NO_FIT = r"step_00000008: its state of callbacks\.curves does not fit \(.*\); resume from another"
 BAD: dict[str, tuple[Damage, str]] = {
     **CASES,
-    "truncated": (state(lambda old: old[:-9]), r"state\.pt: damaged, \d+ bytes instead of \d+"),
+    "truncated": (state(lambda old: old[:-9]), r"state\.pt: damaged, its digest differs"),
     "bit in the first": (flipped, r"state\.pt: damaged, its digest differs"),
     "missing state": (lambda path: (path / "state.pt").unlink(), r"state\.pt: cannot be read \(No"),
     "manifest missing": (lambda path: (path / "manifest.json").unlink(), "no readable checkpoint"),

@@ -331,10 +331,10 @@ FLAT = Flat(64, 3)
 @pytest.mark.parametrize(
     ("model", "one", "dynamic", "names", "reason"),
     [
-        (Counted(fixed=5), WORDS, ["length"], "length", "You marked L['words'].size()[1] as "
-         "dynamic but your code specialized it to be a constant (5)"),
-        (FLAT, IMAGE, {"images": {3: "columns"}}, "columns", "You marked L['images'].size()[3] "
-         "as dynamic but your code specialized it to be a constant (8)"),
+        (Counted(fixed=5), WORDS, ["length"], "length",
+         "UserError (Constraints violated (L['words'].size()[1])!"),
+        (FLAT, IMAGE, {"images": {3: "columns"}}, "columns",
+         "UserError (Constraints violated (L['images'].size()[3])!"),
         (FLAT, IMAGE, ["height", "width"], "height,width", "AssertionError (Guard failed: "),
     ],
 )  # fmt: skip
