@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -223,12 +223,20 @@ def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
     """
     if comm.size == 1:
         return [work()]
+
+    def attempt() -> tuple[T | None, str | None]:
+        try:
+            return work(), None
+        except CheckpointError as error:
+            return None, str(error)
+
     thread, began, limit = ThreadPoolExecutor(1), time.monotonic(), _LONG
-    working, ends = thread.submit(work), list[Any]([None])
+    working, ends = thread.submit(attempt), list[Any]([None])
     thread.shutdown(wait=False)
     while None in ends:
         wait([working], _PULSE)
-        ends = comm.broadcast_object(comm.gather_object(_end_of(working)))
+        end = working.result() if working.done() else None
+        ends = comm.broadcast_object(comm.gather_object(end))
         late = ", ".join(str(rank) for rank, end in enumerate(ends) if end is None)
         seconds = time.monotonic() - began
         if late and seconds > limit:
@@ -238,13 +246,3 @@ def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
         if error is not None:
             raise CheckpointError(error)
     return [done for done, _ in ends]
-
-
-def _end_of(working: Future[T]) -> tuple[T | None, str | None] | None:
-    """Return the result or the CheckpointError of work, or None if it is not done."""
-    if not working.done():
-        return None
-    try:
-        return working.result(), None
-    except CheckpointError as error:
-        return None, str(error)

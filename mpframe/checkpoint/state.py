@@ -8,7 +8,6 @@ import copy
 import io
 import random
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -106,12 +105,6 @@ def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 
-def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the state of a data rank > 0, or None if the run had fewer."""
-    others = state.get(OTHER_RANKS, [])
-    return others[rank - 1] if rank <= len(others) else None
-
-
 KINDS = ("trained", "ema")
 
 
@@ -164,16 +157,6 @@ def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
     formats = " and ".join(sorted({dtype_name(dtype) for dtype in half.values()}))
     beyond = f", {clamped} values beyond its range clamped to it" if clamped else ""
     return f"{len(half)} parameters are rounded to {formats}{beyond}"
-
-
-def read_steps_tried(state: Mapping[str, Any], path: Path) -> int:
-    """Return the global step at which the run was saved: the x of its curves."""
-    with suppress(LookupError, TypeError):
-        progress = state["trainer"]["progress"]
-        steps = progress["steps"], progress["skipped"]
-        if all(type(count) is int and 0 <= count < 2**53 for count in steps):
-            return sum(steps)
-    raise _not_of_a_run(path, "progress")
 
 
 def _trainer_of(state: Any) -> Mapping[str, Any]:

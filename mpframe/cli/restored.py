@@ -8,7 +8,8 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint.export import facts_of
 from mpframe.checkpoint.folder import FOLDER, MANIFEST, best_in
-from mpframe.checkpoint.state import averages_of, extra_state_of, read_steps_tried, weights_of
+from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
+from mpframe.checkpoint.untrusted import raise_as_damaged
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
@@ -19,6 +20,7 @@ from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.ema import AverageWeights, ema_of
+from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
 
 
@@ -91,4 +93,6 @@ def restore_run(
             hint = "trainer.ema_decay is null; give trainer.ema_decay=0.999"
             raise ConfigError(f"weights=ema: {hint}")
         ema.load_by_name(trainer.model, averages)
-    return Restored(config, task, trainer, read_steps_tried(state, path), kind)
+    with raise_as_damaged(path, "it holds no progress of a run"):
+        step = Progress.from_state(state["trainer"]["progress"]).global_step
+    return Restored(config, task, trainer, step, kind)

@@ -14,7 +14,7 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import all_in, newest
-from mpframe.checkpoint.state import of_rank, rounding, weights_of
+from mpframe.checkpoint.state import OTHER_RANKS, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import WATCHING, RunOptions, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
@@ -221,13 +221,13 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     if trainer.comm.data_rank == 0:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    state = of_rank(snapshot.state, trainer.comm.data_rank)
-    if state is None:  # There were fewer ranks, so this one draws new numbers.
+    others, rank = snapshot.state.get(OTHER_RANKS, []), trainer.comm.data_rank
+    if len(others) < rank:  # There were fewer ranks, so this one draws new numbers.
         shared = snapshot.state["trainer"]["products"]
         trainer.precision.load_state_dict({**shared, "generators": {}})
     else:
-        trainer.precision.load_state_dict(state["products"])
-        checkpoint.restore_rng(state["rng"])
+        trainer.precision.load_state_dict(others[rank - 1]["products"])
+        checkpoint.restore_rng(others[rank - 1]["rng"])
 
 
 def take_first_weights(trainer: Trainer, options: RunOptions) -> None:
