@@ -1,10 +1,8 @@
 """A folder as on Hugging Face's hub, which transformers or timm loads if the model is theirs.
 
-It has config.json, model.safetensors with the sidecar of every export, and the model card: how to
-use the model, the metrics that the run measured with these weights, data, precision and training.
-For transformers it also has the tokenizer or the preprocessing of images, if the run knows them.
-The library writes its files and must build a model with the same weights from them. Any other model
-is saved with the arguments of its class.
+It has config.json, model.safetensors with the sidecar of every export, and the model card. The
+library writes its files, for a text model of transformers also the tokenizer, and must build a
+model with the same weights from them. Any other model is saved with the arguments of its class.
 """
 
 import os
@@ -30,7 +28,6 @@ from mpframe.files.text import few, markdown
 Facts = Mapping[str, Any]  # of the sidecar
 
 _WEIGHTS = "model.safetensors"
-_IMAGES = {"mean", "std", "size", "resize", "value_range"}  # as `Normalize` describes them
 
 
 def refuse_taken(out: Path, overwrite: bool) -> None:
@@ -87,13 +84,6 @@ def _save_transformers(model: Any, folder: Path, facts: Facts) -> None:
         pieces = {piece: number for number, piece in enumerate(how["vocab"].split("\n"))}
         longest = {"model_max_length": how["max_tokens"]}
         parts += [transformers.BertTokenizer(vocab=pieces, do_lower_case=True, **longest)]
-    if how.keys() >= _IMAGES:
-        side, scale = min(how["size"]), {"rescale_factor": 1 / how["value_range"][1]}
-        sizes = {"size": {"shortest_edge": side}, "crop_size": side, "resample": 2}  # bilinear
-        norm = {"image_mean": how["mean"], "image_std": how["std"]}
-        flags = dict.fromkeys(("do_resize", "do_center_crop"), how["resize"] is not None)
-        flags["do_convert_rgb"] = len(how["mean"]) == 3
-        parts += [transformers.CLIPImageProcessor(**sizes, **scale, **norm, **flags)]
     with quiet():
         for part in parts:
             part.save_pretrained(folder, max_shard_size=sys.maxsize)
@@ -104,7 +94,7 @@ def _save_timm(model: Any, folder: Path, facts: Facts) -> None:
     import timm
 
     names, how = facts["class_names"] or (), facts["preprocessing"] or {}
-    if how.keys() >= _IMAGES:
+    if how.keys() >= {"mean", "std", "size", "value_range"}:  # as `Normalize` describes them
         scale = how["value_range"][1] / 255  # timm divides pixels by 255.
         norm = {key: tuple(value * scale for value in how[key]) for key in ("mean", "std")}
         sizes = {"input_size": (len(how["mean"]), *how["size"]), "interpolation": "bilinear"}

@@ -21,7 +21,6 @@ from mpframe.checkpoint.huggingface import format_card, write_folder
 from mpframe.cli.commands.export import main
 from mpframe.cli.restored import restore_run
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
-from mpframe.data.images import Normalize
 
 OF_THE_LIBRARIES = ("UserWarning", "DeprecationWarning", "FutureWarning")
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in OF_THE_LIBRARIES]
@@ -188,22 +187,6 @@ def test_no_secret_is_on_the_card_and_only_an_export_is_replaced(
     main([*exported.words, "overwrite=true"])
     assert f"a {exported.library} model, and its README.md says" in capsys.readouterr().out
     assert dataset not in (exported.out / "README.md").read_text()
-
-
-@pytest.mark.parametrize("exported", of("transformers"), indirect=True)
-def test_images_are_prepared_as_in_the_run(exported: Exported, tmp_path: Path) -> None:
-    import transformers
-
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    config = transformers.ViTConfig(**sizes, num_hidden_layers=1, num_channels=1, num_labels=2)
-    model = transformers.ViTForImageClassification(config)
-    how = {"preprocessing": Normalize((0.3,), (0.4,)).described(8, 16), "class_names": ["a", "b"]}
-    write_folder(tmp_path / "out", model, exported.facts | how)
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
-    pixels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) % 17
-    prepared = processor(pixels, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(prepared[0], (pixels / 16 - 0.3) / 0.4)
-    assert model.config.id2label == {0: "a", 1: "b"}
 
 
 @pytest.mark.parametrize("exported", of("transformers", "timm"), indirect=True)
