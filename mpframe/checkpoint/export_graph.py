@@ -1,17 +1,11 @@
 """Weights in one format, and a model with them as one graph, which runs without the model's code.
 
-The weights are the fp32 masters (or their averages), rounded once:
-
-    w = round_to_half(m),  |m| beyond the format's range -> its end
-
-so that no weight becomes inf. The number of such values is reported. Floating buffers are written
-in the same format, except that an export in fp32 changes only half buffers. Integer and boolean
-buffers are written unchanged.
+The weights are the fp32 masters or their averages, rounded once. Values beyond the format's range
+become its end and are counted. Integer and boolean buffers are written unchanged.
 
 The graph computes in the format of its weights and casts nothing, so an export in float16 takes
 float16 inputs. The first dimension of each input is the batch, of any size. `open_sizes` decides
-which others may vary: those that the user names, which must vary, or without names the dimensions
-of integer and boolean inputs, such as the length of a text, if the model's code does not fix them.
+which others may vary.
 """
 
 import inspect

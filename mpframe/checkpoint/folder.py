@@ -6,9 +6,6 @@
     .step_00001200.dropped       about to be deleted
     step_00001200.set_aside      newer than where the run continued: kept, never resumed from
 
-A manifest lists a checkpoint's files with their sizes and SHA-256. It also holds the run's random
-identity, which an export names.
-
 The newest and the best checkpoints are kept. None is deleted before a newer one is durable. A
 folder is renamed before it is deleted, so that a kill leaves no half-deleted one.
 """
@@ -27,11 +24,11 @@ from typing import IO, Any, Self, cast
 from mpframe.checkpoint.untrusted import raise_as_damaged
 from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
-from mpframe.files.text import printable
 
 FOLDER = "checkpoints"
 STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"
 _NAME = re.compile(r"step_(\d+)")
+_FILE = re.compile(r"\w+\.\w+", re.ASCII)  # leads nowhere else
 
 
 def path_of(folder: Path, global_step: int) -> Path:
@@ -108,16 +105,18 @@ class Manifest:
     def _parse(cls, sealed: Any, path: Path) -> Self:
         version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
         files = {
-            _check_name(name, path): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+            name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
             for name, entry in content["files"].items()
         }
         facts = dict(content["facts"])
+        for name in files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"it names {name!r:.80}, which is no file of its folder")
         if not {STATE, CONFIG} <= files.keys():
             raise ValueError(f"{STATE} or {CONFIG} is missing")
         if version != FORMAT:
-            stored = printable(str(version)[:40])
             raise CheckpointError(
-                f"{path.parent}: format {stored}, this version reads {FORMAT}; "
+                f"{path.parent}: format {version!r:.40}, this version reads {FORMAT}; "
                 "use the version of mpframe that wrote it"
             )
         if digest != content_digest(version, content):
@@ -143,16 +142,6 @@ def entry_of(file: IO[bytes]) -> dict[str, Any]:
     """Return the size of an open file, and the digest of its content, for a manifest."""
     digest = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
     return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
-
-
-def _check_name(name: str, path: Path) -> str:
-    """Return a file's name from the manifest, or refuse one that leads out of the folder."""
-    if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
-        raise CheckpointError(
-            f"{path}: damaged, it names {name!r:.80}, which is no file of its folder; "
-            "use an older one"
-        )
-    return name
 
 
 def content_digest(version: int, content: Any) -> str:

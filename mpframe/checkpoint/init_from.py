@@ -91,7 +91,13 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
     was not saved, and that the model ties to another one, takes that one's weight. CheckpointError:
     names are missing or unexpected, or shapes or kinds differ; it lists all of them.
     """
-    _refuse_idle(left_out, {*saved, *model})
+    names = {*saved, *model}
+    for pattern in left_out:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
+                f"{nearest(pattern, names) or 'there are ' + few(sorted(names), 5)}"
+            )
 
     def wanted(name: str) -> bool:
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
@@ -121,15 +127,6 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
         [name for name in model if name not in taken],
         [name for name in saved if name not in taken],
     )
-
-
-def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
-                f"{nearest(pattern, names) or 'there are ' + few(sorted(names), 5)}"
-            )
 
 
 def _wide(tensor: Tensor, place: Tensor) -> Tensor:

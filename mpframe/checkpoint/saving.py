@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
-Files = Mapping[str, Any]  # entries by name
 _LARGEST_CONFIG = 2**20  # bytes
 _PULSE = 0.2  # seconds between two answers of a rank that works on files
 _LONG = 60.0  # seconds after which the log names the ranks that the others wait for
@@ -129,7 +128,7 @@ def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T]:
     return on_all(comm, write, f"writing checkpoint {final}")
 
 
-def _write_rest(folder: Path, snapshot: Snapshot, files: Files) -> None:
+def _write_rest(folder: Path, snapshot: Snapshot, files: Mapping[str, Entry]) -> None:
     """Write the state, the options and the manifest beside `files`, which are there already."""
     files = {
         **files,

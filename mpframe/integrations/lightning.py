@@ -77,8 +77,8 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
     ) -> None:
         """Note the bound: the step clips, when the gradients are unscaled."""
         if clip_val > 0:
-            by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            self._bounds["max_value" if by_value == "value" else "max_norm"] = float(clip_val)
+            bound = "max_value" if gradient_clip_algorithm == "value" else "max_norm"
+            self._bounds[bound] = float(clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         return self.mixed.state_dict()

@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "manifest missing": (lambda path: (path / "manifest.json").unlink(), "no readable checkpoint"),
     "missing digest": (partial(edit, '  "sha256"', '  "sha"'), r"manifest\.json: damaged, not a m"),
     "newer format": (partial(edit, '"format": 2', '"format": 3'), "format 3, this version reads 2"),
-    "format of two_lines": (partial(edit, '"format": 2', r'"format": "2\\n3"'), r"format 2\\n3, t"),
+    "format of two_lines": (partial(edit, '"format": 2', r'"format": "2\\n3"'), r"format '2\\n3',"),
     "manifest altered": (partial(edit, '"value": 0.', '"value": 1.'), r"manifest\.json: .*digest"),
     "an alias bomb": (partial(reseal, config=BOMB), r"config\.yaml: refused, a stored .* no alia"),
     "options too deep": (partial(reseal, config=DEEP), r"config\.yaml: refused, a stored"),
