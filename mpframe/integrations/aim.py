@@ -11,8 +11,6 @@ from mpframe.integrations.tracking_service import TrackingService, picture_of
 from mpframe.tracking.logger import Numbers
 from mpframe.training.run_context import RunContext
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(eq=False, kw_only=True)
 class Aim(TrackingService):
@@ -29,13 +27,10 @@ class Aim(TrackingService):
         logging.getLogger("aim.sdk.reporter").setLevel(logging.WARNING)  # It reports its threads.
         repo = self.api.sdk.repo_utils.get_repo(self.repo)
         goes_on = self._hash is not None and repo.run_exists(self._hash)
-        if self._hash is not None and not goes_on:
-            log.warning("warning: callbacks.aim: %s has no run %s; begins one", repo, self._hash)
+        self._hash = self._hash if goes_on else None
         # A record of the console could hold secrets. A kill may have left the lock.
         options = {"capture_terminal_logs": False, "force_resume": goes_on, **self.init}
-        run = self.api.Run(
-            self._hash if goes_on else None, repo=repo, experiment=self.experiment, **options
-        )
+        run = self.api.Run(self._hash, repo=repo, experiment=self.experiment, **options)
         run.name = self.name
         for tag in self.tags:
             run.add_tag(tag)
