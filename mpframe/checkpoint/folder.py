@@ -109,11 +109,8 @@ class Manifest:
             for name, entry in content["files"].items()
         }
         facts = dict(content["facts"])
-        for name in files:
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"it names {name!r:.80}, which is no file of its folder")
-        if not {STATE, CONFIG} <= files.keys():
-            raise ValueError(f"{STATE} or {CONFIG} is missing")
+        if not {STATE, CONFIG} <= files.keys() or not all(map(_FILE.fullmatch, files)):
+            raise ValueError("it names other files than a checkpoint has")
         if version != FORMAT:
             raise CheckpointError(
                 f"{path.parent}: format {version!r:.40}, this version reads {FORMAT}; "

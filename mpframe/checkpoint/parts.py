@@ -137,8 +137,7 @@ def leave_in_file(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state that was mapped, with the tensors that ranks may divide left in the file."""
     changes = {key: _as_pieces if key in _DIVIDED else Tensor.clone for key in state["trainer"]}
     trainer = {key: map_tensors(changes[key], held) for key, held in state["trainer"].items()}
-    others = map_tensors(Tensor.clone, {k: v for k, v in state.items() if k != "trainer"})
-    return {**others, "trainer": trainer}
+    return {**map_tensors(Tensor.clone, {**state, "trainer": {}}), "trainer": trainer}
 
 
 def _as_pieces(value: Tensor) -> Tensor:

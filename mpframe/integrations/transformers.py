@@ -22,12 +22,8 @@ class PrecisionMixin:
     """Makes a Trainer train in a dtype mode.
 
     Args:
-        *args: the Trainer's.
-        mixed: the dtype mode and the loss scaler. None: `mixed` in float16 with `Backoff`.
-        **options: the Trainer's.
-
-    Attributes:
-        mixed: the same. Its `result` is the `StepResult` of the last step.
+        mixed: the dtype mode and the loss scaler. None: `mixed` in float16 with `Backoff`. As an
+            attribute it has the `StepResult` of the last step as its `result`.
     """
 
     def __init__(self, *args: Any, mixed: MixedPrecision | None = None, **options: Any) -> None:
