@@ -37,7 +37,7 @@ from torch.utils.tensorboard import summary as summaries
 from mpframe.core.errors import MpframeError
 from mpframe.files.durable import append_whole
 from mpframe.tracking.logger import Logger, Numbers
-from mpframe.tracking.tags import Tag, meaning_of, metric_tag
+from mpframe.tracking.tags import Tag, describe_tag, metric_tag
 
 _PLUGINS = {
     "simple_value": ("scalars", summary_pb2.DATA_CLASS_SCALAR),
@@ -242,10 +242,10 @@ def _explain(value: Any) -> None:
 
     The fast reader of TensorBoard's server takes a description only with plugin and data class.
     """
-    meaning = meaning_of(value.tag)
-    if meaning is None:
+    description = describe_tag(value.tag)
+    if description is None:
         return
-    value.metadata.summary_description = meaning.markdown
+    value.metadata.summary_description = description
     if plugin := _PLUGINS.get(value.WhichOneof("value")):
         value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
 

@@ -65,8 +65,8 @@ def test_each_step_is_shown_once_with_its_meaning(tmp_path: Path) -> None:
         assert points(Tag.LOSS_TRAIN) == expected
         assert points(Tag.SCALE)[:3] == [(1, 65536.0), (2, "Infinity"), (3, 65536.0)]
         for kind, tag, said in (
-            ("scalars", Tag.SCALE, "<p><strong>Loss scale</strong> (unit: none): the number that "),
-            ("histograms", HISTOGRAM, "<p><strong>Exponents of <code>head</code>"),
+            ("scalars", Tag.SCALE, "<p>the number that the loss "),
+            ("histograms", HISTOGRAM, "<p>how many values have each "),
         ):
             assert ask(f"{kind}/tags")["run"][tag]["description"].startswith(said)
         (_, first, bars), (_, second, _) = ask("histograms/histograms", tag=HISTOGRAM)

@@ -22,7 +22,7 @@ from torch import Tensor
 from mpframe.core.errors import MpframeError
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.records import CSV_FILE, AmaxRecord, MetricsCsv, read_amax
-from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
+from mpframe.tracking.tags import KINDS, MEANINGS, Tag, describe_tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 
 SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
@@ -58,13 +58,11 @@ def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(
 
 
 def test_the_page_says_what_every_tag_means() -> None:
-    known = {str(tag): tag.meaning for tag in Tag} | PATTERNS
-    assert all(own.title and own.text and own.unit for own in known.values())
-    assert len({own.title for own in known.values()}) == len(known)
+    assert all(own.unit and own.text for own in MEANINGS.values())
+    assert {*Tag} <= {*MEANINGS}
     page = (ROOT / "docs" / "tensorboard.md").read_text()
-    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \| (.+?) \|$", page, re.M)
-    told = {tag: (title, text.replace("\\|", "|"), unit) for tag, title, text, unit in rows}
-    assert told == {tag: (own.title, own.text, own.unit) for tag, own in known.items()}
+    rows = re.findall(r"^\| `(\S+/.+?)` \| (.+) \| (.+?) \|$", page, re.M)
+    assert {tag: (unit, text.replace("\\|", "|")) for tag, text, unit in rows} == MEANINGS
     assert set(re.findall(r"^\| `(\w+)` \| (.+?) \|$", page, re.M)) == set(KINDS.items())
     # The charts match tags as regular expressions from their start.
     assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]
@@ -130,7 +128,7 @@ def test_all_curves_and_pages_of_a_run_carry_their_meaning(tmp_path: Path) -> No
     assert tags == {*map(str, Tag), metric, metric_tag("accuracy", "test")} - never
     for tag in tags:
         told = found.SummaryMetadata(tag).summary_description
-        assert told == meaning_of(tag).markdown, tag
+        assert told == describe_tag(tag), tag
     for tag, *words in (
         (Tag.TEXT_DTYPE_MAP, "linear in ops.allow"),
         (Tag.TEXT_CONFIG, "overflow_probability: 0.001"),
@@ -201,8 +199,9 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
     assert [curves[Tag.LOSS_TRAIN][-1], *curves[Tag.LOSS_VAL]] == [(2, math.inf), (2, 5.0)]
     assert [e.step for e in found.Histograms(HISTOGRAM)] == [2]
     data = found.SummaryMetadata(Tag.LOSS_TRAIN)
-    assert data.summary_description == Tag.LOSS_TRAIN.meaning.markdown
-    assert found.SummaryMetadata(HISTOGRAM).summary_description.startswith("**Exponents of `head`")
+    assert data.summary_description == describe_tag(Tag.LOSS_TRAIN)
+    told = found.SummaryMetadata(HISTOGRAM).summary_description
+    assert told.endswith("(unit: values). Counted: the weights, as stored.")
     # The fast reader wants these two beside it.
     assert (data.plugin_data.plugin_name, data.data_class) == ("scalars", DATA_CLASS_SCALAR)
 
