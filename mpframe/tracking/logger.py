@@ -6,12 +6,12 @@ TensorBoard's is tracker.py. A callback adds another in its `setup`, with
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from mpframe.core.errors import MpframeError
 from mpframe.core.user_code import blame, describe_error, name_of
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,11 @@ class Logger:
 
 
 class Loggers(Logger):
-    """Gives each result to TensorBoard's logger, then to the others. Use as a context manager.
-
-    Args:
-        tensorboard: a `Tracker`, whose context it leaves.
-    """
+    """Gives each result to TensorBoard's `Tracker`, then to the others. It is a context manager."""
 
     def __init__(self, tensorboard: Any) -> None:
         self.tensorboard = tensorboard
-        self._added: dict[Logger, str] = {}
+        self._loggers: dict[Logger, str] = {tensorboard: "stop"}
         self._texts: dict[str, str] = {}
         self._options: Mapping[str, Any] = {}
 
@@ -62,7 +58,7 @@ class Loggers(Logger):
 
         If it raises, on_error `stop` ends the run, and `warn` only the logging to it.
         """
-        self._added[logger] = on_error
+        self._loggers[logger] = on_error
         for tag, markdown in self._texts.items():
             self._call(logger, "text", tag, markdown)
         self._call(logger, "options", self._options)
@@ -96,28 +92,24 @@ class Loggers(Logger):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # The first error is the one to report.
-            self._added = dict.fromkeys(self._added, "warn")
-        try:
-            for logger in list(self._added):
-                self._call(logger, "close", error)
-        finally:
-            self.tensorboard.__exit__(kind, error, trace)
+            self._loggers = dict.fromkeys(self._loggers, "warn")
+        with ExitStack() as stack:  # It closes each, also if another cannot be closed.
+            for logger in self._loggers:
+                stack.callback(self._call, logger, "close", error)
 
     def _call_all(self, method: str, *arguments: Any) -> None:
-        getattr(self.tensorboard, method)(*arguments)
-        for logger in list(self._added):
+        for logger in list(self._loggers):
             self._call(logger, method, *arguments)
 
     def _call(self, logger: Logger, method: str, *arguments: Any) -> None:
-        if logger not in self._added:
+        if logger not in self._loggers:
             return
         try:
             getattr(logger, method)(*arguments)
-        except MpframeError:
-            raise
         except Exception as error:
-            if self._added.pop(logger) != "warn":
+            if self._loggers[logger] != "warn":
                 blame("logger", logger)
+            del self._loggers[logger]
             said = f"logger {name_of(logger)} raised {describe_error(error)}"
             log.warning("warning: %s; the run goes on without it", said)
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
@@ -45,53 +45,14 @@ _PLUGINS = {
     "histo": ("histograms", summary_pb2.DATA_CLASS_TENSOR),
 }
 
-
 _SECONDS = 5.0  # for which records wait in memory
 _NUMBERS = itertools.count()
 
 
-class EventFile:
-    """A new event file in a folder, which hides older files from `first_step` on.
-
-    Files are read in the order of their names, so it is named after the current second, or the
-    second after the newest file: a START record that is read too early hides nothing. Records wait
-    in memory for a few seconds, or until `flush`. If the disk is full, they wait on, and are
-    written with the next ones when there is room.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        others = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
-        older = [int(second) for second in others if second.isdecimal()]  # Others may name theirs.
-        second = max([int(time.time()), *(other + 1 for other in older)])
-        self._path = folder / f"events.out.tfevents.{second:010d}.{unique}"
-        self._waiting = io.BytesIO()
-        self._records = RecordWriter(self._waiting)
-        self._add(Event(file_version="brain.Event:2"))
-        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-        self.flush()
-
-    def add(self, summary: Any, step: int) -> None:
-        """Append a summary. OSError: the records that wait could not be written, and wait on."""
-        self._add(Event(summary=summary, step=step))
-        if time.monotonic() - self._flushed >= _SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the records that wait, with the errors of `add`."""
-        self._flushed = time.monotonic()
-        if waiting := self._waiting.getvalue():
-            append_whole(self._path, waiting)
-            self._waiting.seek(0)
-            self._waiting.truncate()
-
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-
-
 class Tracker(Logger):
-    """A writer of one run's event file. Use it as a context manager, or call `close`.
+    """A writer of one run's new event file. Records wait in memory for a few seconds, or `flush`.
+
+    If the disk is full, they wait on, and are written with the next ones when there is room.
 
     Args:
         folder: the run's folder, made if it is missing.
@@ -102,14 +63,18 @@ class Tracker(Logger):
         MpframeError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        self.folder = folder
-        self._first_step = purge_step or 0
-        with self._unwritable():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._events = EventFile(folder, self._first_step)
+    def __init__(self, folder: Path, purge_step: int = 0) -> None:
+        self.folder, self._first_step = folder, purge_step
         self._step, self._of_step = 0, list[str]()
         self._explained = set[str]()
+        with self._unwritable():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = _name_event_file(folder)
+        self._waiting = io.BytesIO()
+        self._records = RecordWriter(self._waiting)
+        self._write(Event(file_version="brain.Event:2"))
+        self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers by tag as one event at `step`, which grows from call to call."""
@@ -155,12 +120,15 @@ class Tracker(Logger):
         After a resume the values of the first start stay.
 
         Args:
-            config: option path -> bool, int, float, str, None, or a list of these. Numbers stay
-                numbers, all else is written as text. MpframeError: a value is of another type.
+            config: option path -> bool, int, float, str or None. Numbers stay numbers, all else
+                is written as text.
             metrics: the tags that are the table's results.
             first: the keys whose columns come first, because runs differ in them.
         """
-        values = {key: _hparam(key, value) for key, value in config.items()}
+        values = {
+            key: str(value).lower() if value is None or isinstance(value, bool) else value
+            for key, value in config.items()
+        }
         experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
         self._add(_with_first(experiment, first))
         self._add(start)
@@ -172,35 +140,44 @@ class Tracker(Logger):
 
     def layout(self, metrics: Iterable[str] = ()) -> None:
         """Lay out the custom-scalars page, with a chart for each validation metric by name."""
-        self._add(summaries.custom_scalars(_charts(metrics)))  # type: ignore[no-untyped-call]
+        # Tags are matched as regular expressions from their start. No tag is the start of another.
+        pages: dict[str, dict[str, list[str]]] = {
+            "training": {
+                "loss": [Tag.LOSS_TRAIN, Tag.LOSS_VAL],
+                **{name: [metric_tag(name)] for name in metrics},
+                "learning rate": [Tag.LR],
+                "samples per second, lately": [Tag.SAMPLES_PER_SECOND],
+                "waiting for batches": [Tag.INPUT_FRACTION],
+            },
+            "loss scaling": {"scale, log2": [Tag.LOG2_SCALE], "skipped steps": [Tag.SKIPPED_TOTAL]},
+            "gradients": {"norm and amax": [Tag.GRAD_NORM, Tag.GRAD_AMAX]},
+        }
+        charts = {
+            page: {name: ["Multiline", tags] for name, tags in named.items()}
+            for page, named in pages.items()
+        }
+        self._add(summaries.custom_scalars(charts))  # type: ignore[no-untyped-call]
 
     def last_step(self) -> dict[str, Any]:
         """Return the last step and all that was logged at it: plain numbers and strings."""
         return {"step": self._step, "events": list(self._of_step)}
 
-    def write_again(self, last_step: Mapping[str, Any]) -> None:
-        """Log again what `last_step` returned, checked, unless an older file shows it."""
-        if last_step["step"] < self._first_step:
-            return
-        for event in last_step["events"]:
-            self._add(_decode(event), last_step["step"])
+    def write_again(self, step: int, logged: Iterable[Any]) -> None:
+        """Log again what `read_step` returned, unless an older file shows it."""
+        if step >= self._first_step:
+            for summary in logged:
+                self._add(summary, step)
 
     def flush(self) -> None:
-        with self._unwritable():
-            self._events.flush()
+        self._flushed = time.monotonic()
+        if waiting := self._waiting.getvalue():
+            with self._unwritable():
+                append_whole(self._path, waiting)
+            self._waiting.seek(0)
+            self._waiting.truncate()
 
     def close(self, error: BaseException | None = None) -> None:
         self.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except MpframeError:
-            if error is None:  # The first error is the one to report.
-                raise
 
     def _add(self, summary: Summary, step: int | None = None) -> None:
         if step is not None:
@@ -209,14 +186,19 @@ class Tracker(Logger):
             if value.tag not in self._explained:
                 self._explained.add(value.tag)
                 _explain(value)
-        with self._unwritable():
-            self._events.add(summary, self._first_step if step is None else step)
+        self._write(Event(summary=summary, step=self._first_step if step is None else step))
+        if time.monotonic() - self._flushed >= _SECONDS:
+            self.flush()
 
     def _keep(self, summary: Summary, step: int) -> None:
         if step > self._step:
             self._step, self._of_step = step, []
         if step == self._step:
             self._of_step.append(base64.b64encode(summary.SerializeToString()).decode())
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
     @contextmanager
     def _unwritable(self) -> Generator[None]:
@@ -229,12 +211,28 @@ class Tracker(Logger):
             ) from error
 
 
-def check_events(last_step: Any) -> dict[str, Any]:
-    """Return a checkpoint's `last_step`. ValueError, TypeError or LookupError if it is none."""
-    events = [str(event) for event in last_step["events"]]
-    for event in events:
-        _decode(event)
-    return {"step": int(last_step["step"]), "events": events}
+def read_step(last_step: Any) -> tuple[int, list[Any]]:
+    """Return the step of a `last_step`, and what was logged at it.
+
+    ValueError, TypeError or LookupError: a checkpoint holds something else.
+    """
+    try:
+        logged = [Summary.FromString(base64.b64decode(event)) for event in last_step["events"]]
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    return int(last_step["step"]), logged
+
+
+def _name_event_file(folder: Path) -> Path:
+    """Name a file after the current second, or after the second behind the newest file's.
+
+    Files are read in the order of their names: a START record that is read too early hides nothing.
+    """
+    unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+    others = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+    older = [int(second) for second in others if second.isdecimal()]  # Others may name theirs.
+    second = max([int(time.time()), *(other + 1 for other in older)])
+    return folder / f"events.out.tfevents.{second:010d}.{unique}"
 
 
 def _explain(value: Any) -> None:
@@ -250,13 +248,6 @@ def _explain(value: Any) -> None:
         value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
 
 
-def _decode(event: str) -> Any:
-    try:
-        return Summary.FromString(base64.b64decode(event))
-    except DecodeError as error:
-        raise ValueError(str(error)) from None
-
-
 def _with_first(experiment: Any, first: Collection[str]) -> Any:
     """Mark the columns of `first` as those that differ, which TensorBoard shows first."""
     plugin_data = experiment.value[0].metadata.plugin_data
@@ -265,37 +256,3 @@ def _with_first(experiment: Any, first: Collection[str]) -> Any:
         info.differs = info.name in first
     plugin_data.content = content.SerializeToString()
     return experiment
-
-
-def _hparam(key: str, value: object) -> str | int | float:
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(str(_hparam(key, entry)) for entry in value) + "]"
-    raise MpframeError(
-        f"{key}={value!r}: a {type(value).__name__} cannot be a hyperparameter; allowed are bool, "
-        "int, float, str, None and lists of those: pass a mapping's entries one by one"
-    )
-
-
-def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    def lines(*tags: str) -> list[Any]:
-        # Tags are matched as regular expressions from their start. No tag is the start of another.
-        return ["Multiline", list(tags)]
-
-    return {
-        "training": {
-            "loss": lines(Tag.LOSS_TRAIN, Tag.LOSS_VAL),
-            **{name: lines(metric_tag(name)) for name in metrics},
-            "learning rate": lines(Tag.LR),
-            "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
-            "waiting for batches": lines(Tag.INPUT_FRACTION),
-        },
-        "loss scaling": {
-            "scale, log2": lines(Tag.LOG2_SCALE),
-            "skipped steps": lines(Tag.SKIPPED_TOTAL),
-        },
-        "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
-    }

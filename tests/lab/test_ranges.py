@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path) -> None:
     """Nor are casts asked about what counts: a module's hooks run in its cast block."""
     assert type(watch_ranges(None)) is Callback  # Off, it does nothing.
     plain, watched = trainer_of(), trainer_of()
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         watch = RangeWatch(every=2)
         watch.setup(watched, context(tmp_path, tracker))
         for batch in batches(6):

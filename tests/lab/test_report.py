@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -237,7 +238,7 @@ def test_a_run_that_cannot_be_read_is_shown(runs: Runs) -> None:
 def test_repeated_steps_are_not_warned_of(runs: Runs, caplog: Log) -> None:
     folder = runs.make("resumed")
     for first in (1, 2):
-        with Tracker(folder, purge_step=first) as tracker:
+        with closing(Tracker(folder, purge_step=first)) as tracker:
             for step in (first, first + 1):
                 tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0})
     (record,) = runs.records()
@@ -277,7 +278,7 @@ def test_what_comes_from_runs_is_text_in_one_file_without_an_address(
     bad = replace(MIXED, status=Status.FAILED, device=f'"{EVIL}{ESCAPE}', **told)
     hidden = f'"><img src=x onerror={EVIL}{ESCAPE}'
     folder = runs.make(f"x<script>alert(1)<{ESCAPE}", bad, model__hidden=hidden)
-    with Tracker(folder) as tracker:
+    with closing(Tracker(folder)) as tracker:
         for step, loss in enumerate((1.0, float("nan")), start=1):
             tracker.scalars(step, {Tag.LOSS_TRAIN: loss, ESCAPE: 2.0})
     runs.make("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}$")

@@ -70,9 +70,9 @@ def test_a_logger_that_fails_ends_the_run_or_is_left_out(tmp_path: Path, caplog:
     assert failing.asked == 1
     assert other.scalars.mock_calls == [call(1, {"a": 1.0}), call(2, {"a": 1.0})]
     assert scalars(tmp_path)["a"] == [(1, 1.0), (2, 1.0)]
-    with Loggers(Tracker(tmp_path / "stop")) as loggers:
-        loggers.add(Failing())
-        assert refused(UserCodeError, loggers.scalars, 1, {"a": 1.0}).startswith(said)
+    loggers = Loggers(Tracker(tmp_path / "stop"))
+    loggers.add(Failing())
+    assert refused(UserCodeError, loggers.scalars, 1, {"a": 1.0}).startswith(said)
 
 
 def test_closing_keeps_the_first_error_and_reports_later_ones(tmp_path: Path, caplog: Log) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -29,8 +30,8 @@ HISTOGRAM = "numerics/weights/exponents/head"
 @pytest.mark.slow
 def test_each_step_is_shown_once_with_its_meaning(tmp_path: Path) -> None:
     """Of a run that was killed at 20 and went on from 10."""
-    for steps, purge_step, offset in ((range(1, 21), None, 0.0), (range(11, 31), 11, 500.0)):
-        with Tracker(tmp_path / "run", purge_step) as tracker:
+    for steps, purge_step, offset in ((range(1, 21), 0, 0.0), (range(11, 31), 11, 500.0)):
+        with closing(Tracker(tmp_path / "run", purge_step)) as tracker:
             tracker.text(Tag.TEXT_CONFIG, "```yaml\nseed: 0\n```")
             tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], steps.start)
             for step in steps:

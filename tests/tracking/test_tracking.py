@@ -6,12 +6,13 @@ Of runs that are killed and resumed, or whose disk is full, too; and the table o
 import math
 import re
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import Patch, full, refused
+from fixtures import Patch, full
 from in_process import events, scalars, texts, train
 from matplotlib.figure import Figure
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
@@ -23,7 +24,7 @@ from mpframe.core.errors import MpframeError
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.records import CSV_FILE, AmaxRecord, MetricsCsv, read_amax
 from mpframe.tracking.tags import KINDS, MEANINGS, Tag, describe_tag, metric_tag
-from mpframe.tracking.tracker import Tracker
+from mpframe.tracking.tracker import Tracker, read_step
 
 SMALL = ("model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=LogMax")
 HISTOGRAM = "numerics/weights/exponents/head"
@@ -68,21 +69,17 @@ def test_the_page_says_what_every_tag_means() -> None:
     assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]
 
 
-def test_columns_that_differ_success_and_another_type_that_is_refused(tmp_path: Path) -> None:
-    config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
-    with Tracker(tmp_path) as tracker:
+def test_columns_that_differ_and_success(tmp_path: Path) -> None:
+    config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "name": "a"}
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.hparams(config, [Tag.LOSS_VAL, metric_tag("accuracy")], ["n"])
         tracker.flush()
         data = hparams_data(tmp_path)
-        for kind, value in (("dict", {"a": 1}), ("Tensor", [torch.ones(1)])):
-            said = refused(MpframeError, tracker.hparams, {"optimizer.x": value}, [])
-            assert f": a {kind} cannot be a hyperparameter; allowed are bool, int, float, " in said
-            assert said.startswith("optimizer.x=")
         tracker.mark_finished()
     start = data["_hparams_/session_start_info"].session_start_info.hparams
     assert {key: start[key].number_value for key in ("lr", "n")} == {"lr": 0.1, "n": 3}
-    strings = {key: start[key].string_value for key in ("ema", "nesterov", "betas", "name")}
-    assert strings == {"ema": "none", "nesterov": "true", "betas": "[0.9, none]", "name": "a"}
+    strings = {key: start[key].string_value for key in ("ema", "nesterov", "name")}
+    assert strings == {"ema": "none", "nesterov": "true", "name": "a"}
     experiment = data["_hparams_/experiment"].experiment
     assert {info.name: info.differs for info in experiment.hparam_infos} == {
         name: name == "n" for name in config
@@ -97,7 +94,7 @@ def test_a_text_charts_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -
     """A text is Markdown without a table around it."""
     Figure(figsize=(2, 1)).savefig(tmp_path / "picture.png", dpi=50)
     png = (tmp_path / "picture.png").read_bytes()
-    with Tracker(tmp_path / "run") as tracker:
+    with closing(Tracker(tmp_path / "run")) as tracker:
         tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
         tracker.layout(["accuracy"])
         tracker.image("picture", png, 3)
@@ -139,7 +136,7 @@ def test_all_curves_and_pages_of_a_run_carry_their_meaning(tmp_path: Path) -> No
         assert all(said in text for said in words), text
 
 
-def logged_run(folder: Path, steps: range, purge_step: int | None, offset: float) -> Tracker:
+def logged_run(folder: Path, steps: range, purge_step: int, offset: float) -> Tracker:
     tracker = Tracker(folder, purge_step)
     tracker.text(Tag.TEXT_CONFIG, f"from {steps.start}")
     tracker.layout()
@@ -152,8 +149,8 @@ def logged_run(folder: Path, steps: range, purge_step: int | None, offset: float
 
 
 def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
-    logged_run(tmp_path, range(1, 8), None, 50.0).close()  # An old run, which the new one hides.
-    killed = logged_run(tmp_path, range(1, 19), None, 0.0)  # a checkpoint at 10, killed at 18
+    logged_run(tmp_path, range(1, 8), 0, 50.0).close()  # An old run, which the new one hides.
+    killed = logged_run(tmp_path, range(1, 19), 0, 0.0)  # a checkpoint at 10, killed at 18
     logged_run(tmp_path, range(11, 15), 11, 100.0).close()  # killed again, before its checkpoint
     logged_run(tmp_path, range(11, 21), 11, 200.0).close()
     killed.close()
@@ -173,10 +170,10 @@ def test_a_clock_that_went_back_mixes_nothing(tmp_path: Path, monkeypatch: Patch
     for ahead in (0, 10):
         (tmp_path / str(ahead)).mkdir()
         (tmp_path / str(ahead) / "events.out.tfevents.of_others").touch()
-        runs = (None, (1, 2, 3), now + ahead), (3, (3,), now), (2, (2,), now)
+        runs = (0, (1, 2, 3), now + ahead), (3, (3,), now), (2, (2,), now)
         for purge_step, steps, clock in runs:
             monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-            with Tracker(tmp_path / str(ahead), purge_step) as tracker:
+            with closing(Tracker(tmp_path / str(ahead), purge_step)) as tracker:
                 for step in steps:
                     tracker.scalars(step, {Tag.LOSS_TRAIN: float(purge_step or 1)})
         assert scalars(tmp_path / str(ahead))[Tag.LOSS_TRAIN] == [(1, 1.0), (2, 2.0)]
@@ -185,14 +182,14 @@ def test_a_clock_that_went_back_mixes_nothing(tmp_path: Path, monkeypatch: Patch
 @pytest.mark.parametrize("folder", ["run", "elsewhere"])
 def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder: str) -> None:
     """What a resumed run hides from its first step on is in its checkpoint, whatever its kind."""
-    with Tracker(tmp_path / "run") as tracker:
+    with closing(Tracker(tmp_path / "run")) as tracker:
         tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
         tracker.scalars(2, {Tag.LOSS_TRAIN: math.inf})
         tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], 2)
         kept = tracker.last_step()
         tracker.scalars(3, {Tag.LOSS_TRAIN: 3.0})
-    with Tracker(tmp_path / folder, purge_step=2) as tracker:
-        tracker.write_again(kept)
+    with closing(Tracker(tmp_path / folder, purge_step=2)) as tracker:
+        tracker.write_again(*read_step(kept))
         tracker.scalars(2, {Tag.LOSS_VAL: 5.0})
         assert len(tracker.last_step()["events"]) == 3
     found, curves = events(tmp_path / folder), scalars(tmp_path / folder)
@@ -207,21 +204,21 @@ def test_the_last_step_is_written_again_with_its_meaning(tmp_path: Path, folder:
 
 
 def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.scalars(2, {"mine": 1.0})
         kept = tracker.last_step()
         tracker.flush()
-    with Tracker(tmp_path, purge_step=4) as tracker:  # resumed from step 4, which logged nothing
-        tracker.write_again(kept)
+    with closing(Tracker(tmp_path, purge_step=4)) as tracker:  # resumed; step 4 logged nothing
+        tracker.write_again(*read_step(kept))
         tracker.scalars(6, {"mine": 3.0})
         with pytest.raises(ValueError, match=r"\S"):  # What was never a last step.
-            tracker.write_again({"step": 9, "events": ["bm90IGFuIGV2ZW50"]})
+            read_step({"step": 9, "events": ["bm90IGFuIGV2ZW50"]})
     assert scalars(tmp_path)["mine"] == [(2, 1.0), (6, 3.0)]
 
 
 def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: Patch) -> None:
     """And what waits for room is written later."""
-    raising, failed = Tracker(tmp_path / "a"), Tracker(tmp_path / "b")
+    raising, failed = Tracker(tmp_path / "a"), Loggers(Tracker(tmp_path / "b"))
     record = AmaxRecord(tmp_path)
     record.add(torch.tensor(2.0))
     with monkeypatch.context() as patched:

@@ -158,8 +158,9 @@ def find(config: Config, trainer: Trainer, task: Task, train: Loader, folder: Pa
     (option, present), path = next(iter(rates.items())), folder / "find_lr.png"
     test = find_lr(trainer, train, present)
     draw(test, option, path)
-    with Tracker(folder, 1) as tracker:
-        tracker.image(Tag.FIND_LR, path.read_bytes(), 0)
+    tracker = Tracker(folder, 1)
+    tracker.image(Tag.FIND_LR, path.read_bytes(), 0)
+    tracker.flush()
     factor = None if test.suggestion is None else test.suggestion / present
     words = [f"{name}={rate * factor:.2g}" for name, rate in rates.items() if factor]
     return f"{' '.join(words) or 'no rate lowers the loss'} ({test.says}; see {path})"

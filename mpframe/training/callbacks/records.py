@@ -10,7 +10,7 @@ from mpframe.core.step_result import StepResult
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.records import AmaxRecord, MetricsCsv
 from mpframe.tracking.tags import Tag, metric_tag
-from mpframe.tracking.tracker import check_events
+from mpframe.tracking.tracker import read_step
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
@@ -134,13 +134,13 @@ class Curves(Callback):
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
-        self._last_step: dict[str, Any] | None = None
+        self._last_step: tuple[int, list[Any]] | None = None
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         self._tracker, self._throughput = context.tracker, context.throughput
         self._train, self._waited = context.train, context.train.waited
         if self._last_step is not None:
-            self._tracker.tensorboard.write_again(self._last_step)
+            self._tracker.tensorboard.write_again(*self._last_step)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         global_step = trainer.progress.global_step
@@ -165,7 +165,7 @@ class Curves(Callback):
         return {"last_step": self._tracker.tensorboard.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_step = check_events(state["last_step"])
+        self._last_step = read_step(state["last_step"])
 
     def _log(self, trainer: Trainer, evaluation: Evaluation, loss: str, split: str) -> None:
         values = {loss: evaluation.loss}
