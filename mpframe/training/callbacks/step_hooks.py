@@ -27,18 +27,24 @@ from mpframe.training.trainer import Trainer
 class StepHook(Callback):
     """Calls itself before each step of the run's optimizers.
 
+    It may write numbers of a step to TensorBoard, if the step is applied. They wait on the device,
+    each with its step, because the verdict may come some steps later.
+
     Args:
         option: its path in the configuration, for messages.
         without: patterns of the names of weights that it does not change.
+        log_every: steps between two points in TensorBoard.
     """
 
-    def __init__(self, option: str, without: Sequence[str]) -> None:
-        self._option, self._without = option, without
+    def __init__(self, option: str, without: Sequence[str] = (), log_every: int = 10) -> None:
+        self._option, self._without, self._log_every = option, without, log_every
         self.names: dict[Tensor, str] = {}  # of all weights, by the tensors that are stepped
         self.left_out: set[Tensor] = set()  # tensors that it does not change
         self.comm: Comm = SINGLE_PROCESS
         self.places: dict[Tensor, Tensor] = {}  # the model's parameters, by stepped tensors
         self._handles: list[RemovableHandle] = []
+        self._due = 0  # the present step if its numbers are written, else 0
+        self._noted: dict[int, dict[str, Tensor]] = {}  # by step, until its verdict is known
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
@@ -59,6 +65,10 @@ class StepHook(Callback):
     def change(self, weight: Any, lr: Tensor | float) -> None:
         """Change one weight's gradient, without a graph. Both are parts if ranks divide weights."""
 
+    def note(self, tag: str, value: Tensor) -> None:
+        """Keep a number (0-d) of this step, which is due."""
+        self._noted.setdefault(self._due, {})[tag] = value
+
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Hook in. ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
         if trainer.optimizer.needs_closure:
@@ -66,6 +76,7 @@ class StepHook(Callback):
                 f"{self._option}: the optimizer makes its gradients within its step, where no hook "
                 "reaches them; choose an optimizer without a closure"
             )
+        self._context = context
         self.comm, named = trainer.comm, dict(trainer.model.named_parameters())
         refuse_idle(f"{self._option}.without", "parameter", self._without, list(named))
         for part in parts_of(trainer.optimizer).values():  # A frozen group is in none of them.
@@ -76,31 +87,6 @@ class StepHook(Callback):
         takes = Selection(self._without).takes
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}
 
-    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class LoggedHook(StepHook):
-    """A hook that writes numbers of every `log_every`th step to TensorBoard, if it is applied.
-
-    They wait on the device, each with its step, because the verdict may come some steps later.
-    """
-
-    def __init__(self, option: str, without: Sequence[str], log_every: int) -> None:
-        super().__init__(option, without)
-        self._log_every = log_every
-        self._due = 0  # the present step if its numbers are written, else 0
-        self._noted: dict[int, dict[str, Tensor]] = {}  # by step, until its verdict is known
-
-    def note(self, tag: str, value: Tensor) -> None:
-        """Keep a number (0-d) of this step, which is due."""
-        self._noted.setdefault(self._due, {})[tag] = value
-
-    def setup(self, trainer: Trainer, context: RunContext) -> None:
-        super().setup(trainer, context)
-        self._context = context
-
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         step = trainer.progress.global_step + 1
         self._due = step if step % self._log_every == 0 else 0
@@ -109,6 +95,10 @@ class LoggedHook(StepHook):
         noted = self._noted.pop(trainer.progress.global_step, {})
         if noted and trainer.comm.is_main and not result.known.skipped:
             self._context.tracker.scalars(trainer.progress.global_step, noted)
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class Penalty(StepHook):
@@ -135,7 +125,7 @@ class Penalty(StepHook):
         weight.grad = torch.add(weight.grad, part_for(place, gradient), alpha=self._strength)
 
 
-class LARC(LoggedHook):
+class LARC(StepHook):
     """LARC and LARS (You et al. 2017): each gradient is scaled by the size of its weight.
 
         clip    LARC    g <- g * min(1, max(eta * |w| / (lr * (|g| + epsilon)), min_update))
@@ -175,7 +165,8 @@ class LARC(LoggedHook):
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of gradients and weights, 0-d
 
     def measure(self, weights: Sequence[Any]) -> None:
-        norms = [_norm(tensor) for weight in weights for tensor in (_values(weight.grad), weight)]
+        both = [tensor for weight in weights for tensor in (_values(weight.grad), weight)]
+        norms = [torch.linalg.vector_norm(tensor.float()) for tensor in both]
         if norms and self.comm.sharding is not None:
             held = [copies_of(self.places[weight]) for weight in weights for _ in range(2)]
             copies = norms[0].new_tensor(held)
@@ -183,8 +174,12 @@ class LARC(LoggedHook):
         self._norms = dict(zip(weights, zip(norms[::2], norms[1::2], strict=True), strict=True))
 
     def change(self, weight: Any, lr: Tensor | float) -> None:
-        values = _values(weight.grad)
-        factor = self._factor(*self._norms.pop(weight), lr, values.dtype)
+        values, (slope, size) = _values(weight.grad), self._norms.pop(weight)
+        slope = slope + self.epsilon
+        clips = self.mode == "clip"
+        ratio = self.eta * size / (lr * slope if clips else slope)
+        factor = ratio.masked_fill(size == 0, 0.0).clamp(min=self.min_update)  # Not 0 / 0.
+        factor = factor.clamp(max=1.0 if clips else torch.finfo(values.dtype).max)
         values.mul_(factor)
         if self._due:
             self.note(f"larc/rate/{self.names[weight]}", factor * lr)
@@ -199,30 +194,12 @@ class LARC(LoggedHook):
             )
         super().setup(trainer, context)
 
-    def _factor(
-        self, slope: Tensor, size: Tensor, lr: Tensor | float, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the factor of a gradient in a format from its norm and its weight's, 0-d."""
-        slope = slope + self.epsilon
-        bounded_by = lr * slope if self.mode == "clip" else slope
-        ratio = (self.eta * size / bounded_by).masked_fill(size == 0, 0.0)  # Not 0 / 0.
-        factor = ratio.clamp(min=self.min_update)
-        most = 1.0 if self.mode == "clip" else torch.finfo(dtype).max
-        return factor.clamp(max=most)
-
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _norm(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values.float())  # type: ignore[no-any-return]
-
-
-_NORMS = "callbacks.gradient_norms"
-
-
-class GradientNorms(LoggedHook):
+class GradientNorms(StepHook):
     """Writes the 2-norm of each group's gradients to TensorBoard: unscaled, fp32, after clipping.
 
     A skipped step has none. With several ranks it is the norm of their average.
@@ -240,25 +217,23 @@ class GradientNorms(LoggedHook):
     def __init__(
         self, groups: Mapping[str, str] | None = None, depth: int = 1, log_every: int = 10
     ) -> None:
-        super().__init__(_NORMS, (), log_every)
+        super().__init__("callbacks.gradient_norms", log_every=log_every)
         self._groups = dict(groups or {})
-        self._depth = require_whole(f"{_NORMS}.depth", depth)
+        self._depth = require_whole(f"{self._option}.depth", depth)
         self._group_of: dict[Tensor, str] = {}
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         super().setup(trainer, context)
         for group, pattern in self._groups.items():
-            refuse_idle(f"{_NORMS}.groups.{group}", "parameter", [pattern], [*self.names.values()])
+            option = f"{self._option}.groups.{group}"
+            refuse_idle(option, "parameter", [pattern], [*self.names.values()])
         self._group_of = {weight: self._group(name) for weight, name in self.names.items()}
 
-    @torch.no_grad()
-    def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    def measure(self, weights: Sequence[Any]) -> None:
         """Measure on the device: no wait."""
-        if not self._due:
-            return
         held: dict[str, list[Tensor]] = {}
-        for weight in (w for group in optimizer.param_groups for w in group["params"]):
-            if weight.grad is not None and weight in self._group_of:
+        for weight in weights if self._due else ():
+            if weight in self._group_of:
                 held.setdefault(self._group_of[weight], []).append(weight.grad)
         for group, gradients in held.items():
             # Of a part that several ranks hold, each takes its share.
