@@ -9,8 +9,8 @@ import gzip
 import json
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import profile, record_function, schedule
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.files.text import align, markdown
+from mpframe.files.text import align
 from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -175,64 +175,34 @@ def _format_of(op: _Range) -> str:
 
 _LARGEST = 5
 _HEAD = ("module", "format", "ms a step", "share", "backward")
-_NUMBERS = (2, 3, 4)  # the columns of numbers
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The costs of some steps: all their ops, and how many steps (>= 1) these are."""
+def describe_costs(ops: Iterable[Op], steps: int) -> str:
+    """Return a table of the five largest costs by module and format, and each format's share.
 
-    ops: Sequence[Op]
-    steps: int
-
-    @property
-    def milliseconds(self) -> float:
-        """The time of all ops in a step."""
-        return _total(self.ops) / self.steps
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the head, the five largest costs by module and format, and the rest."""
-        ranked = _rank(self.ops, lambda op: (op.module, op.format))
-        largest, rest = ranked[:_LARGEST], ranked[_LARGEST:]
-        rows = [_HEAD, *(self._row(module, form, ops) for (module, form), ops in largest)]
-        if rest:
-            others = [op for _, ops in rest for op in ops]
-            rows.append(self._row(f"({len(rest)} smaller)", "", others))
-        return rows
-
-    def formats(self) -> str:
-        """Return the share of each format above 0.05 %, the largest first, then of all casts."""
-        shares = {form: self._share(ops) for form, ops in _rank(self.ops, lambda op: op.format)}
-        words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
-        casts = self._share([op for op in self.ops if " to " in op.format])
-        return f"{', '.join(words)}; casts {casts}"
-
-    def text(self) -> str:
-        return f"{align(self.rows(), right=_NUMBERS)}\nby format: {self.formats()}"
-
-    def markdown(self) -> str:
-        return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"
-
-    def _row(self, module: str, form: str, ops: Sequence[Op]) -> tuple[str, ...]:
-        total, behind = _total(ops), _total([op for op in ops if op.backward])
-        of_it = f"{behind / total:.0%}" if total else ""
-        return module, form, f"{total / self.steps:.3f}", self._share(ops), of_it
-
-    def _share(self, ops: Sequence[Op]) -> str:
-        whole = _total(self.ops)
-        return f"{_total(ops) / whole:.1%}" if whole else "0 %"
-
-
-def _rank(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
-    """Group the ops by a key, the costliest group first."""
-    groups: dict[Any, list[Op]] = defaultdict(list)
+    `ops` are all ops of `steps` steps. A format below 0.05 % is left out.
+    """
+    costs, behind, formats = Counter[Any](), Counter[Any](), Counter[str]()
     for op in ops:
-        groups[key(op)].append(op)
-    return sorted(groups.items(), key=lambda group: -_total(group[1]))
+        costs[op.module, op.format] += op.milliseconds
+        behind[op.module, op.format] += op.milliseconds * op.backward
+        formats[op.format] += op.milliseconds
+    whole = costs.total() or 1.0  # On a device an op may have started nothing.
 
+    def row(module: str, form: str, keys: Sequence[Any]) -> tuple[str, ...]:
+        time, backward = (sum(of[key] for key in keys) for of in (costs, behind))
+        share = f"{backward / time:.0%}" if time else ""
+        return module, form, f"{time / steps:.3f}", f"{time / whole:.1%}", share
 
-def _total(ops: Sequence[Op]) -> float:
-    return sum(op.milliseconds for op in ops)
+    ranked = [key for key, _ in costs.most_common()]
+    rows = [_HEAD, *(row(*key, [key]) for key in ranked[:_LARGEST])]
+    if rest := ranked[_LARGEST:]:
+        rows.append(row(f"({len(rest)} smaller)", "", rest))
+    shares = {form: f"{time / whole:.1%}" for form, time in formats.most_common()}
+    words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
+    casts = sum(time for form, time in formats.items() if " to " in form)
+    table = align(rows, right=(2, 3, 4))
+    return f"{table}\nby format: {', '.join(words)}; casts {casts / whole:.1%}"
 
 
 log = logging.getLogger(__name__)
@@ -322,7 +292,9 @@ class Profile(Callback):
         temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
-        costs, last = Costs(read_ops(path), steps), self._first + steps - 1
-        title = f"profile of steps {self._first} to {last}: {costs.milliseconds:.3g} ms a step"
-        log.info("%s\n%s\ntrace: %s", title, costs.text(), path)
-        self._context.tracker.text(Tag.TEXT_PROFILE, f"{title}\n\n{costs.markdown()}")
+        ops, last = read_ops(path), self._first + steps - 1
+        each = sum(op.milliseconds for op in ops) / steps
+        title = f"profile of steps {self._first} to {last}: {each:.3g} ms a step"
+        costs = describe_costs(ops, steps)
+        log.info("%s\n%s\ntrace: %s", title, costs, path)
+        self._context.tracker.text(Tag.TEXT_PROFILE, f"{title}\n\n```\n{costs}\n```")
