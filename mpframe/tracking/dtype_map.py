@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.core.tree import dtype_name
-from mpframe.files.text import align
+from mpframe.files.text import align, few
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.precision import Precision
-from mpframe.precision.storage import choose_format, formats_of, op_of
+from mpframe.precision.storage import formats_of, op_of
 from mpframe.precision.trace import Use, WeightUses
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
@@ -106,32 +106,24 @@ def describe(precision: Precision, model: nn.Module, *, folded: bool = False) ->
 
 def _fp32_share(precision: Precision, model: nn.Module, rows: Sequence[Row]) -> list[str]:
     """Return the share of weights in fp32, then a line for each reason, the weightiest first."""
-    why = {row.module: row.why for row in rows}
+    formats = formats_of(model, precision.policy, precision.uses(model))
     parts: dict[str, Counter[str]] = {}
-    for parameter, name in _fp32_weights(model, precision).items():
-        parts.setdefault(why[name], Counter())[name] += parameter.numel()
+    counted: set[nn.Parameter] = set()  # A weight that several modules share counts for the first.
+    for row in rows:
+        for parameter in model.get_submodule(row.module).parameters(recurse=False):
+            known = is_lazy(parameter) or parameter in counted
+            if formats[parameter] == torch.float32 and not known:
+                counted.add(parameter)
+                parts.setdefault(row.why, Counter())[row.module] += parameter.numel()
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     share = _percent(sum(sizes.total() for sizes in parts.values()), total)
     lines = [f"float32: {share} of {total:,} weights"]
     for reason, sizes in sorted(parts.items(), key=lambda part: -part[1].total())[:_SHOWN]:
-        largest, _ = sizes.most_common(1)[0]
-        more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
-        where = f"{largest or '(model)'}{more}{_way_out(model, largest, precision.policy)}"
-        lines.append(f"  {_percent(sizes.total(), total)}: {reason}: {where}")
+        modules = [name for name, _ in sizes.most_common()]
+        where = few([name or "(model)" for name in modules], 1)
+        way_out = _way_out(model, modules[0], precision.policy)
+        lines.append(f"  {_percent(sizes.total(), total)}: {reason}: {where}{way_out}")
     return lines
-
-
-def _fp32_weights(model: nn.Module, precision: Precision) -> dict[nn.Parameter, str]:
-    """Return the weights stored in fp32, each with the first of its modules that wants it so."""
-    policy, uses = precision.policy, precision.uses(model)
-    formats = formats_of(model, policy, uses)
-    found: dict[nn.Parameter, str] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            wanted = choose_format(name, module, policy, uses.by_weight.get(parameter))
-            if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
-                found.setdefault(parameter, name)
-    return found
 
 
 def _readers_of(uses: WeightUses, weights: Sequence[nn.Parameter]) -> list[Use]:

@@ -97,10 +97,13 @@ class Summary:
         content = read_regular(path, _LARGEST)
         try:
             entries: dict[str, Any] = _numbers_in(json.loads(content))
-            values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
-            plain = {key: value for key, value in entries.items() if key not in values}
-            plain |= _metrics_in(entries) | {"status": Status(entries["status"])}
-            return cls(**_check_types(cls, plain))
+            metrics, tested = _take_metrics(entries, _VAL), _take_metrics(entries, _TEST)
+            if metrics:
+                entries["metric"] = name = next(iter(metrics))  # `write` puts it first.
+                entries["val_metric"] = metrics.pop(name)
+            entries.update(other_metrics=metrics, test_metrics=tested)
+            entries["status"] = Status(entries["status"])
+            return cls(**_check_types(cls, entries))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             what = f"{path}: not a run's summary ({said:.120})"
@@ -125,20 +128,10 @@ def _numbers_in(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
-    values, tested = (
-        {key.removeprefix(prefix): value for key, value in _values_in(entries, prefix).items()}
-        for prefix in (_VAL, _TEST)
-    )
-    if not values:
-        return {"test_metrics": tested}
-    name = next(iter(values))  # `write` puts it first.
-    others = {"other_metrics": values, "test_metrics": tested}
-    return {"metric": name, "val_metric": values.pop(name), **others}
-
-
-def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
+def _take_metrics(entries: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Take the metrics of a split out of the entries, and return them by name."""
+    keys = [key for key in entries if key.startswith(prefix) and key != f"{prefix}loss"]
+    return {key.removeprefix(prefix): entries.pop(key) for key in keys}
 
 
 def _check_types(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:

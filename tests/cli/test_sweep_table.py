@@ -60,7 +60,7 @@ def test_a_damaged_summary_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "summary.json"
     for content, says in {
         '{"status": "fin': "Unterminated string",
-        "[]": "'list' object has no attribute 'items'",
+        "[]": "'list' object has no attribute 'update'",
         '{"status": "happy"}': "'happy' is not a valid Status",
         '{"status": "finished"}': "missing",
         '{"status": "finished", "colour": 1}': "unexpected keyword argument 'colour'",
