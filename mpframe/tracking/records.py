@@ -21,40 +21,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from mpframe.core.errors import DataError
 from mpframe.files.durable import append_whole, write_atomically
 from mpframe.files.plain_file import open_regular
 
 AMAX_FILE = "log2_amax.txt"
-_HELD = 256  # steps between two transfers from the device
-
-
-class AmaxRecord:
-    """A run's record that grows. Values wait on the device until many are moved at once.
-
-    `kept` steps of an older record stay, for a resumed run.
-    """
-
-    def __init__(self, folder: Path, kept: int = 0) -> None:
-        self._path = folder / AMAX_FILE
-        self._waiting: list[Tensor] = []
-        older = read_lines(self._path) if kept else []
-        write_atomically(self._path, b"".join(older[:kept]))
-
-    def add(self, amax: Tensor) -> None:
-        """Keep one step's amax (0-d). Waits for the device only once in many steps."""
-        self._waiting.append(amax.detach())
-        if len(self._waiting) >= _HELD:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the values that wait. OSError: there is no room, and they wait on."""
-        values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
-        append_whole(self._path, "".join(f"{value:.9g}\n" for value in values).encode())
-        self._waiting.clear()
 
 
 def read_lines(path: Path) -> list[bytes]:

@@ -3,24 +3,37 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures import Shown
+from fixtures import Patch, Shown, full
 
 from mpframe import Backoff, Static
 from mpframe.cli.commands.simulate import main as simulate
 from mpframe.core.errors import DataError
 from mpframe.lab.simulation import as_table, replay
-from mpframe.tracking.records import AMAX_FILE, AmaxRecord, read_amax
+from mpframe.tracking.records import AMAX_FILE, read_amax
+from mpframe.training.callbacks.records import RecordAmax
+
+
+def record_of(folder: Path, kept: int = 0) -> Any:
+    record, run = RecordAmax(), SimpleNamespace(progress=SimpleNamespace(global_step=kept))
+    record.setup(run, SimpleNamespace(folder=folder))
+    return record
+
+
+def add(record: Any, *values: float) -> None:
+    for value in values:
+        record.on_optimizer_step(None, SimpleNamespace(amax=torch.tensor(value)))
 
 
 def written(folder: Path, *values: float, kept: int = 0) -> bytes:
-    record = AmaxRecord(folder, kept=kept)
-    for value in values:
-        record.add(torch.tensor(value))
-    record.flush()
+    record = record_of(folder, kept)
+    add(record, *values)
+    record.teardown(None, None)
     return (folder / AMAX_FILE).read_bytes()
 
 
@@ -39,9 +52,8 @@ def test_a_record_is_read_back_and_a_resumed_one_keeps_what_came_before(tmp_path
 
 
 def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_path: Path) -> None:
-    record, file = AmaxRecord(tmp_path), tmp_path / "record.txt"
-    for _ in range(1000):
-        record.add(torch.tensor(2.0))
+    record, file = record_of(tmp_path), tmp_path / "record.txt"
+    add(record, *[2.0] * 1000)
     assert (tmp_path / AMAX_FILE).read_text().splitlines() == ["1"] * 768
     with pytest.raises(DataError, match="No such file"):
         read_amax(file)
@@ -49,6 +61,18 @@ def test_a_long_record_is_written_before_its_flush_and_a_bad_one_is_refused(tmp_
         file.write_bytes(content)
         with pytest.raises(DataError, match=line):
             read_amax(file)
+
+
+def test_what_finds_no_room_is_written_later(tmp_path: Path, monkeypatch: Patch) -> None:
+    record = record_of(tmp_path)
+    add(record, 2.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("mpframe.training.callbacks.records.append_whole", full)
+        with pytest.raises(OSError, match="No space left"):
+            record.on_save(None)
+    add(record, 4.0)
+    record.on_save(None)
+    assert read_amax(tmp_path).tolist() == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.tracking.environment import peak_memory
-from mpframe.tracking.records import AmaxRecord, MetricsCsv
+from mpframe.tracking.records import AMAX_FILE, MetricsCsv, read_lines
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import read_step
 from mpframe.training.evaluation import Evaluation
@@ -20,6 +22,7 @@ _COLUMNS = (
     *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),
     *("loss_scale", "skipped_steps", "val_loss", "test_loss"),
 )
+_HELD = 256  # steps between two transfers of their largest gradients from the device
 
 
 class CsvLog(Callback):
@@ -108,20 +111,35 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 class RecordAmax(Callback):
-    """Keeps the largest gradient of every step in the run's folder, for replays."""
+    """Keeps the largest gradient of every step in the run's folder, for replays.
+
+    Values wait on the device until many are moved at once. If there is no room, they wait on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the record without the steps that a resumed run takes again."""
-        self._record = AmaxRecord(context.folder, trainer.progress.global_step)
+        self._path, kept = context.folder / AMAX_FILE, trainer.progress.global_step
+        older = read_lines(self._path) if kept else []
+        write_atomically(self._path, b"".join(older[:kept]))
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._record.add(result.amax)
+        self._waiting.append(result.amax.detach())
+        if len(self._waiting) >= _HELD:
+            self._flush()
 
     def on_save(self, trainer: Trainer) -> None:
-        self._record.flush()
+        self._flush()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        self._record.flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
+        append_whole(self._path, "".join(f"{value:.9g}\n" for value in values).encode())
+        self._waiting.clear()
 
 
 class Curves(Callback):
