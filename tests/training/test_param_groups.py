@@ -292,8 +292,8 @@ def test_statistics_of_frozen_norms_stay_in_eval_mode_and_move_without(eval_mode
 
 @pytest.mark.parametrize(("options", "line"), [
     ({"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
-    ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
-    ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
+    ({"steps": {"hed.*": 1}}, "callbacks.freeze.steps=[hed.*]: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
+    ({"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs=[head.*]: matches no parameter that is trained"),
     ({"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),
 ])  # fmt: skip
 def test_what_cannot_be_frozen_is_refused(options: dict[str, Any], line: str) -> None:

@@ -19,7 +19,7 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import require_whole
 from mpframe.training.optimizers.multi_optimizer import parts_of
-from mpframe.training.optimizers.selection import hint
+from mpframe.training.optimizers.selection import refuse_idle
 from mpframe.training.plan import Progress
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -99,15 +99,12 @@ class Freeze(Callback):
 
     def _choose(self, model: nn.Module) -> list[_Frozen]:
         free = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        names, chosen = list(free), []
+        chosen = []
         for unit, counts in self._counts.items():
             for pattern, count in counts.items():
                 taken = [name for name in free if fnmatchcase(name, pattern)]
-                if not taken:
-                    raise ConfigError(
-                        f"callbacks.freeze.{unit}={{{pattern}: {count}}}: matches no parameter "
-                        f"that is trained and that no earlier pattern takes; {hint(pattern, names)}"
-                    )
+                kind = "parameter that is trained and that no earlier pattern takes"
+                refuse_idle(f"callbacks.freeze.{unit}", kind, [pattern], list(free))
                 chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
         return chosen
 
@@ -116,11 +113,7 @@ class Freeze(Callback):
 
 
 def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_grad: bool) -> None:
-    """Freeze some of the model's parameters, or train them from the next step on.
-
-    The optimizer, a `MasterWeights` or a `MultiOptimizer`, then changes neither them nor their
-    masters and state.
-    """
+    """Freeze some of the model's parameters, with masters and state, or train them from now on."""
     chosen = list(parameters)
     for part in parts_of(optimizer).values():
         held = [parameter for parameter in chosen if part.holds(parameter)]
