@@ -68,7 +68,7 @@ class Console(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
         """Drop the console's lines from now on if its reader has gone."""
         if isinstance(sys.exception(), BrokenPipeError):
-            _drop_output(self.stream)
+            drop_output(self.stream)
         else:
             super().handleError(record)
 
@@ -78,10 +78,10 @@ def say(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        _drop_output(sys.stdout)
+        drop_output(sys.stdout)
 
 
-def _drop_output(stream: TextIO) -> None:
+def drop_output(stream: TextIO) -> None:
     """Send what a stream still holds to nobody: Python writes the rest when it ends."""
     nobody = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nobody, stream.fileno())

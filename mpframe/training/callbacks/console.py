@@ -1,12 +1,10 @@
 """Callbacks that write to the terminal: log lines, and a progress bar."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +12,9 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mpframe.core.callback import Callback
-from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import make_range_error
 from mpframe.core.step_result import StepResult
+from mpframe.files.text import drop_output
 from mpframe.training.evaluation import LOSS, Evaluation
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -119,7 +118,7 @@ class ProgressBar(Callback):
 
     def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
         if shown not in ("auto", "on", "off", True, False):
-            raise ConfigError(f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off")
+            raise make_range_error("callbacks.progress_bar.shown", shown, "one of auto, on, off")
         self._disabled: bool | None = shown in ("off", False)
         if shown == "auto":
             self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
@@ -176,18 +175,8 @@ class ProgressBar(Callback):
             yield
         except OSError:
             self._bar.disable = True
-            _discard_stderr()
+            drop_output(sys.stderr)
 
     def _total(self, trainer: Trainer) -> int:
         left = trainer.plan.steps_left(trainer.progress, self._batches)
         return trainer.progress.global_step + left
-
-
-def _discard_stderr() -> None:
-    """Send to nowhere what Python still holds for stderr, if that is a file."""
-    try:
-        descriptor = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # A notebook's, or a stream of the user's.
-        return
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), descriptor)
