@@ -85,7 +85,7 @@ BEFORE_A_JOB = [
 LATER = [
     ("model._target_=os.getcwd", "model._target_=os.getcwd: must return an object of class Module, got str"),
     ("optimizer.betas=[0.9]", "optimizer: torch.optim.AdamW refused its options: list index out of range"),
-    ("callbacks.loss_spikes.policy=skpi", "callbacks.loss_spikes.policy=skpi: must be one of off, warn, skip, stop; nearest: skip"),
+    ("callbacks.loss_spikes.policy=skpi", "callbacks.loss_spikes.policy=skpi: must be one of off, warn, skip, stop"),
     ("dataset.batch_size=5000", "dataset.batch_size=5000: the training set has 1437 samples; use 1437 or fewer"),
 ]  # fmt: skip
 

@@ -87,7 +87,7 @@ def test_the_reason_names_the_best_and_a_resumed_run_stays_stopped_unless_patien
 @pytest.mark.parametrize(("options", "higher", "line"), [
     ({"patience": 0}, True, "patience=0: must be a whole number >= 1"),
     ({"min_delta": -1.0}, True, "min_delta=-1.0: must be a finite number >= 0"),
-    ({"monitor": "acuracy"}, True, "monitor=acuracy: no such metric; nearest: accuracy"),
+    ({"monitor": "acuracy"}, True, "monitor=acuracy: must be one of accuracy, loss"),
     ({}, None, "monitor=accuracy: the metric does not say which value is better; give it "
      "higher_is_better = True or False, or monitor loss"),
 ])  # fmt: skip

@@ -1,9 +1,4 @@
-"""Callbacks that end a run, or warn before it is lost.
-
-SkipGuard            ends a run that only skips
-EarlyStopping        ends a run whose validation no longer improves
-SaturationWarning    warns of half weights at the end of their range
-LossSpikes           skips a step whose finite loss is far above the ones before it, or warns
+"""Callbacks that end a run, or skip a step, or warn before a run is lost.
 
 training/interruption.py ends a run that a signal asked to stop.
 """
@@ -12,15 +7,15 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.core.callback import Algorithm, Callback
-from mpframe.core.errors import CheckpointError, ConfigError, DivergedError, nearest
+from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
 from mpframe.core.loss_scaling import Static
-from mpframe.core.ranges import NOT_NEGATIVE, Range, require, require_whole
+from mpframe.core.ranges import NOT_NEGATIVE, Range, make_range_error, require, require_whole
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF
+from mpframe.files.text import few
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -151,10 +146,7 @@ class EarlyStopping(Callback):
     def _read_monitored(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}
         if name not in known:
-            raise ConfigError(
-                f"{_EARLY}.monitor={name}: no such metric; "
-                + (nearest(name, known) or "known: " + ", ".join(known))
-            )
+            raise make_range_error(f"{_EARLY}.monitor", name, f"one of {', '.join(known)}")
         higher = evaluation.direction(name)
         if higher is None:
             raise ConfigError(
@@ -177,29 +169,23 @@ class SaturationWarning(Callback):
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Warn if there are any, after one transfer from the device."""
-        message = saturation_warning(trainer.optimizer, trainer.model)
-        if message:
-            log.warning("warning: %s", message)
-
-
-def saturation_warning(optimizer: StepOptimizer, model: nn.Module) -> str | None:
-    """Return a line on half weights beyond their range, or None. Waits for the device."""
-    trained, beyond = set(optimizer.parameters), {}
-    for name, parameter in model.named_parameters():
-        if parameter in trained and parameter.dtype in HALF:
-            master = optimizer.master_of(parameter)
-            if master.dtype not in HALF:
-                beyond[name] = (master.abs() > torch.finfo(parameter.dtype).max).sum()
-    numbers = torch.stack(list(beyond.values())).tolist() if beyond else []
-    counts = {name: number for name, number in zip(beyond, numbers, strict=True) if number}
-    if not counts:
-        return None
-    worst = sorted(counts, key=lambda name: -counts[name])
-    return (
-        f"{sum(counts.values())} weights lie beyond the half range and are held at its end "
-        f"({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''}); their masters go on: "
-        "lower optimizer.lr, use dtype.half=bfloat16, or pin the module with ops.modules=...:fp32"
-    )
+        optimizer, beyond = trainer.optimizer, {}
+        trained = set(optimizer.parameters)
+        for name, parameter in trainer.model.named_parameters():
+            if parameter in trained and parameter.dtype in HALF:
+                master = optimizer.master_of(parameter)
+                if master.dtype not in HALF:
+                    beyond[name] = (master.abs() > torch.finfo(parameter.dtype).max).sum()
+        numbers = torch.stack(list(beyond.values())).tolist() if beyond else []
+        counts = {name: number for name, number in zip(beyond, numbers, strict=True) if number}
+        if counts:
+            log.warning(
+                "warning: %d weights lie beyond the half range and are held at its end (%s); their "
+                "masters go on: lower optimizer.lr, use dtype.half=bfloat16, or pin the module "
+                "with ops.modules=...:fp32",
+                sum(counts.values()),
+                few(sorted(counts, key=lambda name: -counts[name])),
+            )
 
 
 WINDOW = 50
@@ -229,10 +215,8 @@ class LossSpikes(Algorithm):
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
         policy = str(policy or "off")  # YAML reads an unquoted off as false.
         if policy not in POLICIES:
-            raise ConfigError(
-                f"callbacks.loss_spikes.policy={policy}: must be one of {', '.join(POLICIES)}"
-                + nearest(policy, POLICIES, before="; ")
-            )
+            allowed = f"one of {', '.join(POLICIES)}"
+            raise make_range_error("callbacks.loss_spikes.policy", policy, allowed)
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy, self.factor = policy, factor
         self.median = torch.tensor(torch.nan)  # compared with the last loss, or nan

@@ -3,11 +3,13 @@
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import small_steps as small
 import torch
-from fixtures import refused
+from fixtures import Log, refused
 from small_steps import FP32, HALF, INF, SGD, STEPPING, AdamW, give, one, state_tensors, wrapped
 from torch import nn
 from torch.optim import lr_scheduler
@@ -16,7 +18,7 @@ from vocabulary import same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.training.callbacks.guards import saturation_warning
+from mpframe.training.callbacks.guards import SaturationWarning
 
 
 def prepared(mode="mixed", half="float16"):
@@ -227,14 +229,18 @@ def test_a_weight_beyond_the_range_is_held_at_its_end_and_never_inf() -> None:
 
 
 @pytest.mark.parametrize("mode", ["mixed", "fp32", "amp"])
-def test_of_the_layers_beyond_it_those_with_most_weights_there_come_first(mode) -> None:
+def test_of_the_layers_beyond_it_those_with_most_weights_there_come_first(
+    mode, caplog: Log
+) -> None:
     model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(4)))
     for count, layer in enumerate(model, start=1):
         layer.weight.data[0, :count] = 1e5
     _, optimizer = Precision(mode).prepare(model, SGD(model.parameters()))
     said = (
-        "10 weights lie beyond the half range and are held at its end (3.weight, 2.weight, "
-        "1.weight, ...); their masters go on: lower optimizer.lr, use dtype.half=bfloat16, or pin "
-        "the module with ops.modules=...:fp32"
+        "warning: 10 weights lie beyond the half range and are held at its end (3.weight, "
+        "2.weight, 1.weight and 1 more); their masters go on: lower optimizer.lr, use "
+        "dtype.half=bfloat16, or pin the module with ops.modules=...:fp32"
     )
-    assert saturation_warning(optimizer, model) == (said if mode == "mixed" else None)
+    trainer: Any = SimpleNamespace(optimizer=optimizer, model=model)
+    SaturationWarning().on_epoch_end(trainer)
+    assert caplog.messages == ([said] if mode == "mixed" else [])
