@@ -9,7 +9,7 @@ import gzip
 import json
 import logging
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -182,24 +182,26 @@ def describe_costs(ops: Iterable[Op], steps: int) -> str:
 
     `ops` are all ops of `steps` steps. A format below 0.05 % is left out.
     """
-    costs, behind, formats = Counter[Any](), Counter[Any](), Counter[str]()
+    costs: dict[tuple[str, str], float] = defaultdict(float)
+    behind: dict[tuple[str, str], float] = defaultdict(float)
+    formats: dict[str, float] = defaultdict(float)
     for op in ops:
         costs[op.module, op.format] += op.milliseconds
         behind[op.module, op.format] += op.milliseconds * op.backward
         formats[op.format] += op.milliseconds
-    whole = costs.total() or 1.0  # On a device an op may have started nothing.
+    whole = sum(costs.values()) or 1.0  # On a device an op may have started nothing.
 
-    def row(module: str, form: str, keys: Sequence[Any]) -> tuple[str, ...]:
+    def row(module: str, form: str, keys: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         time, backward = (sum(of[key] for key in keys) for of in (costs, behind))
         share = f"{backward / time:.0%}" if time else ""
         return module, form, f"{time / steps:.3f}", f"{time / whole:.1%}", share
 
-    ranked = [key for key, _ in costs.most_common()]
+    ranked = sorted(costs, key=lambda key: -costs[key])
     rows = [_HEAD, *(row(*key, [key]) for key in ranked[:_LARGEST])]
     if rest := ranked[_LARGEST:]:
         rows.append(row(f"({len(rest)} smaller)", "", rest))
-    shares = {form: f"{time / whole:.1%}" for form, time in formats.most_common()}
-    words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
+    by_format = sorted(formats.items(), key=lambda item: -item[1])
+    words = [f"{form} {time / whole:.1%}" for form, time in by_format if time / whole >= 0.0005]
     casts = sum(time for form, time in formats.items() if " to " in form)
     table = align(rows, right=(2, 3, 4))
     return f"{table}\nby format: {', '.join(words)}; casts {casts / whole:.1%}"
