@@ -10,16 +10,14 @@ several have (any one out of its range raises ConfigError):
     min_factor     the lowest learning rate of each group as a fraction of its first, 0 to 1
     unit           optimizer steps in a unit, >= 1
 
-Any other class of torch, timm or Hugging Face works as well. `PlannedSchedule` makes a resumed run
-follow the schedule of its new plan. `Schedules` steps each after every applied optimizer step, and
-torch's `ReduceLROnPlateau` after every validation.
+Any other class of torch, timm or Hugging Face works as well.
 """
 
 import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -220,14 +218,6 @@ def _steps(units: float, unit: int) -> float:
 Numbers = Mapping[str, int]
 
 
-class Schedule(Protocol):
-    """Sets the learning rates of an optimizer's groups, as torch's schedules do."""
-
-    def step(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 class PlannedSchedule:
     """A schedule that a run resumes, or replays under another plan.
 
@@ -285,18 +275,14 @@ class PlannedSchedule:
             return
         self._replay(numbers, int(state_dict["updates"]))
         now = self._arguments
-        if then == now:  # The run was resumed with these batches before.
-            return
-        changes = ", ".join(
+        changes = [
             f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
-            for name in sorted(then.keys() | now.keys())
+            for name in sorted({*then, *now})
             if then.get(name) != now.get(name)
-        )
-        log.warning(
-            "warning: %s: from step %d on the learning rate follows this schedule",
-            changes,
-            self._updates,
-        )
+        ]
+        if changes:  # There are none if the run was resumed with these batches before.
+            said = "warning: %s: from step %d on the learning rate follows this schedule"
+            log.warning(said, ", ".join(changes), self._updates)
 
     def _replay(self, numbers: Numbers, updates: int) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -310,6 +296,9 @@ class PlannedSchedule:
                 self.step()
 
 
+Schedule = LRScheduler | PlannedSchedule
+
+
 class Schedules(Algorithm):
     """Advances a schedule, or each optimizer's by its name, after each applied step.
 
@@ -320,9 +309,8 @@ class Schedules(Algorithm):
         self.by_name: Mapping[str, Any] = (
             schedule if isinstance(schedule, Mapping) else {"": schedule}
         )
-        plateaus = {n: s for n, s in self.by_name.items() if isinstance(s, ReduceLROnPlateau)}
-        self._plateaus = list(plateaus.values())
-        self._per_step = {n: s for n, s in self.by_name.items() if n not in plateaus}
+        self._plateaus = [s for s in self.by_name.values() if isinstance(s, ReduceLROnPlateau)]
+        self._per_step = {n: s for n, s in self.by_name.items() if s not in self._plateaus}
 
     def before_update(self, trainer: Trainer, losses: list[Tensor]) -> None:
         """Read whether the step before was skipped: this update needs the rate that follows it."""
