@@ -155,8 +155,8 @@ class Curves(Callback):
         self._last_step: tuple[int, list[Any]] | None = None
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        self._tracker, self._throughput = context.tracker, context.throughput
-        self._train, self._waited = context.train, context.train.waited
+        self._context, self._tracker = context, context.tracker
+        self._point = self._stand()
         if self._last_step is not None:
             self._tracker.tensorboard.write_again(*self._last_step)
 
@@ -208,14 +208,16 @@ class Curves(Callback):
                     values[tag.of(name)] = statistic
         return values | self._speed()
 
+    def _stand(self) -> tuple[int, float, float]:
+        """Return samples, training seconds, and those of them in which the trainer waited."""
+        throughput = self._context.throughput
+        return throughput.samples, throughput.train_seconds, self._context.train.waited
+
     def _speed(self) -> dict[str, float | Tensor]:
         """Measure the steps since the last point: their pace, and the share of waiting for data."""
-        samples, seconds = self._throughput.since_last_call()
-        before, self._waited = self._waited, self._train.waited
-        return {
-            Tag.SAMPLES_PER_SECOND: samples / seconds,
-            Tag.INPUT_FRACTION: (self._waited - before) / seconds,
-        }
+        before, self._point = self._point, self._stand()
+        samples, seconds, waited = (n - b for n, b in zip(self._point, before, strict=True))
+        return {Tag.SAMPLES_PER_SECOND: samples / seconds, Tag.INPUT_FRACTION: waited / seconds}
 
 
 def _scalars(result: StepResult, name: str, skipped: int) -> dict[str, float | Tensor]:

@@ -94,7 +94,6 @@ class Throughput(Callback):
         self._untold: deque[int] = deque()
         self._step_times: Counter[int] = Counter()
         self._earlier, self._idle = 0.0, False
-        self._asked = 0, 0.0
 
     @property
     def samples_per_second(self) -> float | None:
@@ -115,12 +114,6 @@ class Throughput(Callback):
     def seconds(self) -> float:
         """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
-
-    def since_last_call(self) -> tuple[int, float]:
-        """Return samples and training seconds since the last call, or since this start."""
-        samples, seconds = self._asked
-        self._asked = self.samples, self.train_seconds
-        return self.samples - samples, self.train_seconds - seconds
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self._untold.append(len(batches) * self._batch_size)
@@ -167,7 +160,6 @@ class Throughput(Callback):
         self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
         self._earlier, self._idle = float(state["seconds"]), True
         self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})
-        self._asked = self.samples, self.train_seconds
 
     def _stop_clock(self) -> None:
         if self._paused is None:
