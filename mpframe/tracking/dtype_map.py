@@ -28,24 +28,17 @@ _PRODUCTS = "products"  # The column is there if there are products below 16 bit
 
 @dataclass(frozen=True)
 class Row:
-    """One module of the map.
+    """One module of the map."""
 
-    Attributes:
-        module: qualified name, empty for the model itself.
-        kind: class name.
-        storage: format of most numbers in the module's own parameters, if it has any.
-        compute: format that the module's op computes in, in words, or `-` if it runs none. For a
-            class that is not torch.nn's, the formats of the ops that read its weights.
-        why: the list or the pin that decides, and whether a traced step never called the module.
-        products: the recipe of its matrix products or convolutions, and which of them stay in half
-            and why, or `-` if it has none. Empty if no recipe is chosen at all.
-    """
-
-    module: str
-    kind: str
-    storage: torch.dtype | None
+    module: str  # its qualified name, empty for the model itself
+    kind: str  # its class
+    storage: torch.dtype | None  # of most numbers in its own parameters, if it has any
+    # In words, or `-` if it runs no op. For a class that is not torch.nn's, of the ops that read
+    # its weights.
     compute: str
-    why: str
+    why: str  # the list or the pin that decides, and whether a traced step never called it
+    # The recipe of its products, and which of them stay in half and why, or `-` if it has none.
+    # Empty if no recipe is chosen at all.
     products: str = ""
 
 

@@ -16,7 +16,7 @@ The columns are the first start's, followed by any that a later start added.
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,34 +72,25 @@ class MetricsCsv:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        columns: Sequence[str],
-        before: int = 0,
-        name: str = CSV_FILE,
+        self, folder: Path, columns: Sequence[str], before: int = 0, name: str = CSV_FILE
     ) -> None:
         self._path = folder / name
         older, rows = _read(self._path) if before else ([], [])
         self._columns = list(dict.fromkeys([*older, *columns]))
         kept = [row for row in rows if int(row["step"]) < before]
-        lines = [_line(self._columns), *(self._cells(row) for row in kept)]
-        write_atomically(self._path, "".join(lines))
+        head = {name: name for name in self._columns}
+        write_atomically(self._path, self._lines([head, *kept]))
 
     def add(self, *rows: Row) -> None:
-        append_whole(self._path, "".join(map(self._cells, rows)).encode())
+        append_whole(self._path, self._lines(rows).encode())
 
-    def _cells(self, row: Row) -> str:
-        return _line([_text(row.get(name, "")) for name in self._columns])
-
-
-def _line(cells: Sequence[str]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
-
-
-def _text(value: float | int | str) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)  # 9 digits tell a float32.
+    def _lines(self, rows: Iterable[Row]) -> str:
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        for row in rows:
+            values = [row.get(name, "") for name in self._columns]  # 9 digits tell a float32.
+            table.writerow([f"{v:.9g}" if isinstance(v, float) else v for v in values])
+        return text.getvalue()
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
