@@ -209,13 +209,9 @@ class Checkpoints(Callback):
         if higher is None:
             if self._plan.keep_best and not self._said:
                 self._said = True
-                log.warning(
-                    "warning: trainer.keep_best=%d: metric %s does not say which value is better, "
-                    "so the best is the one with the lowest validation loss; give the metric "
-                    "higher_is_better = True or False",
-                    self._plan.keep_best,
-                    name,
-                )
+                said = "warning: trainer.keep_best=%d: the best has the lowest validation loss; "
+                said += "for the best %s, give that metric higher_is_better = True or False"
+                log.warning(said, self._plan.keep_best, name)
             name = LOSS
         # JSON has no nan, and no value is better or worse than nan.
         number = value if math.isfinite(value) else None
