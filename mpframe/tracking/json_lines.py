@@ -15,6 +15,7 @@ from mpframe.core.step_result import StepResult
 from mpframe.files.durable import append_whole, write_atomically
 from mpframe.tracking.logger import Logger
 from mpframe.tracking.records import read_lines
+from mpframe.tracking.summary import strict_json
 
 FILE_NAME = "metrics.jsonl"
 
@@ -51,16 +52,11 @@ class JsonLines(Callback, Logger):
 
     def _write(self, before: float) -> None:
         steps = sorted(step for step in self._waiting if step < before)
-        lines = [_as_line({"step": step, **self._waiting[step]}) for step in steps]
+        lines = [strict_json({"step": step, **self._waiting[step]}, None) for step in steps]
         if lines:
             append_whole(self._path, "".join(lines).encode())
         for step in steps:  # If there was no room, they wait on.
             del self._waiting[step]
-
-
-def _as_line(values: Mapping[str, float]) -> str:
-    shown = {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
-    return json.dumps(shown, ensure_ascii=False) + "\n"
 
 
 def _step_of(line: bytes) -> int:

@@ -110,9 +110,12 @@ class Summary:
             raise MpframeError(f"{what}: delete the file or run the job again") from error
 
 
-def strict_json(entries: Mapping[str, Any]) -> str:
-    """Return a JSON object, one entry a line. Numbers that are not finite become words."""
-    return json.dumps(_in_words(entries), indent=2) + "\n"
+def strict_json(entries: Mapping[str, Any], indent: int | None = 2) -> str:
+    """Return a JSON object with a line break. Numbers that are not finite become words.
+
+    With an `indent` each entry has a line.
+    """
+    return json.dumps(_in_words(entries), indent=indent) + "\n"
 
 
 def _in_words(value: Any) -> Any:
