@@ -119,11 +119,6 @@ def _fp32_share(precision: Precision, model: nn.Module, rows: Sequence[Row]) -> 
     return lines
 
 
-def _readers_of(uses: WeightUses, weights: Sequence[nn.Parameter]) -> list[Use]:
-    """Return the ops that read any of these weights, in the order of their names."""
-    return sorted({use for weight in weights for use in uses.by_weight.get(weight, ())})
-
-
 def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
     """Return the pin that stores the module's weights in half, if one does."""
     if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
@@ -148,7 +143,7 @@ def _row(
     for parameter in parameters:
         sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
     storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
-    users = _readers_of(uses, parameters)
+    users = sorted({use for weight in parameters for use in uses.by_weight.get(weight, ())})
     compute, why = _compute_and_why(name, op, policy, users)
     if uses.called and name not in uses.called and not users:
         why += ", never called"

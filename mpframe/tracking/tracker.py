@@ -77,7 +77,6 @@ class Tracker(Logger):
         self.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers by tag as one event at `step`, which grows from call to call."""
         entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in values.items()]
         self._add(Summary(value=entries), step)
 
@@ -104,7 +103,6 @@ class Tracker(Logger):
         self._add(histogram, step)
 
     def text(self, tag: str, markdown: str) -> None:
-        """Log a page of Markdown at the tracker's first step."""
         # 0-d: TensorBoard wraps the entries of any other shape into a table.
         content = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
         metadata = text_metadata.create_summary_metadata(None, None)
@@ -113,15 +111,11 @@ class Tracker(Logger):
     def hparams(
         self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
     ) -> None:
-        """Enter the run into the HParams table. `mark_finished` marks it as a success.
-
-        Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
-        either always a number or never: its server cannot sort a column that mixes the two.
-        After a resume the values of the first start stay.
+        """Enter the run into the HParams table. After a resume the first start's values stay.
 
         Args:
-            config: option path -> bool, int, float, str or None. Numbers stay numbers, all else
-                is written as text.
+            config: value by option. Numbers stay numbers, all else is written as text. TensorBoard
+                drops a column that some runs lack, and cannot sort one that mixes both.
             metrics: the tags that are the table's results.
             first: the keys whose columns come first, because runs differ in them.
         """

@@ -1,8 +1,8 @@
 """Freezes layers for the first epochs or steps, as in fine-tuning below a new head.
 
 A frozen parameter gets no gradient, so the optimizer does not change it, its master or its state.
-It stays in its group, so schedules and checkpoints are the same with and without freezing. The
-step and the epoch say what is frozen, so a resumed run needs no state for it.
+It stays in its group, so schedules and checkpoints are as without freezing. The step and the epoch
+say what is frozen, so a resumed run needs no state for it.
 """
 
 import logging

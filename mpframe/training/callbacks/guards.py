@@ -42,13 +42,10 @@ class SkipGuard(Callback):
             raise self._make_error(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise DivergedError if the run learnt nothing, or not until its end.
-
-        If no step was applied, a scaler may still search for its first scale.
-        """
+        """Raise DivergedError if the run learnt nothing, or not until its end."""
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
-            if not _still_searches(trainer, self._last):
+            if not _still_searches(trainer, self._last):  # For the first scale.
                 raise self._make_error(trainer, f"no step was applied, {in_a_row} were skipped")
         elif in_a_row > self._tried:
             raise self._make_error(trainer, f"the last {in_a_row} steps were skipped")
@@ -199,8 +196,7 @@ class LossSpikes(Algorithm):
         spike:  L > factor * median(L of the last 50 applied steps)
 
     The median, unlike the mean, does not let one spike hide the next. No loss is judged before ten
-    steps have been applied, or while the median is not positive. A loss that is nan or inf is an
-    overflow and no spike, and its step is skipped anyway.
+    steps have been applied, or while the median is not positive. A loss of nan or inf is no spike.
 
     `warn` only reports a spike, `skip` skips the step as after an overflow (nothing changes but the
     loss scale), `stop` skips it and ends the run, `off` judges nothing. The loss of a skipped step
@@ -238,14 +234,12 @@ class LossSpikes(Algorithm):
         self._losses = torch.cat([kept, loss.detach().reshape(1)])
 
     def before_update(self, trainer: Trainer, losses: list[Tensor]) -> Tensor | None:
-        """Judge the loss, after reading whether the step before was applied."""
         if self.policy == "off":
             return None
         trainer.read_verdicts()
         return self.judge(losses[0])
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Remember an applied loss and report a spike, for `stop` by DivergedError."""
         if self.policy == "off" or result.loss is None:
             return
         if not result.known.skipped:

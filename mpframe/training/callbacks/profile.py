@@ -33,8 +33,7 @@ MARK = "module: "
 def mark_modules(model: nn.Module) -> Iterator[None]:
     """Make each forward pass of a module of the model a range in the trace, within the block.
 
-    Hooks on the backward pass would change the graph. A backward op has the module of
-    its forward op, which the trace names.
+    Hooks on the backward pass would change the graph.
     """
     names = {module: name for name, module in model.named_modules()}
     ranges: list[record_function] = []

@@ -222,13 +222,11 @@ class PlannedSchedule:
     """A schedule that a run resumes, or replays under another plan.
 
     If an argument differs from the saved one, such as the length, a new schedule takes as many
-    steps as were applied: from there on the rates are the new plan's, whatever kind of schedule it
-    is. The optimizer's learning rates stay the saved ones. timm's schedules are told the applied
-    steps, `step_update(updates)`, and after each epoch the epochs, `step(epochs)`.
+    steps as were applied: from there on the rates are the new plan's. The optimizer's own learning
+    rates stay the saved ones. timm's schedules are told the applied steps and the epochs.
 
     Args:
-        make: make(numbers) makes the schedule for the optimizer, from the learning rates of its
-            groups, and returns it with its arguments as text by name.
+        make: make(numbers) returns the optimizer's schedule, and its arguments as text by name.
         optimizer: whose rates it sets.
         plan: plan(progress) returns the numbers (`Plan.numbers`) of the run that goes on there.
     """

@@ -185,7 +185,7 @@ class LARC(StepHook):
             self.note(f"larc/rate/{self.names[weight]}", factor * lr)
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Hook in. Raises ConfigError if gradients are clipped by their norm as well."""
+        """Hook in. ConfigError if gradients are clipped by their norm as well."""
         if trainer.plan.clip_norm is not None:
             raise ConfigError(
                 f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "
