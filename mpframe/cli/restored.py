@@ -19,7 +19,7 @@ from mpframe.run.parts import build_loaders, build_task, seed_everything
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks.ema import AverageWeights, ema_of
+from mpframe.training.callbacks.ema import Ema, ema_of
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
 
@@ -86,13 +86,13 @@ def restore_run(
     trainer.load_weights(trained)
     if kind == "trained":
         algorithms = trainer.algorithms.items()
-        trainer.algorithms = {n: a for n, a in algorithms if not isinstance(a, AverageWeights)}
+        trainer.algorithms = {n: a for n, a in algorithms if not isinstance(a, Ema)}
     else:
         averages, ema = averages_of(state, path), ema_of(trainer)
         if ema is None:
             hint = "trainer.ema_decay is null; give trainer.ema_decay=0.999"
             raise ConfigError(f"weights=ema: {hint}")
-        ema.load_by_name(trainer.model, averages)
+        ema.load_by_name(averages)
     with raise_as_damaged(path, "it holds no progress of a run"):
         step = Progress.from_state(state["trainer"]["progress"]).global_step
     return Restored(config, task, trainer, step, kind)

@@ -121,4 +121,4 @@ def _take_weights_from(trainer: Trainer, path: Path) -> None:
     ema = ema_of(trainer)
     # A run that had no averages yet was validated with its weights, which are loaded now.
     if ema is not None and state["trainer"].get("ema") is not None:
-        ema.load_by_name(trainer.model, averages_of(state, path))
+        ema.load_by_name(averages_of(state, path))

@@ -37,7 +37,7 @@ from mpframe.run.sharding import (
     shard,
     trace_deferred,
 )
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
@@ -170,5 +170,5 @@ def _build_algorithms(
     if config.trainer.ema_decay is not None:
         trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         masters = {parameter: optimizer.master_of(parameter) for parameter in trained}
-        algorithms["ema"] = AverageWeights(Ema(masters, config.trainer.ema_decay), model)
+        algorithms["ema"] = Ema(model, masters, config.trainer.ema_decay)
     return {**algorithms, **build_callbacks(config, algorithms=True)}

@@ -18,7 +18,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
 from mpframe.run.resume import compare, load_state
-from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.ema import Ema, ema_of
 
 # 11 steps an epoch; the fourth and the fourteenth step lie within an epoch, and a validation within
 # no epoch's end. Everything that has a state is on.
@@ -115,10 +115,10 @@ def make(name: str) -> Trainer:
     model = nn.Sequential(*layers)
     precision = Precision(mode, half or "float16")  # type: ignore[arg-type]
     model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    ema = Ema(model, {p: masters.master_of(p) for p in model.parameters()}, 0.9)
     scaler = Backoff(init_scale=1024.0) if half == "float16" else None
     objective = supervised(nn.CrossEntropyLoss())
-    algorithms = {"ema": AverageWeights(ema, model)}
+    algorithms = {"ema": ema}
     return Trainer(model, masters, objective, precision, scaler=scaler, algorithms=algorithms)
 
 
@@ -166,5 +166,5 @@ def test_the_average_starts_from_weights_that_are_loaded() -> None:
     target.load_weights(source.weights())
     assert target.model[4].weight[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
     assert target.weights()["4.weight"][0, :3].tolist() == [1e6, -1e6, 65519.0]
-    for name, average in ema_of(target).by_name(target.model).items():  # type: ignore[union-attr]
+    for name, average in ema_of(target).by_name().items():  # type: ignore[union-attr]
         assert torch.equal(average, source.weights()[name])

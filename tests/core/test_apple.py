@@ -46,7 +46,7 @@ def test_steps_and_a_validation(mode) -> None:
     """A window of two batches, the last shorter, clipped, averaged, with a scaler."""
     model, precision = nn.Linear(4, 3), Precision(mode)
     _, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    averages = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    averages = Ema(model, {p: masters.master_of(p) for p in model.parameters()}, 0.9)
     trainer = Trainer(
         *(model, masters, supervised(nn.CrossEntropyLoss()), precision, Backoff()),
         plan=Plan(epochs=2, accumulate=2, clip_norm=1.0),

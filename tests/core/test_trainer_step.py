@@ -14,7 +14,7 @@ from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Algorithm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.lbfgs import ClosureTrainer
@@ -44,8 +44,8 @@ def make_trainer(mode="fp32", half="float16", optimizer=AdamW, plan=None, scaler
     plain = optimizer(model.parameters(), **{"lr": 1e-2, **hyper})
     schedule = Schedules(warmup_cosine(plain, total_steps=200))
     _, masters = precision.prepare(model, plain)
-    ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
-    algorithms = {"schedule": schedule, "ema": AverageWeights(ema, model)}
+    ema = Ema(model, {p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    algorithms = {"schedule": schedule, "ema": ema}
     kind = ClosureTrainer if masters.needs_closure else Trainer
     objective, evaluator = supervised(nn.CrossEntropyLoss()), Evaluator()
     options = {"algorithms": algorithms, "plan": plan or Plan(), "evaluator": evaluator}

@@ -35,7 +35,7 @@ from mpframe.parallel.launch import init_comm
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.sharding import shard
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
@@ -152,7 +152,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     trainer = Trainer(
         *(model, masters, supervised(loss), precision),
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        algorithms={"ema": AverageWeights(Ema(means, 0.9), model)},
+        algorithms={"ema": Ema(model, means, 0.9)},
         plan=Plan(epochs=9, max_steps=options["steps"], **plan),
         evaluator=Evaluator(metrics if net else {}),
         comm=comm,

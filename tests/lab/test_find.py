@@ -20,7 +20,7 @@ from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.lab.find.batch_size import find_batch_size
 from mpframe.lab.find.lr import RangeTest, analyse, find_lr
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 
 
@@ -56,7 +56,7 @@ def trainer_of(mode: str, kind: Any) -> Trainer:
     optimizer: Any = trainer.optimizer
     schedule = warmup_cosine(optimizer.optimizer, 100)
     masters = {p: optimizer.master_of(p) for p in trainer.model.parameters()}
-    averages = AverageWeights(Ema(masters, 0.99), trainer.model)
+    averages = Ema(trainer.model, masters, 0.99)
     trainer.algorithms = {"schedule": Schedules(schedule), "ema": averages}
     trainer.callbacks = {"never": object()}  # Whoever calls it fails.
     trainer.model.eval()

@@ -29,7 +29,7 @@ from mpframe.core.callback import Algorithm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.training import compiled_step
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.guards import LossSpikes
 from mpframe.training.callbacks.step_hooks import Penalty
 from mpframe.training.compiled_step import CompiledTrainer
@@ -67,7 +67,7 @@ def test_a_record_makes_the_steps_of_the_trainer(op_by_op, mode, half, scaler, c
         made = trainer(cls, mode, half=half, scaler=scaler and scaler(), plan={"clip_norm": clip})
         schedule = StepLR(made.optimizer, 2, gamma=0.5)
         masters = {p: made.optimizer.master_of(p) for p in made.model.parameters()}
-        average = AverageWeights(Ema(masters, 0.99), made.model)
+        average = Ema(made.model, masters, 0.99)
         made.algorithms |= {"schedule": Schedules(schedule), "ema": average}
         ended.append((run(made, [[batch] for batch in batches()]), made.state_dict()))
         assert made.progress.skipped >= 1

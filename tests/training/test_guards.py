@@ -18,7 +18,7 @@ from vocabulary import differing, same_bits
 from mpframe import Backoff, Trainer
 from mpframe.checkpoint.state import weights_of
 from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
-from mpframe.training.callbacks.ema import AverageWeights, Ema
+from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.guards import LEAST, WINDOW, EarlyStopping, LossSpikes, SkipGuard
 from mpframe.training.callbacks.results import Results
 from mpframe.training.evaluation import Best, Evaluation
@@ -143,9 +143,10 @@ def warmed_up(
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     own: Any = {"optimizer": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
     trainer = prepared(model, nn.MSELoss(), mode, half, scaler=Backoff(init_scale=16.0), **own)
-    ema = Ema({p: trainer.optimizer.master_of(p) for p in trainer.model.parameters()}, 0.9)
-    averages = AverageWeights(ema, trainer.model)
-    trainer.algorithms = {"ema": averages, "spikes": LossSpikes(policy, 10.0)}
+    ema = Ema(
+        trainer.model, {p: trainer.optimizer.master_of(p) for p in trainer.model.parameters()}, 0.9
+    )
+    trainer.algorithms = {"ema": ema, "spikes": LossSpikes(policy, 10.0)}
     for seed in range(steps):
         trainer.train_step(batch(seed))
     return trainer
@@ -197,23 +198,23 @@ def test_a_resumed_run_goes_on_judging_and_a_loss_that_stays_high_ends_at_the_gu
     assert trainer.progress.skipped == 60
 
 
-def averages(ema: Ema, weight: nn.Parameter) -> Tensor:
-    return ema.by_name(nn.ParameterDict({"weight": weight}))["weight"]
+def average_of(weight: nn.Parameter, master: Tensor, decay: float) -> Ema:
+    return Ema(nn.ParameterDict({"weight": weight}), {weight: master}, decay)
 
 
 @pytest.mark.parametrize("decay", [0.0625, 0.15, 0.99])
 def test_the_average_follows_its_equation_and_the_decay_is_warmed_up(decay: float) -> None:
     """min(d, (1 + t) / (10 + t)), from t = 0 again after a restart."""
     weight = nn.Parameter(torch.tensor([1.0]))
-    ema = Ema({weight: weight}, decay)
+    ema = average_of(weight, weight, decay)
     for step in [*range(40), *range(3)]:
         if step == 0:
-            ema.restart()
+            ema.on_load_weights(None)
             expected = weight.detach().clone()
         weight.data.fill_(float(step))
         ema.update()
         expected = torch.lerp(expected, weight.detach(), 1.0 - min(decay, (1 + step) / (10 + step)))
-        assert torch.equal(averages(ema, weight), expected)
+        assert torch.equal(ema.by_name()["weight"], expected)
         assert ema.updates == step + 1
 
 
@@ -222,7 +223,7 @@ def test_with_the_verdict_on_the_device_the_numbers_are_the_same(dtype: torch.dt
     """Where the first step is known on the host, as a fused optimizer's is, and where it is not."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(1000, dtype=dtype))
-    known, told, mixed = (Ema({weight: weight}, 0.5) for _ in range(3))  # reached after 8
+    known, told, mixed = (average_of(weight, weight, 0.5) for _ in range(3))  # reached after 8
     for step in range(30):
         weight.data = torch.randn(1000, dtype=dtype)
         skipped = step % 3 == 1
@@ -233,7 +234,7 @@ def test_with_the_verdict_on_the_device_the_numbers_are_the_same(dtype: torch.dt
         told.update(torch.tensor(skipped))
         mixed.update(None if step == 0 else torch.tensor(skipped))
     for ema in (told, mixed):
-        assert torch.equal(averages(ema, weight), averages(known, weight))
+        assert torch.equal(ema.by_name()["weight"], known.by_name()["weight"])
         assert ema.updates == known.updates == 20
 
 
@@ -243,13 +244,13 @@ def test_it_is_kept_in_fp32_and_rounded_and_held_in_range_for_use(half: torch.dt
     beyond = 70000.0 if half == torch.float16 else torch.finfo(torch.float32).max
     master, limit = torch.tensor([1.0, beyond, -beyond]), torch.finfo(half).max
     weight = nn.Parameter(torch.zeros(3, dtype=half))
-    ema = Ema({weight: master}, 0.0625)
+    ema = average_of(weight, master, 0.0625)
     master[0].add_(2.0**-12)
     ema.update()
     expected = torch.tensor([1.0 + 2.0**-12 - 2.0**-16, beyond, -beyond])
-    assert torch.equal(averages(ema, weight), expected)
+    assert torch.equal(ema.by_name()["weight"], expected)
     weight.data.fill_(2.0)
-    with suppress(KeyboardInterrupt), ema.apply():
+    with suppress(KeyboardInterrupt), ema.evaluating(None):
         assert (weight.tolist(), weight.dtype) == ([1.0, limit, -limit], half)
         raise KeyboardInterrupt
     assert (weight.tolist(), weight.dtype) == ([2.0] * 3, half)
@@ -260,24 +261,24 @@ def test_averages_are_saved_and_loaded_by_name() -> None:
     """In whatever order the parameters were given; a frozen one has none. Others are refused."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     weights = [model[1].weight, model[0].weight]
-    saved = Ema({weight: weight for weight in weights}, 0.5).by_name(model)
+    saved = Ema(model, {weight: weight for weight in weights}, 0.5).by_name()
     assert sorted(saved) == ["0.weight", "1.weight"]
     assert torch.equal(saved["0.weight"], model[0].weight)
-    other = Ema({weight: torch.zeros_like(weight) for weight in reversed(weights)}, 0.5)
-    other.load_by_name(model, saved)
+    other = Ema(model, {weight: torch.zeros_like(weight) for weight in weights[::-1]}, 0.5)
+    other.load_by_name(saved)
     for theirs in ({**saved, "0.weight": torch.ones(2, 3)}, {"weight": saved["0.weight"]}):
         with pytest.raises(CheckpointError, match="the saved averages are of other weights"):
-            other.load_by_name(model, theirs)
-    assert all(torch.equal(average, saved[n]) for n, average in other.by_name(model).items())
+            other.load_by_name(theirs)
+    assert all(torch.equal(average, saved[n]) for n, average in other.by_name().items())
     for decay in (0.0, float("nan")):
         with pytest.raises(ConfigError, match=r"trainer\.ema_decay=.*: must be a number > 0 and <"):
-            Ema({}, decay)
+            Ema(model, {}, decay)
 
 
 def test_each_name_of_a_tied_weight_has_its_average_in_an_export() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
     model["head"].weight = weight = model["embed"].weight
-    saved = Ema({weight: torch.zeros_like(weight)}, 0.5).by_name(model)
+    saved = Ema(model, {weight: torch.zeros_like(weight)}, 0.5).by_name()
     state = {"trainer": {"weights": model.state_dict(), "ema": saved}}
     for average in weights_of(state, "ema", Path("checkpoint")).values():
         assert torch.equal(average, torch.zeros(4, 2))

@@ -9,7 +9,7 @@ still 30 % after 120 steps. The average is fp32: in half it would stop moving as
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,19 +25,20 @@ from mpframe.core.tree import widest
 from mpframe.training.trainer import Trainer
 
 
-class Ema:
-    """The moving average of some weights.
+class Ema(Algorithm):
+    """The moving average of a model's weights. It follows each applied step, and is validated.
 
     Args:
+        model: the model whose weights they are.
         masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
         decay: d, 0 < d < 1, else ConfigError.
     """
 
-    def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
+    def __init__(self, model: nn.Module, masters: Mapping[Tensor, Tensor], decay: float) -> None:
         self.decay = require("trainer.ema_decay", decay, Range(above=0.0, below=1.0), "e.g. 0.999")
+        self._model, self._masters = model, dict(masters)
+        self._averages = [master.detach().clone() for master in masters.values()]
         self._updates: int | Tensor = 0
-        self._masters = list(masters.items())
-        self._averages = [master.detach().clone() for _, master in self._masters]
 
     @property
     def updates(self) -> int:
@@ -54,13 +55,20 @@ class Ema:
         torch._foreach_lerp_(self._averages, self._present(), 1.0 - decay)
         self._updates += 1
 
-    def restart(self) -> None:
+    def after_update(self, trainer: Any, result: StepResult) -> None:
+        """Move at once, before the weights change. A verdict on the device decides there."""
+        if result.verdict is None:
+            self.update(result.skipped)
+        elif not result.verdict.skipped:
+            self.update()
+
+    def on_load_weights(self, trainer: Any) -> None:
         """Begin again at the present masters."""
         torch._foreach_copy_(self._averages, self._present())
         self._updates = 0
 
     def _present(self) -> list[Tensor]:
-        return [master.detach() for _, master in self._masters]
+        return [master.detach() for master in self._masters.values()]
 
     def _update_unless(self, skipped: Tensor | None) -> None:
         """Do the same on the device, in float64, which gives the same numbers."""
@@ -75,71 +83,48 @@ class Ema:
         self._updates = count + ~skipped
 
     @contextmanager
-    def apply(self) -> Iterator[None]:
+    def evaluating(self, trainer: Any) -> Iterator[None]:
         """Set the model's weights to the averages within the block, rounded as masters are."""
-        weights = [part_of(parameter).detach() for parameter, _ in self._masters]
+        weights = [part_of(parameter).detach() for parameter in self._masters]
         kept = [weight.clone() for weight in weights]
         round_into(zip(weights, self._averages, strict=True))
         try:
             yield
         finally:
             torch._foreach_copy_(weights, kept)
-            for (parameter, _), weight in zip(self._masters, weights, strict=True):
+            for parameter, weight in zip(self._masters, weights, strict=True):
                 if parameter.dtype != weight.dtype:  # The model has set its `.data` to half.
                     parameter.data = weight
 
-    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return copies of the averages, by all names of their parameters in `model`."""
-        averages = zip((p for p, _ in self._masters), self._averages, strict=True)
+    def by_name(self) -> dict[str, Tensor]:
+        """Return copies of the averages, by all names of their parameters in the model."""
+        averages = zip(self._masters, self._averages, strict=True)
         copies = {p: shard_like(p, average.clone()) for p, average in averages}
-        named = model.named_parameters(remove_duplicate=False)
+        named = self._model.named_parameters(remove_duplicate=False)
         return {name: copies[p] for name, p in named if p in copies}
 
-    def load_by_name(
-        self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
-    ) -> None:
+    def load_by_name(self, averages: Mapping[str, Tensor], updates: int = 0) -> None:
         """Continue from what `by_name` gave after `updates` updates. CheckpointError if unfit."""
-        known = self.by_name(model)
+        known = self.by_name()
         if {n: a.shape for n, a in known.items()} != {n: a.shape for n, a in averages.items()}:
             raise CheckpointError(
                 "trainer.ema_decay: the saved averages are of other weights; resume with the model "
                 "they were made with"
             )
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        for average, (parameter, _) in zip(self._averages, self._masters, strict=True):
+        names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        for average, parameter in zip(self._averages, self._masters, strict=True):
             average.copy_(part_for(parameter, averages[names[parameter]]))
         self._updates = updates
 
-
-class AverageWeights(Algorithm):
-    """Moves the average of a model's weights after each applied step, and validates with it."""
-
-    def __init__(self, ema: Ema, model: nn.Module) -> None:
-        self.ema = ema
-        self._model = model
-
-    def after_update(self, trainer: Trainer, result: StepResult) -> None:
-        """Move at once, before the weights change. A verdict on the device decides there."""
-        if result.verdict is None:
-            self.ema.update(result.skipped)
-        elif not result.verdict.skipped:
-            self.ema.update()
-
-    def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
-        return self.ema.apply()
-
-    def on_load_weights(self, trainer: Trainer) -> None:
-        self.ema.restart()
-
     def state_dict(self) -> dict[str, Any]:
-        return {"ema": self.ema.by_name(self._model), "ema_updates": self.ema.updates}
+        return {"ema": self.by_name(), "ema_updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("ema") is not None:
-            self.ema.load_by_name(self._model, state["ema"], state["ema_updates"])
+            self.load_by_name(state["ema"], state["ema_updates"])
 
 
 def ema_of(trainer: Trainer) -> Ema | None:
     """Return the average that a trainer keeps, or None."""
-    kept = (a.ema for a in trainer.algorithms.values() if isinstance(a, AverageWeights))
+    kept = (a for a in trainer.algorithms.values() if isinstance(a, Ema))
     return next(kept, None)

@@ -17,7 +17,7 @@ from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Callback
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.lab.autopsy.callback import Autopsy
-from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.ema import Ema, ema_of
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
@@ -89,8 +89,8 @@ def trainer_of(
     model, masters = precision.prepare(model, plain)
     model[3].weight.register_hook(lambda gradient: reads.saw("backward"))
     if average:
-        ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
-        algorithms["ema"] = AverageWeights(ema, model)
+        ema = Ema(model, {p: masters.master_of(p) for p in model.parameters()}, 0.9)
+        algorithms["ema"] = ema
     return Trainer(
         model, masters, supervised(nn.CrossEntropyLoss()), precision, scaler=scaler,
         algorithms=algorithms, plan=Plan(**(plan or {})),

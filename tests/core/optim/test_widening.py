@@ -14,7 +14,7 @@ from mpframe import Backoff, MasterWeights, OpLists, Precision, Trainer
 from mpframe.core.objective import supervised
 from mpframe.core.optim import masters as core_masters
 from mpframe.core.optim.widening import fp32_weights
-from mpframe.training.callbacks.ema import AverageWeights, Ema, ema_of
+from mpframe.training.callbacks.ema import Ema, ema_of
 
 FP32 = torch.float32
 
@@ -63,8 +63,8 @@ def test_a_weight_turned_half_is_stepped_as_if_it_were_cast_and_goes_on_and_resu
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), Head(by_data))
         own = trainer_of(Precision(mode, half), model, fused=fused)
-        ema = Ema({p: own.optimizer.master_of(p) for p in model.parameters()}, 0.9)
-        own.algorithms["ema"] = AverageWeights(ema, model)
+        ema = Ema(model, {p: own.optimizer.master_of(p) for p in model.parameters()}, 0.9)
+        own.algorithms["ema"] = ema
         return own
 
     cast, whole, first, second = map(make, (False, True, True, True))
@@ -79,7 +79,7 @@ def test_a_weight_turned_half_is_stepped_as_if_it_were_cast_and_goes_on_and_resu
     assert same_bits(*masters)
     for window in given[:4]:
         first.train_step(*window)
-    with torch.no_grad(), ema_of(first).apply(), first.precision.cast():
+    with torch.no_grad(), ema_of(first).evaluating(first), first.precision.cast():
         first.model(given[0][0][0])  # The averages are rounded, too, and put back.
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for own in (first, second):
