@@ -105,7 +105,7 @@ def _state(trainer: Trainer) -> str:
 
 
 class ProgressBar(Callback):
-    """A progress bar on stderr: steps, loss, scale, skipped steps, last and best validation.
+    """A progress bar on stderr: steps, loss, scale, skipped steps.
 
     Log lines on the console appear above it.
 
@@ -122,12 +122,11 @@ class ProgressBar(Callback):
         self._disabled: bool | None = shown in ("off", False)
         if shown == "auto":
             self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
-        self._validated: dict[str, str] = {}
         self._redirected = ExitStack()
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Draw the bar, which in a resumed run begins at its step."""
-        self._results, self._batches = context.results, len(context.train)
+        self._batches = len(context.train)
         self._bar = tqdm(disable=True)
         with self._disable_on_error():
             self._bar = tqdm(
@@ -150,18 +149,13 @@ class ProgressBar(Callback):
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
             words["skipped"] = str(trainer.progress.skipped)
             self._bar.total = self._total(trainer)
-            self._bar.set_postfix({**words, **self._validated}, refresh=False)
+            self._bar.set_postfix(words, refresh=False)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Read the last steps' verdicts as often as the bar is drawn."""
         bar = self._bar
         if not bar.disable and time.time() - bar.last_print_t >= bar.mininterval:
             trainer.read_verdicts()
-
-    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        self._validated = {f"val_{evaluation.monitor}": f"{evaluation.value:.4f}"}
-        if self._results.best.value is not None:
-            self._validated["best"] = f"{self._results.best.value:.4f}"
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         self._redirected.close()
