@@ -94,13 +94,8 @@ class MetricsCsv:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    try:
-        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return [], []
-    whole = text[: text.rfind("\n") + 1]  # A kill may have cut the last line.
-    reader = csv.DictReader(io.StringIO(whole), restkey="", restval="")
+    text = b"".join(read_lines(path)).decode("utf-8", "replace")
+    reader = csv.DictReader(io.StringIO(text), restkey="", restval="")
     try:
         rows = [row for row in reader if _STEP.fullmatch(str(row.get("step", "")))]
     except csv.Error:  # Anything may lie there.

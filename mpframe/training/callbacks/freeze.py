@@ -41,8 +41,7 @@ class _Frozen:
         return passed >= self.count
 
     def __str__(self) -> str:
-        values = sum(parameter.numel() for parameter in self.parameters)
-        return f"{self.pattern} ({len(self.parameters)} tensors of {values:,} values)"
+        return f"{self.pattern} ({len(self.parameters)} tensors)"
 
 
 class Freeze(Callback):

@@ -16,7 +16,7 @@ from mpframe.core.ranges import NOT_NEGATIVE, Range, make_range_error, require, 
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import HALF
 from mpframe.files.text import few
-from mpframe.training.evaluation import Best, Evaluation
+from mpframe.training.evaluation import LOSS, Best, Evaluation
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
@@ -50,9 +50,8 @@ class SkipGuard(Callback):
         elif in_a_row > self._tried:
             raise self._make_error(trainer, f"the last {in_a_row} steps were skipped")
         if not in_a_row and self._last is not None and not _finite(self._last):
-            raise self._make_error(
-                trainer, "the last step was applied at a loss that is not finite"
-            )
+            what = "the last step was applied at a loss that is not finite"
+            raise self._make_error(trainer, what)
 
     def _make_error(self, trainer: Trainer, what: str) -> DivergedError:
         where, part = "", self._last
@@ -128,9 +127,16 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         name = evaluation.monitor if self._monitor is None else self._monitor
-        value, higher = self._read_monitored(evaluation, name)
+        known, higher = {**evaluation.metrics, LOSS: evaluation.loss}, evaluation.direction(name)
+        if name not in known:
+            raise make_range_error(f"{_EARLY}.monitor", name, f"one of {', '.join(known)}")
+        if higher is None:
+            raise ConfigError(
+                f"{_EARLY}.monitor={name}: the metric does not say which value is "
+                "better; give it higher_is_better = True or False, or monitor loss"
+            )
         step = trainer.progress.global_step
-        better = self._best.offer(name, value, step, higher, by=self._min_delta)
+        better = self._best.offer(name, known[name], step, higher, by=self._min_delta)
         self._waited = 0 if better else self._waited + 1
         self._stop_if_due(trainer)
 
@@ -139,18 +145,6 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best, self._waited = Best.from_state(state["best"]), int(state["waited"])
-
-    def _read_monitored(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
-        known = {**evaluation.metrics, "loss": evaluation.loss}
-        if name not in known:
-            raise make_range_error(f"{_EARLY}.monitor", name, f"one of {', '.join(known)}")
-        higher = evaluation.direction(name)
-        if higher is None:
-            raise ConfigError(
-                f"{_EARLY}.monitor={name}: the metric does not say which value is "
-                "better; give it higher_is_better = True or False, or monitor loss"
-            )
-        return known[name], higher
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
