@@ -83,11 +83,9 @@ class Summary:
         """Write `summary.json` into `folder`. After a crash it is the old or the new one, whole."""
         entries = asdict(self)
         name, value = entries.pop("metric"), entries.pop("val_metric")
-        metrics = {} if name is None else {name: value}
-        metrics |= entries.pop("other_metrics")
-        tested = entries.pop("test_metrics")
-        entries |= {f"{_VAL}{name}": value for name, value in metrics.items()}
-        entries |= {f"{_TEST}{name}": value for name, value in tested.items()}
+        measured = ({} if name is None else {name: value}) | entries.pop("other_metrics")
+        for prefix, metrics in ((_VAL, measured), (_TEST, entries.pop("test_metrics"))):
+            entries |= {f"{prefix}{name}": value for name, value in metrics.items()}
         write_atomically(folder / FILE_NAME, strict_json(entries))
 
     @classmethod
@@ -111,10 +109,7 @@ class Summary:
 
 
 def strict_json(entries: Mapping[str, Any], indent: int | None = 2) -> str:
-    """Return a JSON object with a line break. Numbers that are not finite become words.
-
-    With an `indent` each entry has a line.
-    """
+    """Return a JSON object, by default one entry a line. Inf and nan become words."""
     return json.dumps(_in_words(entries), indent=indent) + "\n"
 
 

@@ -39,6 +39,7 @@ from mpframe.files.durable import append_whole
 from mpframe.tracking.logger import Logger, Numbers
 from mpframe.tracking.tags import Tag, describe_tag, metric_tag
 
+# The fast reader of TensorBoard's server takes a tag's description only with plugin and data class.
 _PLUGINS = {
     "simple_value": ("scalars", summary_pb2.DATA_CLASS_SCALAR),
     "image": ("images", summary_pb2.DATA_CLASS_BLOB_SEQUENCE),
@@ -230,10 +231,7 @@ def _name_event_file(folder: Path) -> Path:
 
 
 def _explain(value: Any) -> None:
-    """Describe a tag in its first value, for all later ones.
-
-    The fast reader of TensorBoard's server takes a description only with plugin and data class.
-    """
+    """Describe a tag in its first value, for all later ones."""
     description = describe_tag(value.tag)
     if description is None:
         return

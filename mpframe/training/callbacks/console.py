@@ -105,9 +105,7 @@ def _state(trainer: Trainer) -> str:
 
 
 class ProgressBar(Callback):
-    """A progress bar on stderr: steps, loss, scale, skipped steps.
-
-    Log lines on the console appear above it.
+    """A progress bar on stderr, below the log lines: steps, loss, scale, skipped steps.
 
     Args:
         shown: `on` or True, `off` or False, or `auto`: if stderr is a terminal. Else ConfigError.

@@ -63,10 +63,10 @@ class Freeze(Callback):
         steps: Mapping[str, int] | None = None,
         eval_mode: bool = False,
     ) -> None:
-        self._counts = {"steps": dict(steps or {}), "epochs": dict(epochs or {})}
-        for unit, counts in self._counts.items():
-            for pattern, count in counts.items():
-                require_whole(f"callbacks.freeze.{unit}.{pattern}", count)
+        given = {"steps": steps or {}, "epochs": epochs or {}}
+        self._plans = [(unit, *plan) for unit, plans in given.items() for plan in plans.items()]
+        for unit, pattern, count in self._plans:
+            require_whole(f"callbacks.freeze.{unit}.{pattern}", count)
         self._eval_mode = eval_mode
         self._frozen: list[_Frozen] = []
         self._modules: list[nn.Module] = []
@@ -99,12 +99,11 @@ class Freeze(Callback):
     def _choose(self, model: nn.Module) -> list[_Frozen]:
         free = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen = []
-        for unit, counts in self._counts.items():
-            for pattern, count in counts.items():
-                taken = [name for name in free if fnmatchcase(name, pattern)]
-                kind = "parameter that is trained and that no earlier pattern takes"
-                refuse_idle(f"callbacks.freeze.{unit}", kind, [pattern], list(free))
-                chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
+        kind = "parameter that is trained and that no earlier pattern takes"
+        for unit, pattern, count in self._plans:
+            refuse_idle(f"callbacks.freeze.{unit}", kind, [pattern], list(free))
+            taken = [name for name in free if fnmatchcase(name, pattern)]
+            chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
         return chosen
 
     def _find_modules(self, model: nn.Module) -> None:

@@ -31,10 +31,7 @@ MARK = "module: "
 
 @contextmanager
 def mark_modules(model: nn.Module) -> Iterator[None]:
-    """Make each forward pass of a module of the model a range in the trace, within the block.
-
-    Hooks on the backward pass would change the graph.
-    """
+    """Make each forward pass of a module of the model a range in the trace, within the block."""
     names = {module: name for name, module in model.named_modules()}
     ranges: list[record_function] = []
 
@@ -46,7 +43,7 @@ def mark_modules(model: nn.Module) -> Iterator[None]:
         if ranges:  # A module that was entered before the hooks came has none.
             ranges.pop().__exit__(None, None, None)
 
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # Hooks on the backward pass would change the graph.
         for module in names:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)

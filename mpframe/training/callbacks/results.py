@@ -1,10 +1,7 @@
 """Keeps a run's results: the last loss, the last and the best validation, the test, and its speed.
 
-Of the speed:
-
-    training time    from step to step: loading, the step, its logging, at first compiling
-    left out         validating and saving
-    step time        the median, which neither the first step nor a pause changes
+Training time is from step to step: loading, the step, its logging, and compiling at first, without
+validating and saving. A step's time is a median, which neither the first one nor a pause changes.
 """
 
 import math
