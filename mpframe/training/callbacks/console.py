@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -167,7 +167,8 @@ class ProgressBar(Callback):
             yield
         except OSError:
             self._bar.disable = True
-            drop_output(sys.stderr)
+            with suppress(AttributeError, OSError, ValueError):  # A notebook's has no file.
+                drop_output(sys.stderr)
 
     def _total(self, trainer: Trainer) -> int:
         left = trainer.plan.steps_left(trainer.progress, self._batches)
