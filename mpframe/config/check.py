@@ -7,9 +7,11 @@ option's path, the value and what is allowed.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache, reduce
+from contextlib import suppress
+from functools import reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
+from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
@@ -42,6 +44,14 @@ from mpframe.files.stored_yaml import walk
 T = TypeVar("T")
 SIZE = "size"
 """`+size=small` takes the small values of an experiment that has two sizes."""
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def check(composed: DictConfig) -> Config:
@@ -103,12 +113,8 @@ def _check_run(run: RunOptions) -> None:
         raise ConfigError(
             f"run_name={run.run_name}: must stay within runs/; for another place set hydra.run.dir"
         )
-    for name, path in (("resume", run.resume), ("init_from", run.init_from)):
-        if path is not None and not path.strip():  # It would mean the current folder.
-            raise ConfigError(
-                f"{name}=: is empty, perhaps from a shell variable that is not set; name a folder, "
-                "and . for this one"
-            )
+    refuse_empty("resume", run.resume)
+    refuse_empty("init_from", run.init_from)
     names = run.init_from_names or {}
     for name, value in (("init_from_except", run.init_from_except), ("init_from_names", names)):
         if value and run.init_from is None:
@@ -116,6 +122,15 @@ def _check_run(run: RunOptions) -> None:
     for old, new in names.items():
         if not isinstance(new, str):
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
+
+
+def refuse_empty(option: str, path: str | None) -> None:
+    """Refuse an empty path, which would mean the current folder."""
+    if path is not None and not path.strip():
+        raise ConfigError(
+            f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+            "and . for this one"
+        )
 
 
 def refuse_missing(resume: str) -> None:
@@ -126,10 +141,10 @@ def refuse_missing(resume: str) -> None:
 
 def _group(name: str, node: Any) -> Part:
     path = f"optimizer.groups.{name}"
-    if not isinstance(node, dict):
-        raise ConfigError(f"{path}={as_typed(node)}: must be a mapping; give it parameters")
     if name == "default":
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
+    if not isinstance(node, dict):
+        raise ConfigError(f"{path}={as_typed(node)}: must be a mapping; give it parameters")
     common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
@@ -145,23 +160,20 @@ def _joint(node: Mapping[str, Any]) -> JointOptions:
     options = _load(JointOptions, "optimizer", node)
     if not options.parts:
         raise ConfigError("optimizer.parts={}: must name at least one optimizer")
-    options.parts = {str(name): _part(str(name), options.parts) for name in options.parts}
+    options.parts = {str(name): _part(str(name), part) for name, part in options.parts.items()}
     return options
 
 
-def _part(name: str, parts: Mapping[str, Any]) -> Part:
+def _part(name: str, node: Any) -> Part:
     path = f"optimizer.parts.{name}"
-    if not isinstance(parts[name], dict):
-        raise ConfigError(f"{path}={as_typed(parts[name])}: must be a mapping with a _target_")
-    node = dict(parts[name])
     _require_target(path, node)
-    common, rest = _split(GroupOptions, node)
+    common, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, common)
     if options.frozen:
         raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
         raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
-    kept = {k: v for k, v in node.items() if k in rest or (k == "lr" and v is not None)}
+    kept = {k: v for k, v in node.items() if k in settings or (k == "lr" and v is not None)}
     return Part(options, kept)
 
 
@@ -190,62 +202,41 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
 def _validate(path: str, value: Any, spec: Any) -> Any:
     """Convert a value to the type of its option, or refuse it."""
     limits: Range = spec.metadata["range"]
-    measure = spec.metadata["measure"]
+    unit, measure = spec.metadata["unit"], spec.metadata["measure"]
     if measure and parse_measure(value, measure):
         return value
-    try:
-        converted = _convert(value, spec)
-        # OmegaConf would take any number for a truth.
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if limits.holds(converted) and not (spec.type is bool and number):
-            return converted
-    except OmegaConfBaseException:
-        pass  # Another type.
-    kind, unit = "" if limits.choices else _type_name(_type(spec)), spec.metadata["unit"]
+    # OmegaConf would take any number for a truth.
+    if not (spec.type is bool and type(value) in (int, float)):
+        with suppress(OmegaConfBaseException):  # Another type.
+            converted = _convert(value, spec)
+            if limits.holds(converted):
+                return converted
+    kind, *others = _kinds(spec)
+    what = "" if limits.choices else _NAMES.get(get_origin(kind) or kind, "a value")
+    allowed = f"{what} {limits}".strip() + f" ({unit})" * bool(unit)
+    allowed += f", or as in 10{measure}" * bool(measure) + ", or null" * (NoneType in others)
     hint = use_instead(str(value)) if path == "dtype.mode" else ""
     hint = hint or nearest(str(value), limits.choices)
-    what = kind.removesuffix(" or null")
-    allowed = " ".join(part.strip() for part in (what, str(limits)) if part.strip())
-    allowed += f" ({unit})" * bool(unit) + f", or as in 10{measure}" * bool(measure)
-    allowed += ", or null" * (kind != what)
     raise ConfigError(f"{path}={as_typed(value)}: must be {allowed}" + f"; {hint}" * bool(hint))
 
 
 def _convert(value: Any, spec: Any) -> Any:
     """Convert by OmegaConf's rules: `"3"` is an int, `1` a float."""
-    if spec.type is Any:
-        return value
-    if not _is_of(_type(spec), value):  # Most are, and OmegaConf takes a millisecond for each.
-        merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
-        held: Any = OmegaConf.to_container(merged)
-        value = held["value"]
+    kinds = _kinds(spec)
+    # Most values are of their type, and OmegaConf takes a millisecond for each.
+    if type(value) not in kinds and Any not in kinds:
+        holder = dataclasses.make_dataclass("Holder", [("value", reduce(or_, kinds))])
+        merged = OmegaConf.merge(OmegaConf.structured(holder), {"value": value})
+        value = cast(dict[str, Any], OmegaConf.to_container(merged))["value"]
     if "true" in spec.metadata["range"].choices:  # A quoted one was a word.
         return {"true": True, "false": False}.get(str(value), value)
     return value
 
 
-def _type(spec: Any) -> Any:
-    """Return the option's type, without the `str` of a number with its measure."""
-    return reduce(or_, set(get_args(spec.type)) - {str}) if spec.metadata["measure"] else spec.type
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    if kind == list[str]:
-        return type(value) is list and all(type(held) is str for held in value)
-    return type(value) in (get_args(kind) or (kind,))
-
-
-@cache
-def _holder(kind: Any) -> type:
-    return dataclasses.make_dataclass("Holder", [("value", kind)])
-
-
-def _type_name(kind: Any) -> str:
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    names: dict[Any, str] = {**plain, list: "a list", dict: "a mapping"}
-    names |= {candidate | None: f"{word} or null" for candidate, word in plain.items()}
-    names[dict[str, str] | None] = "a mapping of words to words, or null"
-    return names.get(kind) or names.get(get_origin(kind), "a value")
+def _kinds(spec: Any) -> list[Any]:
+    """Return the types of an option, without the `str` of a number with its measure."""
+    kinds = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
+    return [kind for kind in kinds if not (kind is str and spec.metadata["measure"])]
 
 
 def as_typed(value: Any) -> str:
@@ -277,15 +268,10 @@ def _optional(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 def _nodes_by_name(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
     """Return the nodes of a section with several entries by name, without those that are null."""
     nodes = _section(tree, section) if tree.get(section) else {}
-    for name, node in nodes.items():
-        if node is not None and not isinstance(node, dict):
-            raise ConfigError(
-                f"{section}.{name}={as_typed(node)}: must be a mapping with a _target_, or null to "
-                "leave it out"
-            )
-        if node is not None:
-            _require_target(f"{section}.{name}", node)
-    return {str(name): node for name, node in nodes.items() if node is not None}
+    found = {str(name): node for name, node in nodes.items() if node is not None}
+    for name, node in found.items():
+        _require_target(f"{section}.{name}", node)
+    return found
 
 
 def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -295,7 +281,9 @@ def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return held, {key: value for key, value in node.items() if key not in fields}
 
 
-def _require_target(path: str, node: Mapping[str, Any]) -> None:
+def _require_target(path: str, node: Any) -> None:
+    if not isinstance(node, dict):
+        raise ConfigError(f"{path}={as_typed(node)}: must be a mapping with a _target_")
     target = node.get("_target_")
     if not isinstance(target, str):
         must = "must be the dotted name of a class or function"

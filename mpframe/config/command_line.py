@@ -9,9 +9,8 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -19,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.check import refuse_missing
+from mpframe.config.check import refuse_empty, refuse_missing
 from mpframe.config.composing import check_config, compose_words, refuse_bad_override, without_hydra
 from mpframe.config.overrides import (
     PRIMARY,
@@ -54,9 +53,6 @@ def prepare(arguments: list[str]) -> list[str]:
     flags, words = parse_flags(arguments)
     if flags.shell_completion:
         return arguments
-    for word in words if flags.multirun else ():
-        if word.startswith("hydra.run.dir="):
-            raise ConfigError(f"{word}: does nothing with -m; use hydra.sweep.dir")
     given = [argument for argument in arguments if argument not in words]
     place = source_of(flags, words).place
     if flags.config_path not in (None, place):
@@ -65,23 +61,20 @@ def prepare(arguments: list[str]) -> list[str]:
     return [*rewrite(words), *given]
 
 
-@dataclass(frozen=True)
-class Job:
-    typed: list[str]  # Its words of the command line.
-    overrides: list[str]  # The same words as Hydra gets them.
+class Job(NamedTuple):
+    typed: list[str]  # its words of the command line
     config: Config
-    name: str = PRIMARY  # of the primary configuration
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
+    """Compose and check each job of a command line, of which `-m` makes several."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
     for typed in _words_of_jobs(words, multirun, source):
-        overrides = rewrite(typed)
         with hydra_over(source):
-            config = check_config(compose_words(overrides, source.name))
-        yield Job(typed, overrides, config, source.name)
+            config = check_config(compose_words(rewrite(typed), source.name))
+        yield Job(typed, config)
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
@@ -99,11 +92,11 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
 def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
     if not multirun:
         return [given]
-    swept = [[word] for word in given]
     with hydra_over(source):
-        for place, word in enumerate(given):
-            if rewrite([word]) == [word]:
-                swept[place] = axes([word], name=source.name)[0]
+        swept = [
+            axes([word], name=source.name)[0] if rewrite([word]) == [word] else [word]
+            for word in given
+        ]
     return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
 
 
@@ -112,17 +105,14 @@ class JobCheck(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _exit_on_error():
-            for word in words_of(config, "hydra"):
-                if word.startswith("hydra.sweep."):
-                    raise ConfigError(
-                        f"{word}: does nothing without -m; add -m, or use hydra.run.dir"
-                    )
+            _refuse_words(config, "hydra.sweep.", "without -m; add -m, or use hydra.run.dir")
             for override in parse_words(words_of(config, "task")):
                 refuse_bad_override(override)
             _check(config, "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _exit_on_error():
+            _refuse_words(config, "hydra.run.dir=", "with -m; use hydra.sweep.dir")
             _check_sweep(config, str(kwargs.get("config_name") or PRIMARY))
         _start_at_once(config)
         _let_trials_fail(config)
@@ -135,6 +125,13 @@ def _exit_on_error() -> Iterator[None]:
             yield
     except MpframeError as error:
         raise SystemExit(error.exit_code) from error
+
+
+def _refuse_words(config: DictConfig, start: str, reason: str) -> None:
+    """Refuse the words for Hydra that do nothing in this mode."""
+    for word in words_of(config, "hydra"):
+        if word.startswith(start):
+            raise ConfigError(f"{word}: does nothing {reason}")
 
 
 def _check_sweep(config: DictConfig, name: str) -> None:
@@ -180,11 +177,7 @@ def _folder(config: DictConfig, option: str) -> Path:
         folder = str(OmegaConf.select(config, option) or "").strip()
     except OmegaConfBaseException as error:
         raise ConfigError(f"{option}: {str(error).splitlines()[0]}; set {option}=FOLDER") from None
-    if not folder:
-        raise ConfigError(
-            f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
-            "and . for this one"
-        )
+    refuse_empty(option, folder)
     named = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     if hide(folder, secrets_of((), named)) != folder:
         raise ConfigError(

@@ -6,7 +6,6 @@ option, or has a value that is not allowed, is reported with the allowed ones.
 """
 
 import argparse
-from pathlib import Path
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -115,37 +114,21 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
     choices = choices_of(group, words, name)
     if not choices or override.type is OverrideType.DEL:
         return
-    value = override.value()
-    if override.type is not OverrideType.CHANGE:
-        text = str(override.input_line)
-        taken = compose(name, return_hydra_config=True).hydra.runtime.choices
-        if group in taken or group == "experiment":
-            raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
+    text, value = str(override.input_line), override.value()
+    if override.type is not OverrideType.CHANGE and group in _ONE_CHOICE | {"experiment"}:
+        raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
     for choice in value if isinstance(value, list) else [value]:
         refuse_unknown_choice(group, "null" if choice is None else str(choice), choices)
 
 
-def _other_way(group: str, choice: str) -> str:
-    """Return what to write instead of another library's choice, or how to get it."""
-    if group in ("hydra/sweeper", "hydra/launcher"):
-        return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
-    if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
-        return f"use loss_scaling=static loss_scaling.scale={choice}"
-    if group == "experiment" and choice.endswith("_small"):
-        whole = choice.removesuffix("_small")
-        file = CONF / "experiment" / f"{whole}.yaml"
-        if file.is_file():
-            sized = "${size:" in file.read_text("utf-8")
-            return f"use experiment={whole}" + (" +size=small" if sized else "_digits")
-    return use_instead(choice) if group == "dtype" else ""
-
-
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
     """Refuse a choice that a group does not have, naming the nearest ones."""
-    if choice not in choices:
-        other = _other_way(group, choice)
-        hint = f"; {other}" if other else nearest(choice, choices, before="; ")
-        raise ConfigError(f"{group}={choice}: choose {', '.join(choices)}{hint}")
+    if choice in choices:
+        return
+    hint = (use_instead(choice) if group == "dtype" else "") or nearest(choice, choices)
+    if group in ("hydra/sweeper", "hydra/launcher"):
+        hint = "Optuna, joblib and submitit come with pip install mpframe[sweep]"
+    raise ConfigError(f"{group}={choice}: choose {', '.join(choices)}" + f"; {hint}" * bool(hint))
 
 
 def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
@@ -159,11 +142,11 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
             raise ConfigError(f"{key}: no such option of Hydra{nearest(key, known, before='; ')}")
         return
     section, _, rest = key.partition(".")
+    is_open = section in OPEN and bool(rest)
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
-    if key in known or inside_mapping or (adds and section in OPEN and rest):
+    if key in known or inside_mapping or (adds and is_open):
         return
-    is_open = section in OPEN and bool(rest)
     value = override.value()
     hint = use_instead(key, value)
     hint = hint or ("" if is_open else use_instead(key.rpartition(".")[2], value))
@@ -184,12 +167,10 @@ def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) ->
     """Search the words of a command line for what Hydra could not compose."""
     source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
-        files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
-        near = next(Path().glob(f"*/{source.name}.yaml"), Path("FOLDER/any.yaml")).parent
-        return ConfigError(
-            f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
-            + (nearest(source.name, [file.stem for file in files]) or f"add --config-dir={near}")
-        )
+        names = [file.stem for folder in source.own_folders for file in folder.glob("*.yaml")]
+        hint = nearest(source.name, names) or "add --config-dir=FOLDER"
+        where = flags.config_dir or CONF
+        return ConfigError(f"--config-name={source.name}: no {source.name}.yaml in {where}; {hint}")
     job = [o for o in parse_words(rewrite(words)) if not (flags.multirun and o.is_sweep_override())]
     with hydra_over(source):
         return refusal(error, [str(o.input_line) for o in job], source.name)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from hydra import initialize_config_dir, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -32,22 +33,37 @@ from mpframe.config import CONF
 from mpframe.config.schema import ONE_TARGET
 from mpframe.core.errors import ConfigError
 
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
-
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    flags, rest = _parse_flags(_parser(), arguments)
-    _refuse_unfit(flags, rest)
-    return flags, [*flags.overrides, *rest]
+    of_hydra = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
+    flags, words = _parse_flags(of_hydra, arguments, "write options as option=value; see --help")
+    if flags.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={flags.experimental_rerun}: reads a pickle, which may run "
+            "code; give the run's options again, or continue it with resume=auto"
+        )
+    if flags.cfg and flags.multirun:
+        raise ConfigError("--cfg and --multirun: cannot be combined; give only one")
+    return flags, [*flags.overrides, *words]
+
+
+def take_source(
+    arguments: list[str], advice: str = "give option=value"
+) -> tuple["Source", list[str]]:
+    """Separate the flags that name a source from the `option=value` words."""
+    parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
+        parser.add_argument(*flag.split("/"))
+    flags, words = _parse_flags(parser, arguments, advice)
+    return source_of(flags, words), words
 
 
 def _parse_flags(
-    parser: argparse.ArgumentParser, arguments: list[str]
+    parser: argparse.ArgumentParser, arguments: list[str], advice: str
 ) -> tuple[argparse.Namespace, list[str]]:
     try:
-        flags, rest = parser.parse_known_args(arguments)
+        flags, words = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         flag = f"{error.argument_name}: " if error.argument_name else ""
         raise ConfigError(f"{flag}{error.message}; see --help") from None
@@ -55,57 +71,16 @@ def _parse_flags(
         package = kind == "path" and "://" in str(path)
         if path is not None and not package and not Path(path).is_dir():
             raise ConfigError(f"--config-{kind}={path}: no such folder; name one with .yaml files")
-    return flags, rest
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such flag; {advice}")
+    return flags, words
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse in one line instead of printing the usage."""
         raise ConfigError(f"{message}; see --help")
-
-
-def _source_parser() -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
-        parser.add_argument(*flag.split("/"))
-    return parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Make the parser of Hydra's flags, as its documentation lists them."""
-    parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
-    for switch in ("--help/-h", "--run/-r", "--multirun/-m", "--shell-completion/-sc"):
-        parser.add_argument(*switch.split("/"), action="store_true")
-    for switch in ("--hydra-help", "--version", "--resolve"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--experimental-rerun")
-    return parser
-
-
-def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
-    if flags.experimental_rerun is not None:
-        raise ConfigError(
-            f"--experimental-rerun={flags.experimental_rerun}: reads a pickle, which may run "
-            "code; give the run's options again, or continue it with resume=auto"
-        )
-    for word in rest:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
-    commands = [name for name in _COMMANDS if getattr(flags, name)]
-    if len(commands) > 1:
-        both = " and ".join(f"--{name.replace('_', '-')}" for name in commands)
-        raise ConfigError(f"{both}: cannot be combined; give only one")
-    if flags.resolve and not (flags.cfg or flags.help):
-        raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
-    if flags.package and not flags.cfg:
-        raise ConfigError(f"--package={flags.package}: goes with --cfg; add --cfg=job")
-    given = any(w.startswith(("install=", "uninstall=", "query=")) for w in flags.overrides)
-    if flags.shell_completion and not given:
-        raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
 
 
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups", "distributed.plan")
@@ -245,9 +220,6 @@ class Source:
         return places
 
 
-SHIPPED = Source()
-
-
 def _is_shipped(place: str) -> bool:
     path = place.removeprefix("file://")
     return place == f"{_PACKAGE}mpframe.conf" or Path(path).resolve() == CONF
@@ -310,19 +282,8 @@ def _from(folder: str, place: str) -> str:
     return str(Path(place).relative_to(folder)) if inside else place
 
 
-def take_source(
-    arguments: list[str], advice: str = "give option=value"
-) -> tuple[Source, list[str]]:
-    """Separate the flags that name a source from the `option=value` words."""
-    flags, words = _parse_flags(_source_parser(), arguments)
-    for word in words:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; {advice}")
-    return source_of(flags, words), words
-
-
 @contextmanager
-def hydra_over(source: Source = SHIPPED) -> Iterator[None]:
+def hydra_over(source: Source) -> Iterator[None]:
     """Context manager in which Hydra composes from a source."""
     package = source.place.removeprefix(_PACKAGE).replace("/", ".")
     settings = {"version_base": "1.3", "job_name": "train"}

@@ -18,7 +18,7 @@ other, Hydra's other special keys, interpolations and YAML aliases are refused.
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,15 +39,15 @@ _TARGET = "_target_"
 
 
 class Trusted:
-    """The targets that the files of a source name."""
+    """The targets that the shipped files, and those of a user's folder, name at their places."""
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]
-        named = [n for folder in source.own_folders for n in _targets_in(folder, source.name)]
-        self._users = {(place, target) for place, target, _ in named}
         self._options: dict[tuple[str, str], list[set[str]]] = {}
-        for place, target, options in [*named, *_targets_in(CONF, PRIMARY)]:
-            self._options.setdefault((place, target), []).append(options)
+        for folder in self._folders:
+            primary = PRIMARY if folder == CONF else source.name
+            for place, node in _find_targeted(folder, primary):
+                self._options.setdefault((place, str(node[_TARGET])), []).append(set(node))
 
     def choices(self, group: str) -> dict[str, Any]:
         """Return the targets of a group by choice."""
@@ -55,40 +55,24 @@ class Trusted:
         targets = {file.stem: _read(file).get(_TARGET, "???") for file in files}
         return {choice: target for choice, target in targets.items() if target != "???"}
 
+    def names(self, place: str, target: Any) -> bool:
+        """Return whether a file has this target at this place, e.g. `model` or `metrics.top`."""
+        return (place, str(target)) in self._options
+
     def holds(self, place: str, node: Mapping[str, Any]) -> bool:
         """Return whether a file has this node's target and all of its options at this place."""
         known = self._options.get((place, str(node[_TARGET])), ())
         return any(set(node) <= options for options in known)
 
-    def names(self, place: str, target: Any) -> bool:
-        """Return whether a file has this target at this place, e.g. `model` or `metrics.top`."""
-        shipped = place in OPEN and target in self.choices(place).values()
-        return shipped or (place, str(target)) in self._users
 
-
-def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
-    """Refuse the targets that nobody but a stored configuration names, all in one line."""
-    words = [f"{option}={target}" for option, target in targets]
-    if not words:
-        return
-    several = len(words) > 1
-    raise CheckpointError(
-        f"{path}: {' and '.join(word.lstrip('+') for word in words)} "
-        f"{'are' if several else 'is'} not mpframe's own, and a stored configuration runs nothing; "
-        f"give the --config-dir whose files name {'them' if several else 'it'}, or if you trust "
-        f"{'them' if several else 'it'}, add {shlex.join(words)}"
-    )
-
-
-def _targets_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield (place, target, keys beside it) of each `_target_` that Hydra finds in a folder."""
+def _find_targeted(folder: Path, primary: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, node) of each node with a `_target_` that Hydra finds in a folder."""
     trees = [(group, file) for group in OPEN for file in sorted((folder / group).rglob("*.yaml"))]
     roots = [*sorted((folder / "experiment").rglob("*.yaml")), *folder.glob(f"{primary}.yaml")]
     for group, file in [*trees, *(("", root) for root in roots)]:
         tree = _read(file)
-        for place, node in [(group, tree), *_nodes(tree, f"{group}." if group else "")]:
-            if _TARGET in node:
-                yield place, str(node[_TARGET]), set(node)
+        nodes = [(group, tree), *_nodes(tree, f"{group}." if group else "")]
+        yield from ((place, node) for place, node in nodes if _TARGET in node)
 
 
 def _nodes(tree: Any, parent: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -139,12 +123,12 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     taken = [o.key_or_group for o in overrides if o.key_or_group not in groups]
     named = groups & _words(words)
     for group in named:
-        if group not in OPEN or _target(stored, group) != _target(fresh, group):
+        if group not in OPEN or _target(stored.get(group)) != _target(fresh.get(group)):
             stored[group] = {}
     for key in taken:
         _drop(stored, key)
     built = {key: section for key, section in stored.items() if data or key not in _DATA}
-    refuse_unnamed(path, _find_unnamed(built, named, trusted))
+    _refuse_unnamed(path, built, named, trusted)
     nested = [(place, node) for place, node in _nodes(stored) if "." in place and _TARGET in node]
     allowed = {f"{place}._target_" for place, node in nested if trusted.holds(place, node)}
     _refuse_code(path, {**stored, "optimizer": joint}, allowed)
@@ -176,9 +160,9 @@ def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -
     """Return `GROUP=CHOICE` for each stored section, so that words may name its options."""
     choices = []
     for group in _find_used_groups(stored) - _words(given):
-        target = _target(stored, group)
-        names = [choice for choice, known in trusted.choices(group).items() if known == target]
-        choices.append(f"{group}={names[0] if names else 'own'}")
+        target, known = _target(stored[group]), trusted.choices(group)
+        choice = next((choice for choice in known if known[choice] == target), "own")
+        choices.append(f"{group}={choice}")
     return choices
 
 
@@ -193,9 +177,8 @@ def _words(given: list[str]) -> set[str]:
     return {key.removesuffix("._target_") for key in keys}
 
 
-def _target(tree: Mapping[str, Any], group: str) -> Any:
-    section = tree.get(group)
-    return section.get("_target_") if isinstance(section, dict) else None
+def _target(node: Any) -> Any:
+    return node.get(_TARGET) if isinstance(node, dict) else None
 
 
 def _refuse_unfit(overrides: list[Override]) -> None:
@@ -208,20 +191,26 @@ def _refuse_unfit(overrides: list[Override]) -> None:
             )
 
 
-def _find_unnamed(
-    stored: Mapping[str, Any], named: set[str], trusted: Trusted
-) -> Iterator[tuple[str, Any]]:
-    """Yield (word of the command line, target) of what only the stored configuration names."""
-    for group in sorted(_find_used_groups(stored) - named):
-        target = _target(stored, group)
-        if not trusted.names(group, target):
-            yield f"{group}._target_", target
-    # The group holds what a user added. The dataset's metrics are not stored.
-    metrics = stored.get("metrics")
+def _refuse_unnamed(
+    path: Path, stored: Mapping[str, Any], named: set[str], trusted: Trusted
+) -> None:
+    """Refuse the targets that nobody but the stored configuration names, all in one line."""
+    nodes = {group: stored[group] for group in sorted(_find_used_groups(stored) - named)}
+    metrics = stored.get("metrics")  # The group holds what a user added to the dataset's.
     for name, node in metrics.items() if isinstance(metrics, dict) else ():
-        target = node.get("_target_") if isinstance(node, dict) else None
-        if target is not None and not trusted.names(f"metrics.{name}", target):
-            yield f"+metrics.{name}._target_", target
+        if _target(node) is not None:
+            nodes[f"+metrics.{name}"] = node
+    words = [
+        f"{place}.{_TARGET}={_target(node)}"
+        for place, node in nodes.items()
+        if not trusted.names(place.lstrip("+"), _target(node))
+    ]
+    if words:
+        raise CheckpointError(
+            f"{path}: {' and '.join(word.lstrip('+') for word in words)}: not mpframe's own, and a "
+            "stored configuration runs nothing; give the --config-dir whose files name it, or if "
+            f"you trust it, add {shlex.join(words)}"
+        )
 
 
 def _refuse_code(path: Path, stored: Mapping[str, Any], nested: set[str]) -> None:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,16 +235,7 @@ def make_stop_error(received: signal.Signals, folder: Path) -> RunInterrupted:
     return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
 
 
-def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
+def command_again(folder: Path) -> str:
     """Return the command line to copy into a shell, in the folder where it was given before."""
-    words = _drop_python([*arguments] or sys.orig_argv)
-    words = [word for word in words if not word.startswith(f"{_FOLDER}=")]
+    words = [word for word in sys.orig_argv if not word.startswith(f"{_FOLDER}=")]
     return shlex.join([*words, word_of(_FOLDER, str(folder))])
-
-
-def _drop_python(words: list[str]) -> list[str]:
-    """Leave out the Python that runs an installed program, which nobody types."""
-    program = Path(words[1]) if len(words) > 1 else Path()
-    if program.is_absolute() and shutil.which(program.name) == str(program):
-        return [program.name, *words[2:]]
-    return words

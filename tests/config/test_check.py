@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_from_except": ["head.*"]}, "init_from_except=['head.*']: only works with init_from; give both"),
     ({"model___target_": 3}, f"model._target_=3: {NO_TARGET}"),
     ({"callbacks": {"own": {"size": 3}}}, f"callbacks.own._target_=null: {NO_TARGET}"),
-    ({"metrics": {"own": "my.Thing"}}, "metrics.own=my.Thing: must be a mapping with a _target_, or null to leave it out"),
+    ({"metrics": {"own": "my.Thing"}}, "metrics.own=my.Thing: must be a mapping with a _target_"),
     ({"trainer__autopsy": 1}, "trainer.autopsy: no such option; use callbacks.autopsy=null"),
     ({"optimizer__groups": {"g": 3}}, "optimizer.groups.g=3: must be a mapping; give it parameters"),
     ({"optimizer__groups": {"default": {}}}, "optimizer.groups.default: is the group of all other parameters; choose another name"),

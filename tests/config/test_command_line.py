@@ -220,7 +220,6 @@ def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) ->
         (own, "-m", "dtype=glob(x*)"): r"^dtype=glob\(x\*\): matches no choice; .* special, twice$",
         (own, mine, "dtype=speciak"): r"^dtype=speciak: choose .*; nearest: special$",
         (own, "--config-name=mien"): r"^--config-name=mien: no mien\.yaml .* nearest: mine$",
-        (mine,): r"^--config-name=mine: no mine.* add --config-dir=own$",
         ("--config-name=our",): r"^--config-name=our: no our.* add --config-dir=FOLDER$",
         (own, "dtype=twice"): r"/twice.yaml, line 3: found duplicate key mode; correct the file$",
     }.items():

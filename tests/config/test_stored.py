@@ -45,9 +45,9 @@ def test_all_targets_that_need_trust_are_named_in_one_line_for_a_shell(
 ) -> None:
     said, (dataset, model) = refused(CheckpointError, config_of, stored, folder, []), sorted(OWN)
     assert said == (
-        f"{folder}: {dataset} and {model} and {METRIC} are not mpframe's own, and a stored "
-        "configuration runs nothing; give the --config-dir whose files name them, or if you trust "
-        f"them, add {dataset} {model} +{METRIC}"
+        f"{folder}: {dataset} and {model} and {METRIC}: not mpframe's own, and a stored "
+        "configuration runs nothing; give the --config-dir whose files name it, or if you trust "
+        f"it, add {dataset} {model} +{METRIC}"
     )
     config = config_of(stored, folder, said.rpartition("add ")[2].split())
     assert (config.model["width"], config.metrics["top"]["k"]) == (8, 5)

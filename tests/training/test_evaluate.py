@@ -198,9 +198,9 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
 
 
 @pytest.mark.parametrize(("part", "own", "text"), [
-    ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system is not mpframe's own"),
-    ("model", {"_target_": ["os.system"]}, "is not mpframe's own"),
-    ("model", {"_target_": "mpframe.workloads.images.torch.load"}, "is not mpframe's own"),
+    ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system: not mpframe's own"),
+    ("model", {"_target_": ["os.system"]}, ": not mpframe's own"),
+    ("model", {"_target_": "mpframe.workloads.images.torch.load"}, ": not mpframe's own"),
     ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),
     ("model", {"config": {**BERT, "attn_implementation": "a/b"}}, "config._target_ is refused"),
     ("model", {"other": BERT}, "model.other._target_ is refused"),
@@ -208,7 +208,7 @@ BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/be
     ("model", {"_partial_": True}, "model._partial_ is refused"),
     ("dataset", {"root": "\\${oc.env:HOME}"}, "dataset.root refers to what is not in the file"),
     ("", {3: 4}, "3 is refused"),
-    ("", {"model": "os.system"}, "model._target_=None is not mpframe's own"),
+    ("", {"model": "os.system"}, "model._target_=None: not mpframe's own"),
     ("", {"trainer": [1]}, "trainer=\\[1\\]: must be a mapping"),
     ("file", "a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
     ("file", "model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),

@@ -21,7 +21,6 @@ from dataclasses import replace
 from mpframe.cli.program import command, without_secrets
 from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import jobs
-from mpframe.config.overrides import PRIMARY
 from mpframe.config.schema import Config
 from mpframe.files.text import say
 from mpframe.lab.doctor import CHECKS, Subject
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> int:
     errors = 0
     for job in jobs(arguments):
         findings = findings_of(CHECKS, subject_of(job.config))
-        say(without_secrets(as_text(job.typed, findings, job.name), job.typed))
+        say(without_secrets(as_text(job.typed, findings), job.typed))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0
 
@@ -49,13 +48,12 @@ def subject_of(config: Config) -> Subject:
     return Subject(trainer, train, config.flat)
 
 
-def as_text(words: Sequence[str], findings: list[Finding], name: str = PRIMARY) -> str:
+def as_text(words: Sequence[str], findings: list[Finding]) -> str:
     """Write the words that were typed for a job, a line for each finding, and their number."""
-    default = "the default configuration" if name == PRIMARY else f"configuration {name}"
-    head = f"{shlex.join(words) or default}:"
-    errors = any(finding.severity is Severity.ERROR for finding in findings)
-    tried = "" if errors else "the first step was tried and is finite"
+    head = f"{shlex.join(words) or 'the configuration as it is'}:"
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]
     end = ", ".join(said) or "nothing found"
-    return "\n".join([head, *map(str, findings), f"{end}: {tried}" if tried else end])
+    if not counts[Severity.ERROR]:
+        end += ": the first step was tried and is finite"
+    return "\n".join([head, *map(str, findings), end])
